@@ -9,9 +9,7 @@ Its other names are those of `quantforge.verbs`, imported at their first use; ``
     quantforge.quantize("models/demo", method="awq", bits=4, out="demo-awq")
 """
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # that of `typing`, whose import would take most of this one's time
 
 __version__ = "0.1.0"
 
@@ -19,7 +17,10 @@ if TYPE_CHECKING:
     from quantforge.verbs import *  # noqa: F403
 else:  # a checker would take every name for one that is there
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+        from importlib.util import find_spec
+
         of_modules = name.startswith("_") or find_spec(f"quantforge.{name}") is not None
         if name == "__all__" or not of_modules:  # `from quantforge import errors` asks here first
             verbs = import_module("quantforge.verbs")

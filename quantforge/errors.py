@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
+
+
 class Fault(StrEnum):
     """Kind of fault of a stored value, named as the check of `verify` that reports it."""
 
@@ -61,6 +64,10 @@ class InputError(QuantForgeError):
     code = "input"
 
 
+class DeniedError(InputError):
+    """This user may not write to a place (exit 3); unlike other input that is wrong it leaves what was done as it is."""
+
+
 class RefusedError(QuantForgeError):
     """The combination cannot be expressed, or `--strict` forbids it (exit 4)."""
 
@@ -97,10 +104,28 @@ class BusyError(QuantForgeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?`` for the closest known word, or the known words themselves."""
+    """Return ``did you mean 'x'?`` for the closest known word, those that begin so, or the known words."""
     words = sorted(known)
-    close = get_close_matches(word, words, n=1, cutoff=0.5)
+    longer = [one for one in words if one.startswith(word)] if len(word) > 1 else []
+    close = (
+        longer
+        if 0 < len(longer) <= SAME_BEGINNING
+        else get_close_matches(word, words, n=1, cutoff=0.5)
+    )
     if close:
-        return f"did you mean '{close[0]}'?"
+        quoted = [f"'{one}'" for one in close]
+        return f"did you mean {' or '.join(quoted)}?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
+
+
+def check_options(given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names of options that there are not.
+
+    Raises:
+        UsageError: naming the first one, and the nearest that there is.
+    """
+    names = {*known}
+    for name in given:
+        if name not in names:
+            raise UsageError(f"no option '{name}'", nearest(name, names))

@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml
+from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml, write_small
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import parse_sparsity, share_of
@@ -45,6 +45,7 @@ VALUES = {
     "gptq.order": ("activation", "natural"),
     "gptq.group_scales": ("static", "refresh"),
 }
+WORDS = ("method", "format", "engine", "scales", "inputs", "kv_cache", "mtp")  # in small letters
 IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
 
@@ -175,16 +176,15 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_types(self, "recipe")
+        write_small(self, WORDS)
         for name, known in VALUES.items():
             value = attrgetter(name)(self)
             if value not in known:
                 raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
         self.pruned_share, self.zeros  # noqa: B018 - raise
         if self.bits is not None and self.scheme is not None:
-            raise InputError(
-                "recipe: 'bits' and 'scheme' are both given",
-                "--bits is the dial, --scheme the expert's",
-            )
+            both = "recipe: 'bits' and 'scheme' are both given"
+            raise InputError(both, "--bits is the dial, --scheme the expert's")
         for name, (least, most) in LIMITS.items():
             value = attrgetter(name)(self)
             if value is not None and not least <= value <= most:

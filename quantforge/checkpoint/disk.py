@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantforge.errors import InputError, RefusedError, ResourceError
+from quantforge.errors import DeniedError, InputError, RefusedError, ResourceError
 from quantforge_files import system
 
 
@@ -207,9 +207,9 @@ def writing(path: Path, needed: int) -> Iterator[None]:
         raise no_space(path, needed, reason, hint) from error
 
 
-def denied(path: Path, reason: str, said: str = "") -> InputError:
+def denied(path: Path, reason: str, said: str = "") -> DeniedError:
     """Return the error for a place where this user may not write; ``said``: how the place was named."""
-    return InputError(
+    return DeniedError(
         f"{said or path}: cannot be written: {reason}",
         "choose a place that you may write to, or change its permissions",
         file=str(path),

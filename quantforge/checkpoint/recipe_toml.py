@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -98,6 +98,13 @@ def check_types(value: Any, origin: str) -> None:
     hints = _hints(kind)
     for item in fields(value):
         _check_type(hints[item.name], getattr(value, item.name), f"{origin}: {item.name}")
+
+
+def write_small(value: Any, names: Iterable[str]) -> None:
+    """Write some texts of a frozen dataclass that is being made in small letters, their one spelling."""
+    for name in names:
+        if (text := getattr(value, name)) is not None:
+            object.__setattr__(value, name, text.lower())
 
 
 @cache

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
+from quantforge.evaluation.significant import significant
 from quantforge.execution.progress import Progress
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import DRAFT_TOKENS, open_speaker
+from quantforge.verbs.generate_text import DRAFT_TOKENS, has_template, open_speaker
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -45,8 +46,12 @@ def ask_all(
 ) -> list[Generated]:
     """Let models answer one after another (one is in memory at a time), and show it; errors as `open_speaker`.
 
-    An interruption ends the answer, and with it the list.
+    What cannot be read of any of them is refused before the first answers. An interruption ends the answer, and with it
+    the list.
     """
+    for model in models[1:]:  # the first is opened next
+        if not has_template(model, settings) and asked.system is not None:
+            raise _no_template(model)
     columns = len(models) > 1 and sys.stdout.isatty()
     columns = columns and console.width // len(models) >= LEAST_WIDTH
     hidden = columns or console.as_json
@@ -80,11 +85,14 @@ def opening(speaker: Speaker, text: str, system: str | None) -> str | Messages:
     if system is None:
         return text
     if not speaker.templated:
-        raise UsageError(
-            f"--system: {speaker.name} has no chat template",
-            "put it into the prompt, or leave it out",
-        )
+        raise _no_template(speaker.name)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def _no_template(name: str) -> UsageError:
+    return UsageError(
+        f"--system: {name} has no chat template", "put it into the prompt, or leave it out"
+    )
 
 
 def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
@@ -139,7 +147,7 @@ def _guessed(one: Generated) -> str:
 
 
 def _rate(value: float | None) -> str:
-    return "" if value is None else f", {value:.3g} tokens/s"
+    return "" if value is None else f", {significant(value)} tokens/s"
 
 
 @contextmanager

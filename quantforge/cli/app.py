@@ -162,9 +162,6 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    for number in system.stopping():
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
-            signal.signal(number, _stop)
     if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
         lean.allow()
     arguments = sys.argv[1:] or ["--help"]
@@ -178,6 +175,9 @@ def main() -> None:
                 errors="backslashreplace"
             )  # a terminal that is not UTF-8 gets escapes
     try:
+        for number in system.stopping():
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
+                signal.signal(number, _stop)
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:

@@ -96,6 +96,6 @@ def events(incomplete: str) -> list[str]:
 
 def cache_kinds(incomplete: str) -> list[str]:
     """Return the kinds of KV cache that `eval` measures."""
-    from quantforge.verbs.evaluate_models import CACHES
+    from quantforge.verbs.measurement_options import CACHES
 
     return [word for word in CACHES if word.startswith(incomplete)]

@@ -40,7 +40,7 @@ def evaluate(
     task_limit: wanted.TaskLimit = 0,
     allow_code: wanted.AllowCode = False,
     generated: wanted.Generated = None,
-    generated_tokens: wanted.GeneratedTokens = 128,
+    generated_tokens: wanted.GeneratedTokens = None,
     chat_template: wanted.ChatTemplate = False,
     adapter: options.Adapter = None,
     device: options.Device = "cpu",
@@ -71,7 +71,7 @@ def evaluate(
         found = verbs.evaluate(
             reference, models or (), settings, text=text, windows=windows, length=length, speed=speed, cache=cache,
             engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
-            generated=generated or "", generated_tokens=generated_tokens, chat_template=chat_template,
+            generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
         )  # fmt: skip
     _show(console, found, report or [], overwrite=overwrite, wide=wide)
     _hold(found, limit, max_kl, summary)

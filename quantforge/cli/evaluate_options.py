@@ -144,9 +144,12 @@ Generated = Annotated[
     ),
 ]
 GeneratedTokens = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--generated-tokens", help="Tokens of an answer, at most.", min=1, rich_help_panel=SCORED
+        "--generated-tokens",
+        help="Tokens of an answer, at most (default: 128).",
+        min=1,
+        rich_help_panel=SCORED,
     ),
 ]
 ChatTemplate = Annotated[

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +15,9 @@ from quantforge.cli import options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.evaluation.significant import size
+
+if TYPE_CHECKING:
+    from quantforge.plans import StoredTensor
 
 EXAMPLE = "Example: quantforge inspect demo-awq-int4 --tensors '*.layers.0.*'"
 
@@ -38,18 +44,23 @@ def inspect(
 
     console = Console(as_json=as_json)
     if derive:
+        if tensors is not None:
+            raise UsageError("--tensors and --derive: two questions", "leave one out")
         declared = verbs.derive_declarations(path, output, offline=offline).document()
         _show(console, declared)
         return
     if output is not None:
         raise UsageError("-o is for --derive", "leave one out, or add the other")
     found = verbs.inspect(path, offline=offline)
+    if tensors is not None:
+        found = replace(found, tensors=_matching(found.tensors, tensors))
     if as_json:
         console.document(found.document())
         return
     if tensors is not None:
-        chosen = [t for t in found.tensors if fnmatch.fnmatchcase(t.name, tensors)]
-        rows = [(t.name, t.dtype, "x".join(map(str, t.shape)), size(t.nbytes)) for t in chosen]
+        rows = [
+            (t.name, t.dtype, "x".join(map(str, t.shape)), size(t.nbytes)) for t in found.tensors
+        ]
         console.table(("tensor", "type", "shape", "bytes"), rows)
         return
     console.text(f"{found.path}  {found.model_type}  {found.format}".rstrip())
@@ -68,6 +79,27 @@ def inspect(
     for key, value in found.provenance.items():
         if said := _said(key, value):
             console.text(f"{key.replace('_counts', 's')}: {said}")
+
+
+def _matching(tensors: Sequence[StoredTensor], pattern: str) -> tuple[StoredTensor, ...]:
+    """Return the tensors whose names match a glob.
+
+    Raises:
+        UsageError: there are none; a pattern that matches some, or the nearest name, is told.
+    """
+    from quantforge.errors import UsageError, nearest
+
+    chosen = tuple(one for one in tensors if fnmatch.fnmatchcase(one.name, pattern))
+    if chosen:
+        return chosen
+    wider = f"*{pattern.strip('*')}*"
+    if any(fnmatch.fnmatchcase(one.name, wider) for one in tensors):
+        hint = f"--tensors '{wider}'"
+    else:
+        parts = {part for one in tensors for part in one.name.split(".") if not part.isdecimal()}
+        word = (re.findall(r"\w+", pattern) or [pattern])[-1]
+        hint = nearest(f"*{word}*", {f"*{part}*" for part in parts})
+    raise UsageError(f"--tensors {pattern}: no tensor has such a name", hint)
 
 
 def _said(key: str, value: Any) -> str:

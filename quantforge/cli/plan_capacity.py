@@ -63,7 +63,7 @@ class Asked:
         stated = {name: value for name, value in stated.items() if value}
         if self.device_name is not None:
             named: dict[str, Any] = {**stated, "source": card_of(self.device_name).source}
-            return {self.device_name: replace(card_of(self.device_name), **named)}
+            return {self.device_name.lower(): replace(card_of(self.device_name), **named)}
         if stated:
             values: dict[str, Any] = {"memory": 0.0, "bandwidth": 0.0, "compute": 0.0, **stated}
             return {GIVEN: Card(**values, source="the command line")}

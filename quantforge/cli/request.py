@@ -68,7 +68,7 @@ def percent(text: str, option: str) -> float:
     """Parse ``2%`` or ``0.02`` to 0.02.
 
     Raises:
-        UsageError: it is no share; ``option`` is named.
+        UsageError: it is no share, or a number from 1 on without ``%``, which may mean either; ``option`` is named.
     """
     number = text.removesuffix("%")
     try:
@@ -77,6 +77,10 @@ def percent(text: str, option: str) -> float:
         value = -1.0
     if not 0 <= value < 1e6:
         raise UsageError(f"{option} {text}: not a share", "write 2% or 0.02")
+    if value >= 1 and not text.endswith("%"):
+        raise UsageError(
+            f"{option} {text}: {value:g}% or {value:.0%}?", f"write {value:g}% or {value / 100:g}"
+        )
     return value
 
 

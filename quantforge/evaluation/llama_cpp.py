@@ -13,14 +13,15 @@ import json
 import math
 import urllib.request
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.windows import Windows
 
 _FORCING = 1000.0
 _EVERY = 1 << 20
@@ -40,13 +41,9 @@ class LlamaCpp:
     """
 
     def __init__(self, path: Path, length: int, threads: int = 1) -> None:
-        try:
-            import xllamacpp
-        except ImportError as error:
-            raise UsageError(
-                "--engine llama.cpp needs the package xllamacpp",
-                "pip install 'quantforge[llamacpp]'",
-            ) from error
+        check_installed()
+        import xllamacpp
+
         settings = xllamacpp.CommonParams()
         settings.model.path = str(path)
         settings.n_ctx = length + 8  # the engine stops a little before the context is full
@@ -131,8 +128,23 @@ class LlamaCpp:
         return found
 
 
+def check_installed() -> None:
+    """Refuse to go on without the wheel; nothing of it is imported.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    if find_spec("xllamacpp") is None:
+        raise UsageError(
+            "--engine llama.cpp needs the package xllamacpp",
+            "pip install 'quantforge[llamacpp]'",
+        )
+
+
 def perplexity_in_engine(path: Path, windows: Windows) -> float:
     """Return the perplexity of the same windows as llama.cpp computes it; errors as `LlamaCpp` and its `nll`."""
+    import torch
+
     engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
     total = 0.0
     for number, window in enumerate(windows.ids.tolist()):

@@ -86,10 +86,10 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 
 
 def target_of(engine: str) -> Target:
-    """Return the entry of an engine, or raise `UsageError` naming the nearest."""
-    if engine not in TARGETS:
-        raise UsageError(f"--for {engine}: unknown engine", nearest(engine, TARGETS))
-    return TARGETS[engine]
+    """Return the entry of an engine, in letters of either case, or raise `UsageError` naming the nearest."""
+    if engine.lower() not in TARGETS:
+        raise UsageError(f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS))
+    return TARGETS[engine.lower()]
 
 
 def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ CARDS: Mapping[str, Card] = {
 
 
 def card_of(name: str) -> Card:
-    """Return a card by its name, or raise `UsageError` naming the nearest."""
-    if name not in CARDS:
-        raise UsageError(f"--device-name {name}: no such card", nearest(name, CARDS))
-    return CARDS[name]
+    """Return a card by its name, in letters of either case, or raise `UsageError` naming the nearest."""
+    if name.lower() not in CARDS:
+        raise UsageError(f"--device-name {name}: no such card", nearest(name.lower(), CARDS))
+    return CARDS[name.lower()]

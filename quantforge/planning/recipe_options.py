@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError, UsageError, check_options, nearest
 from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
 
 PLACES: Mapping[str, str] = {
@@ -75,8 +75,7 @@ def place_of(name: str) -> tuple[str, Any]:
     Raises:
         UsageError: no choice has that name; the nearest one is told.
     """
-    if name not in RecipeOptions.__annotations__:
-        raise UsageError(f"no option '{name}'", nearest(name, RecipeOptions.__annotations__))
+    check_options([name], RecipeOptions.__annotations__)
     place = PLACES.get(name, name)
     owner: Any = Recipe
     *tables, field = place.split(".")
@@ -157,7 +156,12 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     if "source" in (merged := tables.get("adapter", {})):
         merged["sha256"] = ()
     inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
-    return replace(recipe, **top, **inner)
+    made = replace(recipe, **top, **inner)
+    if made.tensor_parallel > 1 and made.engine is None:
+        raise UsageError(
+            f"--tensor-parallel {made.tensor_parallel}: of which engine", "add --for ENGINE"
+        )
+    return made
 
 
 def _rule(text: str | Rule) -> Rule:

@@ -160,6 +160,12 @@ def _limits(limits: QualityGates, origin: str) -> QualityGates:
         value = getattr(limits, item.name)
         if value is not None and not 0 <= value < float("inf"):
             raise InputError(f"{origin}: {item.name} = {value}: no limit", "a number from 0 on")
+    share = limits.max_ppl_increase
+    if share is not None and share >= 1:
+        raise InputError(
+            f"{origin}: max_ppl_increase = {share:g}: {share:g}% or {share:.0%}?",
+            f"a share below 1: {share / 100:g} is {share:g}%",
+        )
     return limits
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from quantforge.errors import InputError, UsageError
 from quantforge.planning.recipe_options import place_of
+from quantforge.recipe import WORDS
 
 
 def combinations(
@@ -21,9 +22,11 @@ def combinations(
         fixed: choices that all combinations have in common.
 
     Raises:
-        UsageError: no choice has that name, one has no values or the same twice, takes a list, or is fixed too.
+        UsageError: no choice has that name, one has no list of values or the same twice, takes a list, or is fixed too.
         InputError: a value is no number where one is expected.
     """
+    if not isinstance(grid, Mapping):
+        raise UsageError(f"over = {grid!a:.60}: no choices", 'e.g. over={"bits": [3, 4]}')
     if not grid:
         raise UsageError("nothing is varied", "--over bits=3,4")
     for name in grid:
@@ -49,7 +52,14 @@ def _checked(name: str, values: Sequence[Any]) -> Sequence[Any]:
     kind = place_of(name)[1]
     if any("tuple" in str(one).lower() for one in (kind, *get_args(kind))):
         raise UsageError(f"--over {name}: takes a list", "vary it by recipes of their own")
-    if isinstance(values, str) or not values or "" in values:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise UsageError(
+            f"over: {name} = {values!a:.60}: a list of values is expected",
+            f'e.g. {{"{name}": [A, B]}}',
+        )
+    if name in WORDS:
+        values = [value.lower() if isinstance(value, str) else value for value in values]
+    if not values or "" in values:
         raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")
     if len(set(map(str, values))) < len(values):
         raise UsageError(f"--over {name}: a value twice", "name each once")

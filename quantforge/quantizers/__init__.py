@@ -6,27 +6,28 @@ method is one file and one record here.
 
 In this folder:
 
-    awq            AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    balance        Column factors that minimise the expected rounding error, under a model of it
-    clip           Clipping: give up a little of the largest weights of a group, so that all others get a smaller step
-    feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
-    gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
-    hessian        The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
-    magnitude      Magnitude: zero the weights that are least in size, whatever they multiply
-    masks          Masks: which weights of a row are made zero, by a score of each; all others keep their values
-    methods        Interfaces of methods: the arguments of each kind, and its results
-    output_error   Squared error that changed weights cause in the output of the sub-block that holds them
-    pairs          Pairs of a producer and its readers
-    plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
-    refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
-    smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsegpt      SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
-    strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
-    strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
-    vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
-    wanda          Wanda
+    awq              AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
+    balance          Column factors that minimise the expected rounding error, under a model of it
+    clip             Clipping: give up a little of the largest weights of a group, so that all others get a smaller step
+    feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
+    gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
+    hessian          The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    magnitude        Magnitude: zero the weights that are least in size, whatever they multiply
+    masks            Masks: which weights of a row are made zero, by a score of each; all others keep their values
+    methods          Interfaces of methods: the arguments of each kind, and its results
+    output_error     Squared error that changed weights cause in the output of the sub-block that holds them
+    pairs            Pairs of a producer and its readers
+    plain_rows       Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
+    refine           Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
+    rtn              Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    smooth           SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsegpt        SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
+    strip_arrays     The loops of `strips` with numpy, for matrices too small to be worth compiling them
+    strip_kernels    The loops of `strips`, compiled by numba, each at its first call in a process
+    strips           The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
+    unknown_methods  Refusals of words that are no method, with what was meant
+    vectors          Error feedback and refinement of code vectors: the columns that share a code are a panel
+    wanda            Wanda
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError
 from quantforge.events import Event
 from quantforge.model.statistics import Statistic
+from quantforge.quantizers.unknown_methods import unknown_method
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -160,7 +162,7 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     words = text.lower().split("+")
     for word in words:
         if word not in METHODS:
-            raise UsageError(f"unknown method '{word}' in '{text}'", nearest(word, METHODS))
+            raise unknown_method(word, text, METHODS)
     last = METHODS[words[-1]].kind in {MethodKind.ROUNDER, MethodKind.BLOCK_METHOD}
     rounder = words.pop() if last else PLAIN
     kinds = [METHODS[word].kind for word in words]

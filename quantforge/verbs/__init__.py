@@ -2,37 +2,39 @@
 
 In this folder:
 
-    allocate_bits      Allocate: bits for each group of linears
-    asked_prompts      Prompts that an evaluation asks of every model: built-in ones, or those of a file
-    asked_result       One result as it is asked for: planned, and refused where headers tell that it cannot be made
-    bench_models       Bench: latency and throughput of models, or of a server, under a seeded stream of requests
-    caller_state       State of the program that calls a verb: results do not depend on torch's defaults
-    declarations       Declarations of a model, derived from the code of transformers: to be read, compared and kept
-    demo               Demo: the small trained model that comes with the package, copied out to try things on
-    diff_models        Diff: how two models of any formats differ
-    evaluate_models    Evaluate: a reference and its descendants, whatever their format, measured on one text
-    export             Export: a model in another format, as a proven re-layout or a refusal
-    export_recipe      Recipe of an export: plain rounding, in the format that is asked for, that a name states
-    finished_result    A result that is there already: a run was killed after its publication
-    folder_cards       Card of a folder of results that are one file each, made of their manifests and headers
-    generate_text      Generate: a model of any format that is read continues a text or answers a conversation
-    imatrix            Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect            Contents of a model directory, a safetensors file or a GGUF file, from headers alone
-    kept_variant       One of several results that an earlier command has finished: kept if it is what would be made now
-    load_model         Load: a model of any format that is read, ready to compute with its weights still packed
-    make_release       Release: many recipes of one model, made, scored, gated and laid out to be uploaded
-    output             Place of a result, and the room that it asks for: shared by the verbs that write
-    plan               Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
-    quantize           Quantize: a plan carried out and published, or gone on with after any interruption
-    quantize_variants  Quantize variants: several recipes of one model
-    release_files      Files of a release beside its variants: report, figures in cards, manifest
-    reproduce          Making a result again from its manifest, and comparing every byte
-    requantize         Quantizing a model again: from the source that its manifest names
-    run_inputs         Inputs of a run beside the weights: whatever decides its bytes, read first
-    scored_text        Text that an evaluation scores: one document out of one source, and its name in reports
-    serve_model        Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
-    sweep_recipes      Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
-    verify_artifact    Verify: whether a finished artifact, ours or anyone's, is what it says it is
+    allocate_bits        Allocate: bits for each group of linears
+    asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
+    asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
+    bench_models         Bench: latency and throughput of models, or of a server, under a seeded stream of requests
+    caller_state         State of the program that calls a verb: results do not depend on torch's defaults
+    declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
+    demo                 Demo: the small trained model that comes with the package, copied out to try things on
+    diff_models          Diff: how two models of any formats differ
+    evaluate_models      Evaluate: a reference and its descendants, whatever their format, measured on one text
+    export               Export: a model in another format, as a proven re-layout or a refusal
+    export_recipe        Recipe of an export: plain rounding, in the format that is asked for, that a name states
+    finished_result      A result that is there already: a run was killed after its publication
+    folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
+    generate_text        Generate: a model of any format that is read continues a text or answers a conversation
+    given_options        Arguments that a program hands over: names of options that there are not
+    imatrix              Importance of columns
+    inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
+    kept_variant         One of several results that an earlier command has finished
+    load_model           Load: a model of any format that is read, ready to compute with its weights still packed
+    make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
+    measurement_options  Choices of an evaluation by their names
+    output               Place of a result, and the room that it asks for: shared by the verbs that write
+    plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
+    quantize             Quantize: a plan carried out and published, or gone on with after any interruption
+    quantize_variants    Quantize variants: several recipes of one model
+    release_files        Files of a release beside its variants: report, figures in cards, manifest
+    reproduce            Making a result again from its manifest, and comparing every byte
+    requantize           Quantizing a model again: from the source that its manifest names
+    run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first
+    scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
+    serve_model          Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
+    sweep_recipes        Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
+    verify_artifact      Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """
 
 from quantforge.errors import QuantForgeError

@@ -29,11 +29,13 @@ from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import LayerChoices, Recipe, Rule
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.plan import planned_of
 
 EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
 
 
+@checks_options(RecipeOptions)
 @torch_defaults()
 def allocate(
     model: str | Path,
@@ -42,7 +44,7 @@ def allocate(
     recipe: RecipeSource = None,
     settings: Settings | None = None,
     *,
-    candidates: Sequence[str] = (),
+    candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Allocated:
     """Find the scheme of every linear with which a model of a given size diverges least from its source.
@@ -79,7 +81,7 @@ def allocate(
                 return planned_of(source, wanted, None, own)
 
             plans, left_out = plans_of(
-                source, planned, [(one,) for one in candidates] or usual(key), read.engine,
+                source, planned, _asked(candidates) or usual(key), read.engine,
                 given=bool(candidates),
             )  # fmt: skip
             allocation = Allocation(plans, together=key != GGUF)
@@ -129,6 +131,11 @@ def _check(method: str, layers: LayerChoices, guide: int) -> None:
         )
     if guide:
         raise UsageError(f"--guide {guide}: errors are measured without it", "leave it out")
+
+
+def _asked(candidates: str | Sequence[str]) -> list[Sequence[str]]:
+    """Return the schemes that are named, each for itself."""
+    return [(str(one),) for one in listed(candidates, "candidates", '["int4:g128:sym"]')]
 
 
 def _measured(

@@ -70,7 +70,7 @@ def bench(
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
-    from quantforge.verbs.evaluate_models import CACHES
+    from quantforge.verbs.measurement_options import CACHES
 
     if not models:
         raise UsageError("no model", "quantforge bench MODEL")

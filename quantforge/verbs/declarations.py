@@ -15,6 +15,7 @@ from quantforge.formats.configuration import json_bytes
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.undeclared import derived_match
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Declarations:
         return {"schema": "quantforge.declarations/1", **found}
 
 
+@checks_options()
 @torch_defaults()
 def derive_declarations(
     model: str | Path, out: Path | None = None, *, offline: bool = False

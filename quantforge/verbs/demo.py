@@ -8,11 +8,13 @@ from pathlib import Path
 from quantforge.checkpoint.disk import DISK, folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, RefusedError
+from quantforge.verbs.given_options import checks_options
 from quantforge_files.roles import TOKENIZER
 
 NAME = "demo"
 
 
+@checks_options()
 def demo(out: str | Path = NAME) -> Path:
     """Copy the demo model (a llama of 4 million weights, trained on Python's standard library) to a new directory.
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference
 
 
+@checks_options()
 @torch_defaults()
 def diff(
     first: str | Path, second: str | Path, *, offline: bool = False, progress: Listener = ignore

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import UsageError, nearest
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
@@ -18,6 +17,13 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_measured
+from quantforge.verbs.given_options import checks_options, listed
+from quantforge.verbs.measurement_options import (
+    CACHES,
+    MeasurementOptions,
+    check_engine,
+    check_measurement,
+)
 from quantforge.verbs.scored_text import BUILTIN, read_text, text_name
 
 if TYPE_CHECKING:
@@ -25,34 +31,15 @@ if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
     from quantforge.evaluation.generated import Prompts
 
-CACHES = ("16bit", "int8", "fp8", "int4")
-ENGINES = ("llama.cpp",)
 LARGER = 1.1  # times the size of a reference: what a descendant is not
 BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 
 
-class MeasurementOptions(TypedDict, total=False):
-    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it, the text is the built-in one."""
-
-    text: str  # a source as for ``--calibration``
-    windows: int  # at most so many
-    length: int  # tokens of a window
-    speed: bool  # measure speed and memory too
-    cache: str  # kind of the KV cache for speed, one of `CACHES`
-    engine: str  # one of `ENGINES` scores GGUF files too; none when empty
-    tasks: Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files
-    task_limit: int  # documents of each task; 0 is all
-    allow_code: bool  # let YAML files run the code that they name
-    card: str | Path | None  # of whose card the figures of its models become a part
-    generated: str  # prompts that every model answers: a source, see `read_prompts`
-    generated_tokens: int  # an answer has at most so many
-    chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
-
-
+@checks_options(MeasurementOptions)
 @torch_defaults()
 def evaluate(
     reference: str | Path,
-    models: Sequence[str | Path] = (),
+    models: str | Path | Sequence[str | Path] = (),
     settings: Settings | None = None,
     **options: Unpack[MeasurementOptions],
 ) -> Evaluation:
@@ -60,23 +47,21 @@ def evaluate(
 
     Args:
         reference: the model to compare with.
-        models: models that descend from it.
+        models: models that descend from it, or a single one.
         settings: how to run.
         options: see `MeasurementOptions`.
 
     Raises:
-        UsageError: an option has a value that means nothing here.
+        UsageError: an option that there is not, or has a value that means nothing here or no effect.
         InputError: a model, the text, a task or the card cannot be used, or a result is NaN or infinite.
         RefusedError: a task file would run code, or a model cannot be scored here.
     """
     settings = settings or Settings()
-    cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
-    if cache not in CACHES:
-        raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))
-    if engine and engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
+    check_measurement(options)
+    descendants = listed(models, "models", '["demo-awq"]')
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
-        paths = [resolve(str(name), settings.offline) for name in (reference, *models)]
+        paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
+        check_engine(options.get("engine", ""), paths)
         opened = [open_model(path) for path in paths]
         for checkpoint in opened:
             detect(
@@ -127,7 +112,11 @@ def _measurement(
 
     tasks, names = None, options.get("tasks")
     if names is not None:
-        tasks = Tasks(tuple(names), options.get("task_limit", 0), options.get("allow_code", False))
+        tasks = Tasks(
+            tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
+            options.get("task_limit", 0),
+            options.get("allow_code", False),
+        )
         check(tasks)
     given: Mapping[str, Any] = {**options}
     same = ("windows", "length", "speed", "engine")  # what is passed on as it is
@@ -153,11 +142,9 @@ def _prompts(reference: Path, options: MeasurementOptions, settings: Settings) -
     """Read the prompts that the models answer, if any; errors as `evaluate`."""
     source, chat = options.get("generated"), options.get("chat_template", False)
     if not source:
-        if chat:
-            raise UsageError("--chat-template renders prompts; there are none", "add --generated")
         return None
     from quantforge.evaluation.generated import NEW_TOKENS, Prompts
 
     texts = read_prompts(source, reference if chat else None, offline=settings.offline)
-    most = options.get("generated_tokens", NEW_TOKENS)
+    most = options.get("generated_tokens") or NEW_TOKENS
     return Prompts(prompts_name(source), tuple(texts), most, chat)

@@ -21,7 +21,12 @@ from quantforge.formats.sources.low_precision import plain_source, readable
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.recipe_options import ExportOptions, RecipeSource, build_recipe
+from quantforge.planning.recipe_options import (
+    ExportOptions,
+    RecipeOptions,
+    RecipeSource,
+    build_recipe,
+)
 from quantforge.quantizers import PLAIN
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
@@ -30,6 +35,7 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, side_bytes, stage_for
 from quantforge.verbs.quantize import quantize_opened
@@ -76,6 +82,7 @@ class Exported:
         }
 
 
+@checks_options(RecipeOptions)
 @torch_defaults()
 def export(
     model: str | Path,

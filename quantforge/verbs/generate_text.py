@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, check_options
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
@@ -45,6 +46,7 @@ class AnswerOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]  # when a beam search is over
 
 
+@checks_options(AnswerOptions)
 @torch_defaults()
 def generate(
     model: str | Path | Loaded,
@@ -97,9 +99,7 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
     Raises:
         UsageError: a name or a value that means nothing.
     """
-    for name in options:
-        if name not in AnswerOptions.__annotations__:
-            raise UsageError(f"no option '{name}'", nearest(name, AnswerOptions.__annotations__))
+    check_options(options, AnswerOptions.__annotations__)
     from quantforge.runtime.answer_limits import limits_from
 
     return limits_from(max_tokens, {**options})
@@ -125,11 +125,29 @@ def open_speaker(
     return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
 
 
+def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:
+    """Return where a model lies, and its configuration; what cannot be read shows before torch is there.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    path = resolve(str(model), settings.offline)
+    opened = readable(open_model(path))
+    detect(opened.config)
+    return path, opened.config
+
+
+def has_template(model: str | Path, settings: Settings) -> bool:
+    """Return whether a model has a chat template, before it is loaded; errors as `opened_to_answer`."""
+    from quantforge.runtime.text_side import text_side
+
+    return text_side(*opened_to_answer(model, settings)).template is not None
+
+
 def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
     """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
-        path = resolve(str(model), settings.offline)
-        detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+        path, _ = opened_to_answer(model, settings)
         check_device(settings.device)
     import torch
 

@@ -18,6 +18,7 @@ from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.plan import plan
 
 
@@ -38,6 +39,7 @@ def with_importance(
     return known, replace(settings, imatrix=file)
 
 
+@checks_options()
 @torch_defaults()
 def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Settings) -> None:
     """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.

@@ -18,6 +18,7 @@ from quantforge.formats.gguf.parsing import is_gguf
 from quantforge.formats.opening import open_model
 from quantforge.plans import StoredTensor
 from quantforge.results import manifest
+from quantforge.verbs.given_options import checks_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Inspected:
         }
 
 
+@checks_options()
 def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     """Inspect a model, a safetensors file or a GGUF file.
 

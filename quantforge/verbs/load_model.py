@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.hub import resolve
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.load import Loaded
 
 
+@checks_options()
 @torch_defaults()
 def load(
     model: str | Path,

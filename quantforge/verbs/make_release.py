@@ -28,6 +28,7 @@ from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.kept_variant import kept
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
@@ -76,12 +77,13 @@ class PlannedVariant:
     there: bool
 
 
+@checks_options()
 @torch_defaults()
 def release(
     spec: str | Path,
     out: str | Path,
     settings: Settings | None = None,
-    only: Sequence[str] = (),
+    only: str | Sequence[str] = (),
 ) -> Released:
     """Make a release, or go on with it; ask `Released.check_gates` then.
 
@@ -96,7 +98,8 @@ def release(
         QuantForgeError: as `quantize`, `evaluate` and `read_release`.
     """
     settings = settings or Settings()
-    asked, place = read_release(Path(spec)).only(only), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
+    names = [*map(str, listed(only, "only", '["demo-Q4_K_M"]'))]
+    asked, place = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
     settings = replace(settings, base_model=settings.base_model or asked.card.base_model)
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):

@@ -26,10 +26,12 @@ from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
+from quantforge.verbs.given_options import checks_options
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
 
+@checks_options(RecipeOptions)
 def plan(
     model: str | Path,
     recipe: RecipeSource = None,
@@ -41,6 +43,7 @@ def plan(
     return planned_for(model, recipe, settings or Settings(), out, options).plan
 
 
+@checks_options(RecipeOptions)
 def capacity(
     model: str | Path,
     load: Load | None = None,
@@ -72,6 +75,8 @@ def capacity(
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
         made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
     else:
+        if options.get("engine") is None:  # the devices are those of the load then
+            options["tensor_parallel"] = None
         planned = planned_for(model, recipe, settings, out, options)
         made, matched = planned.plan, planned.matched
     return made, of_plan(made, matched, load or Load())

@@ -16,12 +16,12 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import DeniedError, InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import done_tensors, workspace_of
-from quantforge.execution.units import units_of
+from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
@@ -33,6 +33,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
@@ -50,6 +51,7 @@ class Working:
     outcome: list[Outcome] = field(default_factory=list)
 
 
+@checks_options(RecipeOptions)
 @torch_defaults()
 def quantize(
     model: str | Path,
@@ -129,7 +131,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     plan, source = planned.plan, prepared.source
     work = workspace_of(stage, prepared.fingerprint)
     units = units_of(plan, planned.matched.blocks)
-    claims = Claims(stage.units, [unit.name for unit in units])
+    claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
     try:
         claims.check(prepared.fingerprint)
         stage_side_files(stage, checkpoint, plan, source)
@@ -148,6 +150,9 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         with phase("publishing", 1.0):
             publish(stage, checkpoint, plan, planned.files, document, settings=settings)
+    except DeniedError:
+        work.close()
+        raise
     except InputError:
         work.remove()  # the same input fails again, and mended it is another: nothing to go on with
         stage.discard()
@@ -173,7 +178,7 @@ def _join(
     from quantforge.execution.sharing import locked
     from quantforge.numerics.team import reproducible
 
-    units = units_of(planned.plan, planned.matched.blocks)
+    units = claimed_units(units_of(planned.plan, planned.matched.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
@@ -184,6 +189,8 @@ def _join(
     try:
         with reproducible():
             Worker(claims, units, prepared, settings).work_off(sample_of(prepared))
+    except DeniedError:
+        raise
     except InputError:  # as in `_carry_out`
         forget(stage)
         raise

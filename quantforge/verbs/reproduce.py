@@ -24,6 +24,7 @@ from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 
@@ -65,6 +66,7 @@ class Reproduced:
         }
 
 
+@checks_options()
 @torch_defaults()
 def reproduce(
     path: str | Path,

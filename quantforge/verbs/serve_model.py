@@ -13,6 +13,7 @@ from quantforge.http_api.server_limits import MIB, ServerLimits
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import loaded_to_answer
+from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.http_api.served_model import ServedModel
@@ -66,6 +67,7 @@ class ListeningServer:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+@checks_options(ServeOptions)
 @torch_defaults()
 def serve(
     model: str | Path | Loaded,
@@ -182,9 +184,6 @@ def _checked(options: ServeOptions) -> ServerLimits:
     Raises:
         UsageError: a name or a value that means nothing, or a package is missing.
     """
-    for name in options:
-        if name not in ServeOptions.__annotations__:
-            raise UsageError(f"no option '{name}'", nearest(name, ServeOptions.__annotations__))
     if (kind := options.get("cache")) and kind not in CACHES:
         raise UsageError(f"cache = {kind!a:.60}", nearest(str(kind), CACHES))
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)

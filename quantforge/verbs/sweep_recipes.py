@@ -23,8 +23,10 @@ from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.evaluate_models import MeasurementOptions, evaluate
+from quantforge.verbs.evaluate_models import evaluate
+from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.kept_variant import kept
+from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 
@@ -58,6 +60,7 @@ class Swept:
         }
 
 
+@checks_options(RecipeOptions)
 @torch_defaults()
 def sweep(
     model: str | Path,
@@ -85,6 +88,7 @@ def sweep(
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings, place = settings or Settings(), Path(out).absolute()
+    figures = _figures(measured or {})
     asked = combinations(over, options)
     wanted = {
         name: build_recipe(recipe, **{**options, **choices}) for name, choices in asked.items()
@@ -115,7 +119,13 @@ def sweep(
             folder(place)
         with phase("variants", 0.7):
             quantize_variants(model, missing, settings)
-        figures: MeasurementOptions = {"speed": False}
-        figures.update(measured or {})
         found = evaluate(model, [*results.values()], settings, **figures)
     return Swept(place, results, left_out, found)
+
+
+def _figures(measured: MeasurementOptions) -> MeasurementOptions:
+    """Return how a sweep is measured, without speed unless it says so; errors as `check_measurement`."""
+    check_measurement(measured)
+    figures: MeasurementOptions = {"speed": False, **measured}
+    check_measurement(figures)
+    return figures

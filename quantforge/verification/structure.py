@@ -9,11 +9,12 @@ from typing import Any
 from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.opening import side_data
+from quantforge.formats.targets import target_of
 from quantforge.verification.artifact import Artifact
 from quantforge.verification.declared import declared
 from quantforge.verification.findings import Report
@@ -171,10 +172,9 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         running=artifact.running,
     )
     verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
-    if engine not in verdicts:
-        raise UsageError(f"--for {engine}: no such engine", nearest(engine, verdicts))
-    if not verdicts[engine].loads:
-        report.add("engine", engine, verdicts[engine].reason)
+    found = verdicts[target_of(engine).judged]
+    if not found.loads:
+        report.add("engine", engine, found.reason)
 
 
 def _counted(names: list[str]) -> str:

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,15 @@ def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
     assert command(capsys, "inspect", out).code == 0
 
 
+def test_tensors_are_chosen_in_the_document_too(model, capsys):
+    asked = ("inspect", model, "--tensors", "*.q_proj.*")
+    names = [one["name"] for one in json.loads(command(capsys, *asked, "--json").out)["tensors"]]
+    assert names
+    assert all(".q_proj." in name for name in names)
+    listed = command(capsys, *asked).out.splitlines()[1:]
+    assert [line.split()[0] for line in listed] == names
+
+
 def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
     assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
     place_of_run(tmp_path / "g").mkdir()
@@ -217,6 +227,12 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan"], 2, ["MODEL", "quantforge plan"]),
         (["plan", "MODEL", "--metod", "rtn"], 2, ["--metod", "--method"]),
         (["plan", "MODEL", "--method", "gtpq"], 2, ["gtpq", "'gptq'"]),
+        (["plan", "MODEL", "--method", "awq,gptq"], 2, ["'awq,gptq'", "--method awq+gptq"]),
+        (["plan", "MODEL", "--method", "gptq-awq"], 2, ["'gptq-awq'", "--method awq+gptq"]),
+        (["plan", "MODEL", "--method", "aqw"], 2, ["error: unknown method 'aqw'\n", "'awq'"]),
+        (["plan", "MODEL", "--method", "aqw+gptq"], 2, ["'aqw' in 'aqw+gptq'", "'awq'"]),
+        (["plan", "MODEL", "--context", "64", "--device-name", "H100"], 2, ["'h100-pcie' or 'h100-sxm'"]),
+        (["verify", "./absent", "--for", "tgii"], 2, ["tgii", "'tgi'"]),
         (["plan", "MODEL", "--method", "gptq+awq"], 2, ["gptq+awq", "awq+gptq"]),
         (["plan", "MODEL", "--format", "compresed-tensors"], 2, ["'compressed-tensors'"]),
         (["plan", "MODEL", "--bits", "9"], 2, ["--bits"]),
@@ -239,6 +255,20 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["export", "MODEL", "-o", "OUT"], 2, ["--format", "quantforge formats"]),
         (["eval", "MODEL", "--report", "r.txt"], 2, ["r.txt", ".md"]),
         (["eval", "MODEL", "--max-ppl-increase", "lots"], 2, ["lots", "2%"]),
+        (["eval", "MODEL", "--max-ppl-increase", "2"], 2, ["2% or 200%?", "write 2% or 0.02"]),
+        (["bench", "MODEL", "--share", "50"], 2, ["--share 50", "write 50% or 0.5"]),
+        (["eval", "MODEL", "--engine", "llama.cpp"], 2, ["none of the models", "--format gguf"]),
+        (["quantize", "MODEL", "--tensor-parallel", "2"], 2, ["--tensor-parallel 2", "--for ENGINE"]),
+        (["plan", "MODEL", "--tensor-parallel", "2"], 2, ["--tensor-parallel 2", "--for ENGINE"]),
+        (["export", "MODEL", "--format", "gptq", "--tensor-parallel", "2"], 2, ["--for ENGINE"]),
+        (["eval", "MODEL", "--generated-tokens", "9"], 2, ["--generated-tokens", "add --generated"]),
+        (["eval", "MODEL", "--chat-template"], 2, ["--chat-template", "add --generated"]),
+        (["eval", "MODEL", "--task-limit", "9"], 2, ["--task-limit", "add --tasks"]),
+        (["eval", "MODEL", "--allow-code"], 2, ["--allow-code", "add --tasks"]),
+        (["eval", "MODEL", "--cache", "int8", "--no-speed"], 2, ["--cache int8", "measure speed"]),
+        (["inspect", "MODEL", "--tensors", "q_proj"], 2, ["q_proj", "--tensors '*q_proj*'"]),
+        (["inspect", "MODEL", "--tensors", "*.q_porj"], 2, ["q_porj", "'*q_proj*'"]),
+        (["inspect", "MODEL", "--tensors", "*", "--derive"], 2, ["--tensors", "--derive"]),
         (["plan", "./absent"], 3, ["absent", "directory"]),
         (["plan", "MODEL", "--scheme", "int9"], 3, ["int9", "'int"]),
         (["plan", "MODEL", "--scheme", "int4:g0"], 3, ["g0", "g128"]),
@@ -290,6 +320,18 @@ def test_a_refusal_says_what_and_what_to_type(model, tmp_path, capsys, arguments
     if arguments[0] != "plan":
         assert result.out == ""
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_an_engine_that_is_not_installed_is_told_before_a_file_is_read(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("quantforge.evaluation.llama_cpp.find_spec", lambda _: None)
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+    asked = ("eval", model, tmp_path / "damaged.gguf")
+    result = command(capsys, *asked, "--engine", "llama.cpp")
+    assert result.code == 2, result.err
+    assert "pip install 'quantforge[llamacpp]'" in result.err
+    assert command(capsys, *asked).code == 3
 
 
 def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsys):
@@ -475,6 +517,27 @@ def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
     assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
 
 
+def test_words_are_taken_in_letters_of_either_case_and_recorded_in_small_ones(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    typed = ["--method", "RTN", "--format", "GPTQ", "--scales", "AbsMax", "--bits", "4"]
+    typed += ["--calibration", "none"]
+    made = command(capsys, "quantize", model, *typed)
+    assert made.out == f"{model.name}-rtn-int4-gptq\n", made.err
+    small = command(capsys, "quantize", model, *map(str.lower, typed), "-o", "small")
+    assert small.code == 0, small.err
+    manifests = [Path(place, "quantforge.manifest.json") for place in ("small", made.out.strip())]
+    recipe, same = (json.loads(path.read_text())["recipe"] for path in manifests)
+    assert recipe == same
+    assert 'method = "rtn"' in recipe
+    chosen = command(
+        capsys, "plan", model, "--for", "VLLM", "--device-name", "L4", "--context", "64", "--json"
+    )
+    assert chosen.code == 0, chosen.err
+    assert json.loads(chosen.out)["capacity"]["cards"][0]["name"] == "l4"
+
+
 def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
     for words, form, file in (
         (["--bits", "8"], "gguf", "a.gguf"),
@@ -489,6 +552,36 @@ def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
         assert out.is_file() is (form == "gguf")
     said = command(capsys, "quantize", model, "--scheme", "nf4", "-v", "-o", tmp_path / "e")
     assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
+
+
+INTERRUPTED_AT = """
+import importlib.abc, os, runpy, signal, sys
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:1] = ["plan", "./absent"]
+runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep_recipes"])
+@pytest.mark.parametrize(
+    ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
+)
+def test_an_interruption_while_it_starts_is_one_line(module, more, said):
+    words = [sys.executable, "-c", INTERRUPTED_AT, module, *more]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
+
+
+def test_the_command_is_the_module():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"quantforge": "quantforge.__main__:main"}
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import quantforge
+from quantforge.cli.answers import speed_of
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import text_side
 from tests.conftest import Tiny
@@ -195,6 +197,32 @@ def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
     assert "parts from" in result.err
     answers = json.loads(command(capsys, *asked, "--json").out)["answers"]
     assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]
+
+
+def test_a_model_that_cannot_answer_is_refused_before_the_first_answers(
+    capsys, tiny: Tiny, tmp_path: Path
+) -> None:
+    mute = copied(tiny("llama"), tmp_path / "mute")
+    (mute / "tokenizer.json").unlink()
+    asked = ("generate", DEMO, "x", "--max-tokens", "1", "--compare")
+    for other, code, word in (("./nosuch", 3, "nosuch"), (mute, 3, "no tokenizer.json")):
+        result = command(capsys, *asked, other)
+        assert (result.code, result.out) == (code, "")
+        assert word in result.err
+    plain = copied(DEMO, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    result = command(capsys, *asked, plain, "--system", "Be brief.")
+    assert (result.code, result.out) == (2, "")
+    assert "plain has no chat template" in result.err
+
+
+def test_speeds_are_written_without_powers_of_ten() -> None:
+    figures = {"prompt_tokens_per_second": 1240.4, "tokens_per_second": 98765.4}
+    answer = SimpleNamespace(
+        choices=[SimpleNamespace(tokens=[1])], prompt_tokens=9, stopped="end", speculation=None, **figures
+    )  # fmt: skip
+    said = speed_of(answer)  # type: ignore[arg-type]
+    assert said == "prompt 9 tokens, 1240 tokens/s; answer 1 tokens, 98800 tokens/s"
 
 
 def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:

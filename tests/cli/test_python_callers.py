@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,45 @@ def test_verbs_name_a_device_that_is_not_there(device: str, tiny: Tiny) -> None:
     for verb in (quantforge.load, quantforge.verify):
         with pytest.raises(UsageError, match=f"device {device}:"):
             verb(model, device=device)
+
+
+FUNCTIONS = [name for name in quantforge.__all__ if inspect.isfunction(getattr(quantforge, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_option_that_there_is_not_is_refused_with_the_nearest(name: str) -> None:
+    verb = getattr(quantforge, name)
+    taken = [one.name for one in inspect.signature(verb).parameters.values()]
+    last = [one for one in taken if one != "options"][-1]
+    with pytest.raises(UsageError, match=f"no option '{last}s'") as refused:
+        verb("./absent", **{f"{last}s": 4})
+    assert refused.value.hint == f"did you mean '{last}'?"
+
+
+def test_options_of_an_evaluation_are_refused_before_a_sweep_makes_anything(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model, out = str(tiny("llama")), tmp_path / "sweep"
+    with pytest.raises(UsageError, match="no option 'window'") as refused:
+        quantforge.evaluate(model, ["x"], window=4)  # type: ignore[call-arg]
+    assert "'windows'" in refused.value.hint
+    with pytest.raises(UsageError, match="no option 'window'"):
+        quantforge.sweep(model, {"bits": [3]}, out, measured={"window": 4})  # type: ignore[typeddict-unknown-key]
+    for over in ({"bits": 3}, {"method": "rtn"}, 3, ["bits"]):
+        with pytest.raises(UsageError, match="over"):
+            quantforge.sweep(model, over, out)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="measured"):
+        quantforge.sweep(model, {"bits": [3]}, out, measured=["windows"])  # type: ignore[arg-type]
+    assert not out.exists()
+
+
+def test_one_name_is_a_list_of_one(tiny: Tiny) -> None:
+    model = str(tiny("llama"))
+    found = quantforge.evaluate(model, model, windows=1, length=8, speed=False)
+    assert [row["path"] for row in found.rows] == [model, model]
+    assert found.rows[1]["kl_mean"] == 0
+    with pytest.raises(UsageError, match="models = 5"):
+        quantforge.evaluate(model, 5)  # type: ignore[arg-type]
 
 
 def test_choices_override_a_recipe_in_both_directions() -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.errors import UsageError
+from quantforge.formats.targets import TARGETS
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import VerificationOptions, verify
@@ -489,8 +490,17 @@ def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):
 def test_an_engine_that_cannot_load_it_is_a_finding(made):
     report = look(made("zeros"), engine="vllm")
     assert [item.check for item in report.findings] == ["engine"]
-    with pytest.raises(UsageError, match="no such engine"):
+    with pytest.raises(UsageError, match="unknown engine"):
         look(made("zeros"), engine="vlmm")
+
+
+def test_an_engine_is_judged_by_the_one_that_it_is_made_of(made):
+    """Every engine of `quantize --for` is one of `verify --for`."""
+    model = made("zeros")
+    for engine, target in TARGETS.items():
+        found, same = (look(model, engine=name) for name in (engine, target.judged))
+        assert [item.detail for item in found.findings] == [item.detail for item in same.findings]
+        assert all(item.where == engine for item in found.findings if item.check == "engine")
 
 
 def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):

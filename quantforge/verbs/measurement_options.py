@@ -1,0 +1,86 @@
+"""Choices of an evaluation by their names, and refusals of those that mean nothing or have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from quantforge.errors import UsageError, check_options, nearest
+
+CACHES = ("16bit", "int8", "fp8", "int4")
+ENGINES = ("llama.cpp",)
+# What has an effect beside another choice alone.
+_BESIDE = {
+    "generated_tokens": "generated",
+    "chat_template": "generated",
+    "task_limit": "tasks",
+    "allow_code": "tasks",
+}
+
+
+class MeasurementOptions(TypedDict, total=False):
+    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it, the text is the built-in one."""
+
+    text: str  # a source as for ``--calibration``
+    windows: int  # at most so many
+    length: int  # tokens of a window
+    speed: bool  # measure speed and memory too
+    cache: str  # kind of the KV cache for speed, one of `CACHES`
+    engine: str  # one of `ENGINES` scores GGUF files too; none when empty
+    tasks: str | Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files
+    task_limit: int  # documents of each task; 0 is all
+    allow_code: bool  # let YAML files run the code that they name
+    card: str | Path | None  # of whose card the figures of its models become a part
+    generated: str  # prompts that every model answers: a source, see `read_prompts`
+    generated_tokens: int  # an answer has at most so many
+    chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
+
+
+def check_measurement(options: Mapping[str, Any]) -> None:
+    """Refuse choices (`MeasurementOptions`) before any work.
+
+    Raises:
+        UsageError: a name or a value that means nothing, or one without what it would have an effect on.
+    """
+    if not isinstance(options, Mapping):
+        raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
+    check_options(options, MeasurementOptions.__annotations__)
+    cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
+    if cache not in CACHES:
+        raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))
+    if engine and engine not in ENGINES:
+        raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
+    if cache != CACHES[0] and not options.get("speed", True):
+        raise UsageError(
+            f"--cache {cache}: the cache is that of the speed, which is not measured",
+            "leave --cache out, or measure speed",
+        )
+    for name, needed in _BESIDE.items():
+        if options.get(name) and not options.get(needed):
+            flag, other = f"--{name.replace('_', '-')}", f"--{needed}"
+            raise UsageError(
+                f"{flag} has no effect without {other}", f"add {other}, or leave it out"
+            )
+
+
+def check_engine(engine: str, paths: Sequence[Path]) -> None:
+    """Refuse an engine that has no file to score, or is not installed, before any work.
+
+    Args:
+        engine: one of `ENGINES`, or none.
+        paths: of all models.
+
+    Raises:
+        UsageError: none of the models is a GGUF file, or the package is missing.
+    """
+    if not engine:
+        return
+    if not any(path.is_file() for path in paths):
+        raise UsageError(
+            f"--engine {engine} scores GGUF files, and none of the models is one",
+            "leave it out, or make one: quantforge export MODEL --format gguf",
+        )
+    from quantforge.evaluation.llama_cpp import check_installed
+
+    check_installed()
