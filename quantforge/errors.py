@@ -65,7 +65,7 @@ class InputError(QuantForgeError):
 
 
 class DeniedError(InputError):
-    """This user may not write to a place (exit 3); unlike other input that is wrong it leaves what was done as it is."""
+    """This user may not write to a place (exit 3); what was done stays, unlike where other input is wrong."""
 
 
 class RefusedError(QuantForgeError):

@@ -1,7 +1,7 @@
 """The system calls that put bytes on a disk, in one place, with one meaning for every failure.
 
 `Disk` is what `writer` and `stage` write through. Tests hand in one whose calls fail at a chosen
-moment; nothing else in the project replaces it. A failure becomes an `InputError` where this user may not
+moment; nothing else in the project replaces it. A failure becomes an `DeniedError` where this user may not
 write (EACCES, EPERM, EROFS), else a `ResourceError` that says how much was needed and how much is free: a
 full disk has many faces (ENOSPC, EDQUOT, EFBIG: a limit of the user or of the file system, or a short
 write), for which it advises to free space.
@@ -133,7 +133,7 @@ def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None 
 
     Raises:
         InputError, RefusedError: see `check_new`.
-        InputError: this user may not write there.
+        DeniedError: this user may not write there.
         ResourceError: the disk is full or fails.
     """
     disk = disk or DISK
@@ -163,7 +163,7 @@ def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bo
         adds: whether it is added to, for which the file and not its directory has to be writable.
 
     Raises:
-        InputError: its directory is missing, or this user may not write there.
+        InputError: its directory is missing; DeniedError: this user may not write there.
         RefusedError: it is there and not to be replaced, or a link, or no file.
     """
     said = f"{option} {path}".strip()
@@ -195,7 +195,7 @@ def free_bytes(directory: Path) -> int:
 
 @contextmanager
 def writing(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failure to write ``needed`` bytes at ``path`` into an error: `InputError` where one may not."""
+    """Turn a failure to write ``needed`` bytes at ``path`` into an error: `DeniedError` where one may not."""
     try:
         yield
     except OSError as error:

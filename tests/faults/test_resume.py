@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import random
@@ -16,11 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from quantforge import verbs
+from quantforge.checkpoint.disk import writing
 from quantforge.cli.app import main
 from quantforge.errors import (
+    DeniedError,
     IntegrityError,
     QuantForgeError,
 )
+from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.gguf.importance_file import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
@@ -40,6 +45,26 @@ from tests.runs import (
 )
 
 JOURNAL = ".out.qf/journal"
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch, join):
+    """A file system that turns read-only, say: it is the place that is wrong, not what was done."""
+    wanted, told = recipe("gptq", bits=4), []
+    with monkeypatch.context() as patch:
+        written, calls = UnitOutput.write, itertools.count()
+
+        def closed(*arguments):
+            with writing(out, 0):
+                if next(calls) == 30:
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+                written(*arguments)
+
+        patch.setattr(UnitOutput, "write", closed)
+        with pytest.raises(DeniedError, match="Read-only file system"):
+            quantize(model, out, wanted, join=join)
+    quantize(model, out, wanted, join=join, progress=lambda done: told.append(done.part))
+    assert [*filter(None, told)] == ["block 1", "head"][: 1 if join else 2]
 
 
 def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_path):
