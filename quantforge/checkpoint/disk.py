@@ -1,9 +1,10 @@
 """The system calls that put bytes on a disk, in one place, with one meaning for every failure.
 
 `Disk` is what `writer` and `stage` write through. Tests hand in one whose calls fail at a chosen
-moment; nothing else in the project replaces it. Any failure becomes a `ResourceError` that says how
-much was needed and how much is free, because a full disk has many faces: ENOSPC, EDQUOT, EFBIG (a
-limit of the user or of the file system), or a short write.
+moment; nothing else in the project replaces it. A failure becomes an `InputError` where this user may not
+write (EACCES, EPERM, EROFS), else a `ResourceError` that says how much was needed and how much is free: a
+full disk has many faces (ENOSPC, EDQUOT, EFBIG: a limit of the user or of the file system, or a short
+write), for which it advises to free space.
 
 Nothing else in the project opens a file for writing (a test looks for it), because names beside an
 output may be planted: a link leads to somebody's file, and what is there already is not ours.
@@ -59,6 +60,8 @@ class Disk:
 
 
 DISK = Disk()
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def create(path: Path, mode: int = 0o666) -> int:
@@ -94,7 +97,7 @@ def append(path: Path, data: bytes) -> None:
     """Add to a file that was made here, or make it.
 
     Raises:
-        ResourceError: it cannot be written.
+        InputError, ResourceError: it cannot be written, see `writing`.
     """
     with writing(path, len(data)):
         if not os.path.lexists(path):
@@ -130,6 +133,7 @@ def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None 
 
     Raises:
         InputError, RefusedError: see `check_new`.
+        InputError: this user may not write there.
         ResourceError: the disk is full or fails.
     """
     disk = disk or DISK
@@ -149,16 +153,25 @@ def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None 
             raise
 
 
-def check_new(path: Path, option: str = "", *, overwrite: bool = False) -> None:
+def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bool = False) -> None:
     """Refuse to write what a person has named where something else is; ask this before the work too.
 
+    Args:
+        path: what is to be written.
+        option: that names it.
+        overwrite: whether an earlier file may be replaced.
+        adds: whether it is added to, for which the file and not its directory has to be writable.
+
     Raises:
-        InputError: its directory is missing.
+        InputError: its directory is missing, or this user may not write there.
         RefusedError: it is there and not to be replaced, or a link, or no file.
     """
     said = f"{option} {path}".strip()
     if not path.parent.is_dir():
         raise InputError(f"{said}: no directory {path.parent}", f"mkdir -p {path.parent}")
+    changed = path if adds and path.is_file() else path.parent
+    if not os.access(changed, os.W_OK):
+        raise denied(path, f"no permission to write to {changed}", said)
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -182,18 +195,33 @@ def free_bytes(directory: Path) -> int:
 
 @contextmanager
 def writing(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failure to write ``needed`` bytes at ``path`` into a `ResourceError`."""
+    """Turn a failure to write ``needed`` bytes at ``path`` into an error: `InputError` where one may not."""
     try:
         yield
     except OSError as error:
-        raise no_space(path, needed, error.strerror or str(error)) from error
+        reason = error.strerror or str(error)
+        if error.errno in _DENIED:
+            raise denied(path, reason) from error
+        other = "check the path and the disk, then run the command again"
+        hint = "" if error.errno in _FULL else other
+        raise no_space(path, needed, reason, hint) from error
 
 
-def no_space(path: Path, needed: int, reason: str) -> ResourceError:
-    """Return the error for bytes that do not fit, with what is needed and what is free."""
+def denied(path: Path, reason: str, said: str = "") -> InputError:
+    """Return the error for a place where this user may not write; ``said``: how the place was named."""
+    return InputError(
+        f"{said or path}: cannot be written: {reason}",
+        "choose a place that you may write to, or change its permissions",
+        file=str(path),
+    )
+
+
+def no_space(path: Path, needed: int, reason: str, hint: str = "") -> ResourceError:
+    """Return the error for bytes that do not fit, with what is needed and what is free; ``hint``: for other reasons."""
     place = path if path.is_dir() else path.parent
+    full = f"free space in {place} (or raise its quota or `ulimit -f`), then run the command again"
     return ResourceError(
         f"{path}: {reason}; {needed} bytes needed, {free_bytes(place)} free",
-        f"free space in {place} (or raise its quota or `ulimit -f`), then run the command again",
+        hint or full,
         file=str(path),
     )

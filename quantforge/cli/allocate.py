@@ -46,7 +46,7 @@ def allocate(
     candidates: Annotated[
         str,
         typer.Option("--candidates", metavar="SCHEME,SCHEME",
-                     help="Schemes to choose from (default: the usual widths of the format)."),
+                     help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
     ] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
     device: options.Device = "cpu",
@@ -102,3 +102,8 @@ def _show(console: Console, found: Allocated) -> None:
     for scheme, why in found.left_out.items():
         console.note(f"{scheme} is no candidate: {why}")
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
+    console.text()
+    console.table(
+        ("engine", "loads", "why"),
+        [(v.engine, "yes" if v.loads else "no", v.reason) for v in found.engines],
+    )

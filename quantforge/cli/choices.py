@@ -81,7 +81,9 @@ RECIPE: Mapping[str, Choice] = {
     ),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
-    "samples": Choice("Calibration rows."),
+    "samples": Choice(
+        "Calibration rows; with the builtin text 128 are as many as it gives, up to that."
+    ),
     "length": Choice("Tokens of a row."),
     "seed": Choice("Seed of the choice of calibration rows."),
     "chat_template": Choice("Render `messages` through the model's chat template (sandboxed)."),

@@ -36,7 +36,11 @@ def diff(
     quiet: options.Quiet = False,
     json_progress: options.JsonProgress = False,
 ) -> None:
-    """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ."""
+    """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ.
+
+    Files are those that a model carries beside its weights, config.json but for how weights are stored, and of two GGUF
+    files every byte; not the card README.md, nor the manifest.
+    """
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     with console.watch():
         from quantforge import verbs
@@ -52,7 +56,7 @@ def diff(
 
 def _show(console: Console, found: Difference) -> None:
     console.text(f"first: {found.first}\nsecond: {found.second}")
-    for line in _stated(found.stated):
+    for line in _stated(found.stated, found.unstated):
         console.text(line)
     for side, names in found.only.items():
         for name in names[:SHOWN]:
@@ -75,22 +79,17 @@ def _show(console: Console, found: Difference) -> None:
     )
 
 
-def _stated(stated: Mapping[str, list[Any]]) -> Iterator[str]:
+def _stated(stated: Mapping[str, list[Any]], unstated: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield what the two state differently; a line for all of a manifest or a recipe that one of them has alone."""
-    kinds: dict[str, list[tuple[str, Any, Any]]] = {}
+    told = set()
     for key, (one, other) in stated.items():
-        kinds.setdefault(key.partition(".")[0], []).append((key, one, other))
-    for kind, entries in kinds.items():
-        missing = [
-            side
-            for place, side in enumerate(SIDES, 1)
-            if kind != "config" and all(entry[place] is None for entry in entries)
-        ]
-        if missing:
-            yield f"{kind}: the {missing[0]} has none, so what was done cannot be compared"
-            continue
-        for key, one, other in entries:
+        kind = key.partition(".")[0]
+        missing = [side for side in SIDES if kind in unstated.get(side, ())]
+        if not missing:
             yield f"{key}: {_short(one)} | {_short(other)}"
+        elif kind not in told:
+            told.add(kind)
+            yield f"{kind}: the {missing[0]} has none, so what was done cannot be compared"
 
 
 def _short(value: object) -> str:

@@ -56,7 +56,7 @@ def evaluate(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     check_reports(report or [], overwrite=overwrite)
     if summary is not None:
-        check_new(summary, "--summary", overwrite=True)
+        check_new(summary, "--summary", overwrite=True, adds=True)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):

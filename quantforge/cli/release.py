@@ -71,7 +71,7 @@ def release(
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:
-        check_new(summary, "--summary", overwrite=True)
+        check_new(summary, "--summary", overwrite=True, adds=True)
     if dry_run:
         _show_plan(console, spec, output, settings, only or ())
         return

@@ -37,7 +37,7 @@ class RunLog:
         if log is None:
             return
         self._check_outside(Path(model), "model")
-        check_new(log, "--log", overwrite=_is_log(log))
+        check_new(log, "--log", overwrite=_is_log(log), adds=True)
 
     def announce(self, plan: Plan, out: Path) -> None:
         """Take what was decided for a user who left it open, to be said when the work begins: not before a refusal.

@@ -75,7 +75,7 @@ def sweep(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     check_reports(report or [], overwrite=overwrite)
     if summary is not None:
-        check_new(summary, "--summary", overwrite=True)
+        check_new(summary, "--summary", overwrite=True, adds=True)
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,

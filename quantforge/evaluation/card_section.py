@@ -22,14 +22,14 @@ Row = Mapping[str, Any]
 _ABSENT = "-"
 # Header, key, error, factor.
 _COLUMNS = (
-    ("bits per weight", "bits_per_weight_total", "", 1.0),
+    ("bits of all weights", "bits_per_weight_total", "", 1.0),
     ("perplexity", "perplexity", "perplexity_se", 1.0),
     ("KL, nats per token", "kl_mean", "kl_se", 1.0),
     ("same first token, %", "top1_agreement", "", 100.0),
     ("tokens per second", "decode_tokens_per_second", "", 1.0),
     ("first token, s", "ttft_seconds", "", 1.0),
 )
-_SIZES = (("size", "weight_bytes"), ("peak memory", "peak_bytes"))
+_SIZES = (("weights", "weight_bytes"), ("peak memory", "peak_bytes"))
 # Key, type of the metric on the hub, its name.
 _METRICS = (
     ("perplexity", "perplexity", "Perplexity"),

@@ -68,7 +68,7 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
     files = sorted(files, key=lambda file: (file.nbytes, file.name))
     lines = [
         "## Files", "",
-        "| file | method | bits per weight | size | KL, nats per token |", "|---|---|---:|---:|---:|",
+        "| file | method | bits of quantized weights | size | KL, nats per token |", "|---|---|---:|---:|---:|",
         *(_row(file) for file in files), "",
         *_which(files, context),
     ]  # fmt: skip

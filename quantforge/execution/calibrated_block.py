@@ -44,12 +44,14 @@ class CalibratedBlock:
     Attributes:
         from_source: whether the next block reads what the source's block computes, not the quantized one.
         guided: rounds the linears where their statistics are guided.
+        early: whether rows pass experts before these are rounded, for others who wait: they are run once more.
     """
 
     def __init__(
         self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
     ) -> None:
         self.guided: GuidedRounding | None = None
+        self.early = False
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
@@ -91,6 +93,9 @@ class CalibratedBlock:
             observed = dict(seen.statistics)
         else:
             observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
+        if self.early and advance and part.experts is not None:
+            part.advance_seen()
+            advance = False
         samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:

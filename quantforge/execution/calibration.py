@@ -12,6 +12,7 @@ from torch import Tensor
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
+from quantforge.planning.calibration_rows import few_rows
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions
@@ -71,12 +72,14 @@ def calibrate(
         names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
-    return Calibrated(sample, tuple(_events(sample, plan)), names)
+    return Calibrated(sample, tuple(_events(sample, plan, options)), names)
 
 
-def _events(sample: Sample, plan: Plan) -> list[Event]:
+def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Event]:
     events = []
     report = sample.report
+    if few := few_rows(options, report.rows, report.rows_asked):
+        events.append(Event("calibration-rows", "calibration", few))
     tokens = report.rows * report.length
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
     if warning := tokens_per_column_warning(tokens, widest):

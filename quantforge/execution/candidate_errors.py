@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantforge.execution.guide import observe_gradients
 from quantforge.execution.passing_rows import stream_of
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import phase, tell
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.token_weights import TokenWeights
@@ -67,7 +67,8 @@ def candidate_errors(
     found: dict[str, list[float]] = {}
     rounder = rounder_of(first.plan.rounder)
     with TokenWeights(directory / FILE, [*targets[0]], shape, new=True) as weights:
-        observe_gradients(weights, checkpoint, first, sample, settings, directory)
+        with phase("", 0.5):
+            observe_gradients(weights, checkpoint, first, sample, settings, directory)
         stream = stream_of(checkpoint, first, sample, settings, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
             for part in stream:
@@ -75,7 +76,8 @@ def candidate_errors(
                     {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
                     for one in targets
                 ]
-                found |= _of_block(part, schemes, weights, rounder, first.recipe.rounding)
+                with phase("", 0.5 / first.matched.blocks):
+                    found |= _of_block(part, schemes, weights, rounder, first.recipe.rounding)
     return found
 
 
@@ -94,7 +96,8 @@ def _of_block(
         if (chosen := [one for one in shared.linears if f"{part.name}.{one}" in schemes[0]])
     ]
     for index, (shared, linears) in enumerate(inputs):
-        tell(f"{part.name}: {', '.join(linears)}", share=index / len(inputs))
+        where = f"{part.name}: {', '.join(linears)}"
+        tell(f"{where}: observing", share=index / len(inputs))
         masses = {one: weights.of(f"{part.name}.{one}")[..., 0] for one in linears}
         plain, *own = part.observe_weighed(
             [
@@ -110,6 +113,7 @@ def _of_block(
             for place, scheme in enumerate(schemes)
             for one in linears
         }
+        tell(f"{where}: rounding", share=(index + 0.5) / len(inputs))
         rounded = rounder.round_shared(
             {key: part.weight(one) for key, (one, _) in asked.items()},
             plain,

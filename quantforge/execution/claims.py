@@ -139,6 +139,11 @@ class Claims:
         """Return whether any of these units is free, or held by a worker that is not heard of; errors as `take`."""
         return any(True for _ in self._open(names))
 
+    def are_done(self, names: Collection[str]) -> bool:
+        """Return whether all of these units are finished."""
+        done = {self.names[place.unit] for place in self._places() if place.state is State.DONE}
+        return done.issuperset(names)
+
     def _open(self, names: Collection[str]) -> Iterator[UnitDirectory]:
         places = list(self._places())
         still = self._watch.still("units", len(places))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge.checkpoint.disk import folder, save, writing
 from quantforge.checkpoint.files import FILES
-from quantforge.errors import IntegrityError
+from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.record import checksum
 from quantforge_files.roles import STATES
 
@@ -36,11 +36,13 @@ class HandedStates:
     Attributes:
         block: in front of which states are read; -1 while rows are embedded.
         wait: called again and again while a file is missing.
+        whole: tells whether all states in front of the block have been written.
     """
 
     def __init__(self, directory: Path) -> None:
         self.block = -1
         self.wait: Callable[[], None] = lambda: None
+        self.whole: Callable[[], bool] = lambda: False
         self._directory = directory
         self._shape: tuple[int, ...] = ()
         with writing(directory, 0):
@@ -54,11 +56,15 @@ class HandedStates:
             SteppedBackError: see `wait`.
         """
         path = self._file(self.block, start)
-        while not path.exists():
-            self.wait()
         states = torch.empty(stop - start, *self._shape)
         size = states.nbytes + SUM_BYTES
-        data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
+        data, whole = bytearray(), False
+        while not (data or whole):
+            whole = self.whole()
+            with suppress(InputError):  # it is removed as soon as the block is done by another
+                data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
+            if not data:
+                self.wait()
         if len(data) == size:
             found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
             if checksum(found, 0).to_bytes(SUM_BYTES, "big") == data[-SUM_BYTES:]:

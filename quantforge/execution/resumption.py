@@ -44,7 +44,7 @@ def fingerprint_of(
     return {
         "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
         "calibration": calibrated.sample.report.digest if calibrated else "",
-        "device": device,
+        "device": device.partition(":")[0],  # of several GPUs each rank has its own
         **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),
         **{f"version of {name}": text for name, text in manifest.versions().items()},
         **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},

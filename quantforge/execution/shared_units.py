@@ -29,7 +29,7 @@ from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, events_of, progress_of
 from quantforge.execution.restoring import Restoring
 from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.sharing import places
+from quantforge.execution.sharing import INSIDE, places
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit
@@ -115,7 +115,9 @@ class Worker:
             while (claim := self._claims.take(names)) is not None:
                 name = self._claims.names[claim.unit]
                 handed.block = blocks.index(name) if name in blocks else len(blocks)
-                handed.wait = partial(self._wait, claim, blocks[: handed.block])
+                before = blocks[: handed.block]
+                handed.wait = partial(self._wait, claim, before)
+                handed.whole = partial(self._claims.are_done, before[-1:])
                 with suppress(SteppedBackError):
                     if name == HEAD:
                         self._do(claim, partial(self._head, stream))
@@ -173,7 +175,7 @@ class Worker:
             record = self._written(claim, unit, work)
             claim.finish(record)
         if not claim.lost:
-            self._records.append(record)
+            self._records += [record, *record.get(INSIDE, {}).values()]
             told = progress_of(unit.name, record, self._claims.count(), total, start)
             self._settings.progress(told)
             self._settings.policy.check(events_of(self._records))
@@ -197,14 +199,17 @@ class Worker:
         )
         block = CalibratedBlock(self._planned, free.rounding, free, restoring)
         ends = last and not self._units[HEAD].tensors
-        record = block.work(part, _alone, ends=ends)
+        output, inside = free.rounding.output, {}
+
+        def do(name: str, work: Callable[[], Record]) -> None:
+            with output.apart():
+                inside[name] = {**work(), "unit": name, "sums": output.sums}
+
+        block.early = True
+        record = block.work(part, do, ends=ends)
         if not part.advanced and not ends:
             part.advance()
-        return record
+        return {**record, INSIDE: inside} if inside else record
 
     def _head(self, stream: ModelStream, free: DataFree) -> Record:
         return free.head(self._units[HEAD], observe_head(self._planned, stream))
-
-
-def _alone(name: str, _: Callable[[], Record]) -> None:
-    raise RuntimeError(f"{name}: experts are not shared")

@@ -18,6 +18,7 @@ from quantforge.execution import leases
 from quantforge.execution.journal import written
 from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.execution.units import claimed_units
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 POLL_SECONDS = 0.2
+INSIDE = "inside"  # in the record of a unit: those of the units that went with it
 PATIENCE_SECONDS = (
     900.0  # with a process that puts the result together: digests of large files take minutes
 )
@@ -85,13 +87,20 @@ def locked(
 
 
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:
-    """Return the finished units by name; errors as `Claims.finished`."""
-    found = claims.finished()
-    return {
-        unit.name: FinishedUnit(*found[unit.name], _entries(unit, found[unit.name][1]))
-        for unit in units
-        if unit.name in found
-    }
+    """Return the units of a run that are finished, by name; errors as `Claims.finished`."""
+    found: dict[str, FinishedUnit] = {}
+    records = claims.finished()
+    own = {unit.name: unit.stored for unit in units}
+    for unit in claimed_units(units):
+        if unit.name not in records:
+            continue
+        record, file = records[unit.name]
+        entries = {entry.name: entry for entry in _entries(unit, file)}
+        inside: dict[str, Record] = record.pop(INSIDE, {})
+        for name, one in {unit.name: record, **inside}.items():
+            mine = tuple(entries[stored.name] for stored in own[name])
+            found[name] = FinishedUnit(one, file, mine)
+    return found
 
 
 def places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:

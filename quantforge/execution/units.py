@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantforge.errors import UsageError
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
@@ -83,6 +83,18 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     )
 
 
+def claimed_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """Return the units that processes claim, in order: those of a run, but that experts go with their block."""
+    inside: list[TensorPlan] = []
+    found = []
+    for unit in units:
+        inside += unit.tensors
+        if EXPERT not in unit.name:
+            found.append(replace(unit, tensors=tuple(inside)))
+            inside = []
+    return tuple(found)
+
+
 def shares_of(units: Iterable[Unit]) -> dict[str, float]:
     """Return which share of the work each unit takes, by the weights that it rounds; experts belong to their block."""
     found: dict[str, float] = {}
@@ -114,12 +126,10 @@ def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool
         UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
     reads_quantized = plan.needs and propagate != "source"
-    experts = plan.needs and any(tensor.expert >= 0 for tensor in plan.tensors)
     reasons = {
         'propagate = "quantized": a block reads what the quantized one before has computed': reads_quantized,
         "the weights of tokens for --guide are made in one process": plan.guide,
         "what --tune learns is learned in one process": plan.tune,
-        "calibrated experts of a block are made in one process": experts,
         "--prune-experts is calibrated here, in one process": prunes,
     }
     for reason, holds in reasons.items():

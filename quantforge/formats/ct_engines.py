@@ -109,6 +109,7 @@ ENGINES = by_engine(
             symmetric("no zero points"),
         ),
         inputs=_no_inputs,
+        mixture="it reads one group of the configuration, for all layers",
         note=UNTRIED,
     ),
     mlx=Engine(never="knows the tensors of this format in single families only"),

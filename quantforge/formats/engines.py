@@ -30,6 +30,7 @@ class Engine:
         never: why it loads none of them, "" when it loads some.
         refuses: rules that every layer has to pass.
         inputs: a rule about how inputs are quantized.
+        mixture: why it loads no layers of several schemes in one model.
         note: what is good to know where it loads a layer.
         notes: rules that return such notes.
         transposed: why it loads none of a family that stores linears ``[in, out]``.
@@ -44,6 +45,7 @@ class Engine:
     never: str = ""
     refuses: tuple[Rule, ...] = ()
     inputs: InputRule = lambda _: ""
+    mixture: str = ""
     note: str = ""
     notes: tuple[Rule, ...] = ()
     transposed: str = ""
@@ -66,7 +68,8 @@ def verdicts(
 def _verdict(name: str, engine: Engine, layers: list[tuple[LayerScheme, Shape]]) -> EngineVerdict:
     weights = list(dict.fromkeys((layer.weight, shape) for layer, shape in layers))
     inputs = "; ".join(filter(None, dict.fromkeys(engine.inputs(layer) for layer, _ in layers)))
-    if reasons := _answers(engine.never, engine.refuses, weights) or inputs:
+    mixed = engine.mixture if len({layer for layer, _ in layers}) > 1 else ""
+    if reasons := _answers(engine.never, engine.refuses, weights) or inputs or mixed:
         return EngineVerdict(name, False, reasons)
     return EngineVerdict(name, True, _answers(engine.note, engine.notes, weights))
 

@@ -177,6 +177,12 @@ class BlockPart(BlockRows):
         self._refill()
         self._advance()
 
+    def advance_seen(self) -> None:
+        """Replace the hidden states of all rows by the output of a block whose experts' tokens are collected."""
+        assert self.experts is not None
+        self.experts.run_all()
+        self._advance()
+
     def _advance(self) -> None:
         with self.experts.returning() if self.experts is not None else nullcontext():
             self._pass_all(self._write)

@@ -10,6 +10,8 @@ In this folder:
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme
     cache_size         Size of a cache: what all layers of a model keep of a sequence, by its length
+    calibration_rows   Calibration rows: what a run gets where it asks the builtin text for more than that has
+    candidates         Candidates of an allocation: schemes that a format holds and an engine loads
     capacity           Capacity: whether a planned result fits beside its cache, how fast it can decode at best
     cards              Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on
     changed_source     The source as a recipe changes all of it, before anything else sees it: fewer heads and experts

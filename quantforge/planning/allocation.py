@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantforge.errors import RefusedError
 from quantforge.planning.budgets import Option, Point, SizeTarget, curve, patterns_of, point_of
 from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
+from quantforge.plans import EngineVerdict
 from quantforge.recipe import Recipe, Rule
 
 
@@ -29,7 +31,8 @@ class Allocated:
         shares: weights that each scheme gets.
         uniform: bytes, bits and nats of each candidate alone, by its scheme.
         front: bytes and nats of the best choices from the least size to the most.
-        left_out: candidates that the format does not hold, and why.
+        left_out: candidates that the format does not hold or the engine does not load, and why.
+        engines: which of them load what the recipe makes.
     """
 
     recipe: Recipe
@@ -43,6 +46,7 @@ class Allocated:
     uniform: Mapping[str, tuple[int, float, float]]
     front: tuple[tuple[int, float], ...]
     left_out: Mapping[str, str]
+    engines: tuple[EngineVerdict, ...]
 
     def document(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -61,7 +65,17 @@ class Allocated:
             ],
             "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
             "left_out": dict(self.left_out),
+            "engines": [asdict(verdict) for verdict in self.engines],
         }
+
+
+def others(left_out: Mapping[str, str]) -> str:
+    """Return the end of a sentence that names the candidates: which is none, and why."""
+    if not left_out:
+        return ""
+    name, why = next(iter(left_out.items()))
+    more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+    return f"; {name} is none: {why}{more}"
 
 
 class Allocation:
@@ -85,8 +99,13 @@ class Allocation:
         )
         self._weights = sum(math.prod(one.shape) for one in self._tables[0].values())
 
-    def room(self, target: SizeTarget) -> int:
-        """Return the bytes that linears of blocks may take.
+    def every(self) -> Point:
+        """Return a choice in which candidates take turns: what any mixture needs has a place in it."""
+        turns = itertools.cycle(Option(name, 0, 0.0) for name in self._names)
+        return Point(0, 0.0, tuple(itertools.islice(turns, len(self.groups))))
+
+    def room(self, target: SizeTarget, left_out: Mapping[str, str]) -> int:
+        """Return the bytes that linears of blocks may take; ``left_out``: what is no candidate, and why.
 
         Raises:
             RefusedError: the target is below the smallest choice or above the largest.
@@ -101,8 +120,9 @@ class Allocation:
             shown = [f"{self._fixed + size:,} bytes" for size in (least, most)]
         if not least <= room <= most:
             side = "below the smallest" if room < least else "above the largest"
+            among = f"{', '.join(self._names)}{others(left_out)}"
             raise RefusedError(
-                f"--target {target.text}: it is {side} choice of the candidates",
+                f"--target {target.text}: it is {side} choice of the candidates {among}",
                 f"from {shown[0]} to {shown[1]}",
             )
         return room

@@ -21,6 +21,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
+from quantforge.planning.calibration_rows import row_notes
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.guidance import guide_notes, refuse_guide
@@ -131,6 +132,7 @@ def _plan_of(
         substitutions=_degradations(draft, matched, checkpoint),
         notes=(
             *_own_text(run, matched),
+            *(row_notes(run.calibration, checkpoint.path) if run.needs else ()),
             *guide_notes(run.guide, draft.tensors, matched, run.calibration),
             *tune_notes(run.tune, run.calibration),
         ),

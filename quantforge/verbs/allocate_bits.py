@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -11,25 +11,22 @@ from typing import Unpack
 from quantforge.checkpoint.disk import check_new, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.errors import UsageError
 from quantforge.execution.progress import followed, phase
-from quantforge.formats import GGUF, format_of
+from quantforge.formats import GGUF, targets
 from quantforge.formats.format_choice import settled
-from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import as_read, open_model
-from quantforge.grids import INTEGER_BITS
-from quantforge.notation import ALIASES, parse
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import parse_target, solved
+from quantforge.planning.candidates import check_mixed, plans_of, usual
 from quantforge.planning.changed_source import heads_as_asked
 from quantforge.planning.cited_files import cited
-from quantforge.planning.guidance import guided, refuse_guide
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
-from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
-from quantforge.recipe import LayerChoices, Rule
+from quantforge.recipe import LayerChoices, Recipe, Rule
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
@@ -59,47 +56,67 @@ def allocate(
         recipe: what else is wanted; its method is gptq, and it names no width.
         settings: how it runs; ``overwrite`` replaces ``out``.
         candidates: schemes to choose from; those that the format holds in usual widths when left out.
-        options: choices that override the recipe.
+        options: choices that override the recipe; an ``engine`` leaves the candidates that it loads mixed.
 
     Raises:
         InputError: the target is no size.
         UsageError: a method that rounds otherwise, or a width beside the candidates.
-        RefusedError: the target is out of reach, or gradients of the model are not computed.
+        RefusedError: the target is out of reach, the format or the engine takes no mixture, or gradients of the model
+            are not computed.
     """
-    settings, wanted = settings or Settings(), build_recipe(recipe, **options)
+    settings, wanted = settings or Settings(), _wanted(recipe, options)
     asked = parse_target(target)
-    _check(wanted.method, wanted.layers, wanted.guide)
-    wanted = replace(wanted, method=ERROR_FEEDBACK)
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            read, own = cited(wanted, settings)
-            key = settled(read)[0].format
+            read, own = cited(settled(wanted)[0], settings)
+            key = read.format
             opened = as_read(open_model(resolve(str(model), settings.offline)), own.adapter)
-            source = heads_as_asked(single_experts(opened, key, read.layers), read.mtp)
+            source = _as_planned(opened, key, read.engine, read.layers)
 
-            def planned(scheme: str) -> Planned:
-                wanted = replace(read, scheme=scheme, rules=(Rule(EVERY, scheme),))
+            def planned(scheme: str, *rules: Rule) -> Planned:
+                wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
                 return planned_of(source, wanted, None, own)
 
-            plans, left_out = _plans(
-                source,
-                planned,
-                _asked(candidates) or _usual(key),
+            plans, left_out = plans_of(
+                source, planned, _asked(candidates) or usual(key), read.engine,
                 given=bool(candidates),
-            )
+            )  # fmt: skip
             allocation = Allocation(plans, together=key != GGUF)
-            room = allocation.room(asked)
+            room = allocation.room(asked, left_out)
+            check_mixed(planned, allocation, [*plans], read.engine)
         choices = allocation.options(_measured(source, [*plans.values()], own))
         point = solved(choices, room)
-    found = allocation.outcome(point, choices)
-    base = max(found["shares"], key=lambda scheme: (found["shares"][scheme], scheme))
-    made = replace(wanted, scheme=base, rules=(*allocation.rules(base, point), Rule(EVERY, base)))
+        found = allocation.outcome(point, choices)
+        base = max(found["shares"], key=lambda scheme: (found["shares"][scheme], scheme))
+        rules = allocation.rules(base, point)
+        engines = planned(base, *rules).plan.engines
+    made = replace(wanted, format=key, scheme=base, rules=(*rules, Rule(EVERY, base)))
     if out is not None:
         save(Path(out), made.to_toml().encode(), overwrite=settings.overwrite)
-    return Allocated(recipe=made, target=target, left_out=left_out, **found)
+    return Allocated(recipe=made, target=target, left_out=left_out, engines=engines, **found)
+
+
+def _wanted(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
+    """Return the recipe without a width: what an engine is fast with in one width is not meant here."""
+    engine = options.pop("engine", None)
+    devices = None if engine is None else options.pop("tensor_parallel", None)
+    wanted = build_recipe(recipe, **options)
+    if engine is not None:
+        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
+        targets.target_of(engine)
+    _check(wanted.method, wanted.layers, wanted.guide)
+    return replace(wanted, method=ERROR_FEEDBACK)
+
+
+def _as_planned(
+    opened: Checkpoint, key: str, engine: str | None, layers: LayerChoices
+) -> Checkpoint:
+    """Return the view of a source that `quantize` takes by the same recipe."""
+    loaded = as_loaded(opened, key, engine)
+    return heads_as_asked(single_experts(loaded, key, layers), layers.mtp)
 
 
 def _check(method: str, layers: LayerChoices, guide: int) -> None:
@@ -122,77 +139,6 @@ def _asked(candidates: str | Sequence[str]) -> list[Sequence[str]]:
     return [(str(one),) for one in listed(candidates, "candidates", '["int4:g128:sym"]')]
 
 
-def _usual(key: str) -> list[Sequence[str]]:
-    """Return the schemes of whole bits: the one with a name of its own, else what ``--bits`` means in a format."""
-    found: list[Sequence[str]] = []
-    for bits in INTEGER_BITS:
-        named = ALIASES.get(f"W{bits}A16") if key != GGUF else None
-        try:
-            default = format_of(key).default_scheme(bits)
-        except QuantForgeError:  # it has no such width
-            continue
-        found.append((named, default) if named and named != default else (default,))
-    return found
-
-
-def _plans(
-    source: Checkpoint,
-    planned: Callable[[str], Planned],
-    candidates: Sequence[Sequence[str]],
-    *,
-    given: bool,
-) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Return a plan for the first scheme that has one of each candidate, and why others are left out.
-
-    A candidate that is ``given`` has to have one.
-    """
-    plans: dict[str, Planned] = {}
-    left_out: dict[str, str] = {}
-    for texts in candidates:
-        for text in texts:
-            try:
-                name = str(parse(text))
-                found = planned(name)
-            except QuantForgeError as error:
-                if given:
-                    raise
-                left_out[text] = error.message
-                continue
-            _check_apart(name, guided(found.plan.tensors, found.matched))
-            plans[name] = replace(found, matched=settle_tied(found.matched, source))
-            left_out = {other: why for other, why in left_out.items() if other not in texts}
-            break
-    if len(plans) < 2:
-        raise UsageError(
-            f"fewer than two candidates: {', '.join(plans) or 'none'}",
-            next(
-                iter(left_out.values()),
-                "name more schemes: --candidates int3:g128:sym,int4:g128:sym",
-            ),
-        )
-    first = next(iter(plans.values()))
-    refuse_guide(
-        1, (ERROR_FEEDBACK,), first.plan.tensors, first.matched,
-        "allocate", "one width for all: quantforge quantize MODEL --bits 4",
-    )  # fmt: skip
-    tables = {name: guided(one.plan.tensors, one.matched) for name, one in plans.items()}
-    for name, table in tables.items():
-        if table.keys() != tables[next(iter(tables))].keys():
-            raise RefusedError(
-                f"{name}: it rounds other linears than the other candidates", "leave it out"
-            )
-    return plans, left_out
-
-
-def _check_apart(name: str, table: Mapping[str, TensorPlan]) -> None:
-    """Refuse a scheme under which matrices share parameters, so that errors do not add up."""
-    schemes = {one.scheme.weight for one in table.values() if one.scheme}
-    if any(scheme.joint or scheme.whole for scheme in schemes):
-        raise UsageError(
-            f"--candidates {name}: rows share its parameters", "a scheme by rows or groups"
-        )
-
-
 def _measured(
     source: Checkpoint, plans: Sequence[Planned], settings: Settings
 ) -> dict[str, list[float]]:
@@ -210,5 +156,7 @@ def _measured(
             calibrated = calibrated_for(source, plans[0], settings)
             assert calibrated is not None
             settings.policy.check(calibrated.events)
+            for event in calibrated.events:
+                settings.note(f"{event.kind}: {event.detail}")
         with phase("measuring", 0.9):
             return candidate_errors(source, plans, calibrated.sample, settings, Path(scratch))

@@ -26,7 +26,7 @@ def demo(out: str | Path = NAME) -> Path:
 
     Raises:
         RefusedError: something is there already.
-        InputError: its parent is missing.
+        InputError: its parent is missing, or not to be written to.
         ResourceError: the disk is full or fails.
     """
     place = Path(out)

@@ -21,7 +21,7 @@ from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import done_tensors, workspace_of
-from quantforge.execution.units import units_of
+from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
@@ -131,7 +131,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     plan, source = planned.plan, prepared.source
     work = workspace_of(stage, prepared.fingerprint)
     units = units_of(plan, planned.matched.blocks)
-    claims = Claims(stage.units, [unit.name for unit in units])
+    claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
     try:
         claims.check(prepared.fingerprint)
         stage_side_files(stage, checkpoint, plan, source)
@@ -175,7 +175,7 @@ def _join(
     from quantforge.execution.sharing import locked
     from quantforge.numerics.team import reproducible
 
-    units = units_of(planned.plan, planned.matched.blocks)
+    units = claimed_units(units_of(planned.plan, planned.matched.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)

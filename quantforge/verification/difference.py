@@ -1,5 +1,8 @@
 """Differences between two models, whatever formats they are in: what was done, tensors, values, files.
 
+Files are those beside the weights that a model carries, and ``config.json`` by its entries, all but how weights are
+stored; two GGUF files are compared byte for byte. The card, which figures are written into later, is left out.
+
 Quantized tensors are decoded. Two tensors of one type and shape are compared value by value; where they differ, and for
 all others, the signal-to-noise ratio of the second against the first is given. A folded factor is a difference here.
 """
@@ -7,7 +10,8 @@ all others, the signal-to-noise ratio of the second against the first is given. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
 from quantforge.verification.artifact import Original, open_source
+from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"
+CONFIG = "config.json"
+_CHUNK = 1 << 20
 _STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
 
 
@@ -37,6 +46,7 @@ class Difference:
             value; -infinite: the first is zero, or a value is not finite; NaN: of another shape).
         files: names of files beside the weights that differ or that one has.
         alone: those of them that one has, ``{"first": [...], "second": [...]}``.
+        unstated: which of ``manifest`` and ``recipe`` a model has none of, likewise.
         compared: number of tensors that both have.
     """
 
@@ -48,10 +58,11 @@ class Difference:
     files: list[str]
     compared: int
     alone: Mapping[str, list[str]]
+    unstated: Mapping[str, list[str]]
 
     @property
     def equal(self) -> bool:
-        """Return whether values and files are the same; how they came about may differ."""
+        """Return whether values and files are the same; how they came about, and how they are stored, may differ."""
         changed = any(value != math.inf for value in self.tensors.values())
         return not changed and not self.files and not any(self.only.values())
 
@@ -75,6 +86,7 @@ class Difference:
             "compared": self.compared,
             "files": self.files,
             "files_alone": dict(self.alone),
+            "unstated": dict(self.unstated),
         }
 
 
@@ -91,18 +103,23 @@ def difference(first: Path, second: Path) -> Difference:
             values[name] = _snr(one.weight(name), other.weight(name))
     found = [_contents(model) for model in (one, other)]
     everything = found[0].keys() | found[1].keys()
+    entries = [_entries(model) for model in (one, other)]
     return Difference(
         first=first,
         second=second,
-        stated=_stated(one, other),
+        stated=_stated(*entries),
         only={"first": sorted(names[0] - names[1]), "second": sorted(names[1] - names[0])},
         tensors={name: value for name, value in values.items() if value is not None},
-        files=sorted(name for name in everything if found[0].get(name) != found[1].get(name)),
+        files=sorted(
+            {name for name in everything if found[0].get(name) != found[1].get(name)}
+            | {*_own_files(one.checkpoint, other.checkpoint)}
+        ),
         compared=len(common),
         alone={
             "first": sorted(found[0].keys() - found[1].keys()),
             "second": sorted(found[1].keys() - found[0].keys()),
         },
+        unstated={"first": _unstated(entries[0]), "second": _unstated(entries[1])},
     )
 
 
@@ -133,12 +150,44 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
 
 
-def _stated(one: Original, other: Original) -> dict[str, list[Any]]:
+def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+    """Yield the names of files that are a model's own and differ: the configuration, or GGUF files as a whole."""
+    folders = [model.path.is_dir() for model in (one, other)]
+    if all(folders):
+        first, second = (
+            {key: value for key, value in model.config.items() if key != "quantization_config"}
+            for model in (one, other)
+        )
+        if first != second:
+            yield CONFIG
+    elif not any(folders):
+        for number, file in enumerate(other.shards):
+            if len(one.shards) != len(other.shards) or not _same_bytes(one.shards[number], file):
+                yield file.name
+
+
+def _same_bytes(first: Path, second: Path) -> bool:
+    with (
+        FILES.opened(first, WEIGHTS, None) as one,
+        FILES.opened(second, WEIGHTS, None) as other,
+    ):
+        if os.fstat(one).st_size != os.fstat(other).st_size:
+            return False
+        while data := os.read(one, _CHUNK):
+            if data != os.read(other, _CHUNK):
+                return False
+    return True
+
+
+def _stated(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the entries of the configuration, the manifest and the recipe that differ."""
-    entries = [_entries(model) for model in (one, other)]
-    keys = sorted(entries[0].keys() | entries[1].keys())
-    pairs = {key: [entry.get(key) for entry in entries] for key in keys}
+    pairs = {key: [one.get(key), other.get(key)] for key in sorted(one.keys() | other.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _unstated(entries: Mapping[str, Any]) -> list[str]:
+    kinds = {key.partition(".")[0] for key in entries}
+    return [kind for kind in ("manifest", "recipe") if kind not in kinds]
 
 
 def _entries(model: Original) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def test_what_is_left_out_is_counted(capsys):
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models, stated={}, only=only, tensors=many, files=["a.json", "b.json"], compared=len(many),
-        alone={"first": [], "second": ["b.json"]},
+        alone={"first": [], "second": ["b.json"]}, unstated={},
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -38,7 +38,8 @@ def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):
     }
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={}
+        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
+        unstated={"first": ["manifest"], "second": []},
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -52,6 +53,17 @@ def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):
     assert "recipe.awq: points 20, clip 1, 2 | not stated" in said
     assert "None" not in said
     assert "{" not in said
+
+
+def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
+    stated = {"recipe.tune": [None, 0]}
+    models = {"first": Path("a"), "second": Path("b")}
+    found = Difference(
+        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
+        unstated={"first": [], "second": []},
+    )  # fmt: skip
+    _show(Console(), found)
+    assert capsys.readouterr().out.splitlines()[2] == "recipe.tune: not stated | 0"
 
 
 def test_a_second_model_before_the_prompt_is_told_of_compare():

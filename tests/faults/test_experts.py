@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +19,9 @@ from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
-from quantforge.execution import calibrated_experts
+from quantforge.execution import calibrated_experts, claims
 from quantforge.execution.calibrated_experts import CalibratedExperts
+from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.decoded import decoded
 from quantforge.model import routed_tokens
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -25,7 +29,17 @@ from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.equivalence.test_expert_statistics import arguments, intermediate, mean
-from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
+from tests.runs import (
+    CALIBRATION,
+    StopError,
+    copied,
+    crash_after,
+    ended,
+    forked,
+    quantize,
+    recipe,
+    tree,
+)
 
 SCHEME = "int4:g32:sym"
 MORE = replace(CALIBRATION, samples=40, length=64)
@@ -34,6 +48,34 @@ MORE = replace(CALIBRATION, samples=40, length=64)
 def manifest(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "quantforge.manifest.json").read_text())
     return found
+
+
+def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
+    wanted = replace(recipe("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
+    quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
+    out, written = tmp_path / "out", UnitOutput.write
+    calls = itertools.count()
+
+    def killed() -> None:
+        def counted(*arguments: Any) -> None:
+            if next(calls) == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            written(*arguments)
+
+        monkeypatch.setattr(UnitOutput, "write", counted)
+        quantize(tiny("qwen3-moe"), out, wanted, join=True)
+
+    assert ended(forked(killed, tmp_path / "m-errors")) == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / ".out.qf/units").glob("*/*.held")] == ["0001.1.held"]
+    told: list[str] = []
+    quantize(
+        tiny("qwen3-moe"), out, wanted, join=True, progress=lambda done: told.append(done.part)
+    )
+    assert sorted(filter(None, told)) == ["block 0", "block 1", "block 2"]
+    assert tree(out) == tree(tmp_path / "m")
 
 
 @pytest.mark.parametrize("propagate", ["source", "quantized"])

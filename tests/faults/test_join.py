@@ -17,7 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.errors import BusyError, InputError, IntegrityError, RefusedError, UsageError
+from quantforge.errors import (
+    BusyError,
+    InputError,
+    IntegrityError,
+    RefusedError,
+    ResourceError,
+    UsageError,
+)
 from quantforge.execution import claims, leases, sharing
 from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
@@ -290,7 +297,24 @@ def test_who_waits_for_states_that_do_not_come_does_the_block_before(
     assert leftovers(out) == {"out", "m-errors-0"}
 
 
-@pytest.mark.parametrize("harm", ["changed", "cut"])
+def test_a_full_disk_ends_one_worker_and_not_the_others(
+    model: Path, out: Path, calibrated: dict[str, str], start: Start
+) -> None:
+    def full() -> None:
+        before_call(HandedStates, "write", 4, fails)
+        join(model, out, GPTQ)
+
+    def fails() -> None:
+        raise ResourceError("no space", "free some")
+
+    assert ended(start(full)) == 70  # of the children of these tests
+    assert held(out) == []
+    join(model, out, GPTQ)
+    assert tree(out) == calibrated
+    assert leftovers(out) == {"out", "m-errors-0"}
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "emptied", "removed"])
 def test_states_that_are_not_what_was_written_are_not_read(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
@@ -298,9 +322,12 @@ def test_states_that_are_not_what_was_written_are_not_read(
 
     def harmed(states: HandedStates, start: int, stop: int) -> torch.Tensor:
         path = states._file(states.block, start)
-        data = bytearray(path.read_bytes())
-        data[9] ^= 1
-        path.write_bytes(data if harm == "changed" else data[:-9])
+        if states.block == 1:
+            data = bytearray(path.read_bytes())
+            data[9] ^= 1
+            path.write_bytes({"changed": data, "cut": data[:-9]}.get(harm, b""))
+            if harm == "removed":
+                path.unlink()
         return read(states, start, stop)
 
     monkeypatch.setattr(HandedStates, "read", harmed)

@@ -104,6 +104,43 @@ def test_a_copy_is_no_difference(result, tmp_path, capsys):
     assert command(capsys, "diff", result, again).code == 0
 
 
+def test_an_edited_configuration_is_a_difference_and_the_card_is_none(result, tmp_path, capsys):
+    again = copied(result, tmp_path / "again")
+    (again / "README.md").write_text("figures")
+    assert command(capsys, "diff", result, again).code == 0
+    config = json.loads((again / "config.json").read_text())
+    (again / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
+    ended = command(capsys, "diff", result, again)
+    assert ended.code == 5
+    assert "differs: the file config.json" in ended.out
+
+
+def test_a_recipe_without_one_field_is_still_a_recipe(result, tmp_path):
+    again = copied(result, tmp_path / "again")
+    document = json.loads((again / NAME).read_text())
+    lacking = document["recipe"].replace("tune = 0\n", "")
+    assert lacking != document["recipe"]
+    (again / NAME).write_text(json.dumps(document | {"recipe": lacking}))
+    found = difference(result, again)
+    assert found.stated == {"recipe.tune": [0, None]}
+    assert found.unstated == {"first": [], "second": []}
+    (again / NAME).unlink()
+    assert difference(result, again).unstated["second"] == ["manifest", "recipe"]
+
+
+def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    verbs.export(model, out=first, format="gguf", bits=8)
+    written = first.read_bytes()
+    second.write_bytes(written)
+    assert command(capsys, "diff", first, second).code == 0
+    assert written.count(b"damping = 0.01") == 1
+    second.write_bytes(written.replace(b"damping = 0.01", b"damping = 0.02"))
+    ended = command(capsys, "diff", first, second)
+    assert ended.code == 5
+    assert "differs: the file b.gguf" in ended.out
+
+
 @pytest.mark.parametrize(("first", "second"), [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
 def test_values_without_a_ratio_are_a_difference_but_to_themselves(
     first, second, model, tmp_path, capsys

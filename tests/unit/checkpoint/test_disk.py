@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,14 @@ from quantforge.checkpoint.earlier import earlier, size_of
 from quantforge.checkpoint.publish_file import SIDE, FileStage, placed, side_of
 from quantforge.checkpoint.result_place import MANIFEST, OF_DIRECTORY
 from quantforge.checkpoint.stage import Stage
-from quantforge.errors import BusyError, InputError, RefusedError, ResourceError
+from quantforge.errors import (
+    BusyError,
+    InputError,
+    QuantForgeError,
+    RefusedError,
+    ResourceError,
+)
+from quantforge.verbs.demo import demo as copy_demo
 from tests.releases import FAST, fill, make, manifest_of
 
 # ---- calls
@@ -100,6 +108,42 @@ def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: 
     with pytest.raises(ResourceError, match="No space"):
         save(target, b"other", overwrite=True, disk=replace(DISK, fsync=full))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"report": b"whole"}
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EDQUOT]
+)
+def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(QuantForgeError) as raised:
+        save(tmp_path / "report", b"x", disk=replace(DISK, rename=refuse))
+    may_not = number in {errno.EACCES, errno.EPERM, errno.EROFS}
+    assert raised.value.exit_code == (3 if may_not else 7)
+    assert ("cannot be written" in raised.value.message) == may_not
+    assert ("free space" in raised.value.hint) == (number == errno.EDQUOT)
+    assert os.strerror(number) in raised.value.message
+    monkeypatch.setattr(sys.modules[copy_demo.__module__], "folder", refuse)
+    with pytest.raises(type(raised.value), match=os.strerror(number)):
+        copy_demo(tmp_path / "demo")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_permission_is_asked_for_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    for place in (file, tmp_path / "new"):
+        with pytest.raises(InputError, match=f"no permission to write to {tmp_path}"):
+            disk.check_new(place, "--report", overwrite=True)
+    disk.check_new(file, overwrite=True, adds=True)
+    with pytest.raises(InputError, match="cannot be written"):
+        disk.check_new(tmp_path / "new", "--log", adds=True)
 
 
 def test_a_name_where_nothing_can_be_written_is_told_before_the_work(tmp_path: Path) -> None:

@@ -100,6 +100,24 @@ def test_candidates_and_sizes_in_bytes():
         ("3bpw", {"candidates": ("int4:g64:sym",)}, UsageError, "two candidates"),
         ("3bpw", {"candidates": ("int3:tensor:sym", "int4:g64:sym")}, UsageError, "share"),
         ("3bpw", {"candidates": ("int3:g64:sym", "q4_k")}, QuantForgeError, ""),
+        ("3.5bpw", {"format": "gptq"}, RefusedError, "no mixture of int2:g64:asym"),
+        ("3.5bpw", {"engine": "vllm", "candidates": ()}, RefusedError, "4 and 8 bits only"),
+        ("5bpw", {"engine": "vllm"}, RefusedError, "--candidates int2:g64:asym: vllm does not"),
+        ("5bpw", {"engine": "lmdeploy", "candidates": ()}, RefusedError, "fewer than two"),
+        ("5bpw", {"engine": "triton", "candidates": ()}, RefusedError, "reads no integers"),
+        ("5bpw", {"engine": "tgi", "candidates": ()}, RefusedError, "one width and group size"),
+        ("5bpw", {"engine": "nope"}, UsageError, "unknown engine"),
+        ("5bpw", {"engine": "vllm", "bits": 4}, UsageError, "--candidates"),
+        (
+            "4.2bpw",
+            {
+                "engine": "lmdeploy",
+                "format": "compressed-tensors",
+                "candidates": ("int4:g32:sym", "int4:g128:sym"),
+            },
+            RefusedError,
+            "one group of the configuration",
+        ),
     ],
 )
 def test_refusals(target, options, kind, said, tmp_path):
@@ -107,6 +125,33 @@ def test_refusals(target, options, kind, said, tmp_path):
         allocated(target, tmp_path / "mixed.toml", **options)
     assert said in f"{raised.value} {raised.value.hint}"
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "candidates"),
+    [
+        ("vllm", "compressed-tensors", ()),
+        ("llama.cpp", "gguf", ("q4_k", "q8_0")),
+        ("mlx", "mlx", ("int4:g64:min", "int8:g64:min")),
+    ],
+)  # fmt: skip
+def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
+    engine, key, candidates, tmp_path
+):
+    path = tmp_path / "mixed.toml"
+    found = allocated("5bpw", path, engine=engine, candidates=candidates, samples=2, length=32)
+    assert (found.recipe.format, found.recipe.engine) == (key, engine)
+    assert len({*found.chosen}) > 1
+    plan = verbs.plan(DEMO, path)  # raises where the engine does not load it
+    assert plan.engines == found.engines
+    assert {one.engine: one.loads for one in found.engines}[engine]
+
+
+def test_engines_that_load_the_mixture_are_told(made):
+    found, _ = made
+    loads = {one.engine: one.loads for one in found.engines}
+    assert not loads["vllm"]  # 2 and 3 bits
+    assert found.document()["engines"][1]["reason"]
 
 
 def test_models_with_experts_are_refused(tmp_path):

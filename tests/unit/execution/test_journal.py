@@ -220,6 +220,8 @@ def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
     for argument, (name, value) in changes.items():
         found = fingerprint_of(**{**whole, argument: value})
         assert {key for key in {*known, *found} if known.get(key) != found.get(key)} == {name}
+    several = [fingerprint_of(**{**whole, "device": f"cuda:{number}"}) for number in range(2)]
+    assert several[0] == several[1] != known  # ranks of one run
     bare = fingerprint_of(**{**whole, "calibrated": None, "imatrix": None})
     assert bare["calibration"] == ""
     assert "imatrix" not in bare

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantforge.errors import UsageError
-from quantforge.execution.units import check_shareable, shares_of, unit_of, units_of
+from quantforge.execution.units import check_shareable, claimed_units, shares_of, unit_of, units_of
 from quantforge.plans import Action, TensorPlan
 
 
@@ -50,6 +50,13 @@ def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others
     assert unit_of(MIXTURE[3], plain) == unit_of(MIXTURE[1], plain) == "block 0"
 
 
+def test_experts_are_claimed_with_their_block() -> None:
+    found = claimed_units(units_of(plan_of(*MIXTURE), 2))
+    assert [(unit.name, [tensor.name for tensor in unit.tensors]) for unit in found] == [
+        ("outer", ["embed"]), ("block 0", ["up 0", "up 1", "q"]), ("block 1", ["o"]), ("head", ["head"]),
+    ]  # fmt: skip
+
+
 def test_weights_of_tokens_are_made_before_the_blocks() -> None:
     units = units_of(plan_of(MIXTURE[1], MIXTURE[4], guide=2), 2)
     assert [unit.name for unit in units] == ["outer", "guide", "block 0", "block 1", "head"]
@@ -78,8 +85,7 @@ def test_what_processes_cannot_share_is_refused() -> None:
         check(plan_of(MIXTURE[1]), overwrite=True)
     with pytest.raises(UsageError, match="--prune-experts"):
         check(plan_of(*MIXTURE, needs=()), prunes=True)
-    with pytest.raises(UsageError, match="experts of a block"):
-        check(plan_of(*MIXTURE))
+    check(plan_of(*MIXTURE))
     with pytest.raises(UsageError, match="--guide"):
         check(plan_of(MIXTURE[1], guide=1))
     with pytest.raises(UsageError, match="--tune"):

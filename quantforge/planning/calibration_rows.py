@@ -1,0 +1,40 @@
+"""Calibration rows: what a run gets where it asks the builtin text for more than that has.
+
+Other texts are refused when they are too short. The builtin text is the default, as 128 rows are: that asks for as many
+as there are, up to 128. Whoever asks for another number, or for a part of a mixture, is told when fewer come.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantforge.recipe import CalibrationOptions
+
+
+def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
+    """Return what there is to say of ``given`` rows where ``asked`` were to come, "" where that is as asked."""
+    if given >= asked or _takes_what_there_is(options):
+        return ""
+    return (
+        f"{given} rows of {options.length} tokens, {asked} asked for: the builtin text has no more; "
+        f"--samples {given}, or --calibration FILE with more text"
+    )
+
+
+def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
+    """Return the note of a plan on rows that will not come; none where only the run knows."""
+    from quantforge_calibration import SourceError
+    from quantforge_calibration.row_count import BUILTIN, builtin_rows
+
+    if options.source != BUILTIN or _takes_what_there_is(options):
+        return ()
+    try:
+        said = few_rows(options, builtin_rows(model, options.length), options.samples)
+    except SourceError:  # the run says what is wrong
+        return ()
+    return (f"calibration: {said}",) if said else ()
+
+
+def _takes_what_there_is(options: CalibrationOptions) -> bool:
+    usual = CalibrationOptions()
+    return (options.source, options.samples) == (usual.source, usual.samples)

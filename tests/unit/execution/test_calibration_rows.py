@@ -1,0 +1,55 @@
+"""Calibration rows that do not come: told by the plan, an event of the run, and nothing where none were asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.errors import RefusedError
+from quantforge.events import Policy
+from quantforge.execution.calibration import calibrate
+from quantforge.recipe import CalibrationOptions
+from quantforge_calibration.row_count import builtin_rows
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+LENGTH = 512
+THERE = 81  # rows of that length of the builtin text
+
+
+@pytest.mark.parametrize(
+    ("samples", "comes"), [(THERE, True), (THERE + 1, False), (128, True), (500, False)]
+)
+def test_rows_beyond_the_builtin_text_are_told(samples, comes):
+    plan = verbs.plan(DEMO, method="gptq", bits=4, samples=samples)
+    notes = [note for note in plan.notes if "asked for" in note]
+    options = CalibrationOptions(samples=samples)
+    found = calibrate(DEMO, options, plan)
+    events = [event for event in found.events if event.kind == "calibration-rows"]
+    assert (
+        found.sample.report.rows == min(samples, THERE) == min(samples, builtin_rows(DEMO, LENGTH))
+    )
+    assert (len(notes), len(events)) == ((0, 0) if comes else (1, 1))
+    if not comes:
+        assert notes == [f"calibration: {events[0].detail}"]
+        assert f"--samples {THERE}" in events[0].detail
+        with pytest.raises(RefusedError, match=f"{THERE} rows") as refused:
+            Policy(strict=True).check(events)
+        assert "--allow calibration-rows=1" in refused.value.hint
+        Policy(strict=True, allow={"calibration-rows": 1}).check(events)
+
+
+def test_a_mixture_asks_for_its_shares(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("word and word\n" * 60_000)
+    options = CalibrationOptions(source=f"builtin=9,{text}=1")
+    found = calibrate(DEMO, options, verbs.plan(DEMO, method="gptq", bits=4))
+    assert found.sample.report.rows < found.sample.report.rows_asked == 128
+    assert "calibration-rows" in {event.kind for event in found.events}
+    assert "calibration-duplicates" in {event.kind for event in found.events}
+
+
+def test_a_plan_says_nothing_of_text_that_is_not_needed():
+    plan = verbs.plan(DEMO, method="rtn", scales="absmax", bits=8, samples=500)
+    assert not [note for note in plan.notes if "asked for" in note]
