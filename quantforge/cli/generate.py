@@ -97,6 +97,7 @@ def generate(
         raise UsageError("--logprobs is told in the JSON document", "add --json")
     if compare and draft:
         raise UsageError("--compare and --draft: a draft is of one model", "leave one out")
+    _check_effect(given, draft, draft_tokens)
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
     if text is None:
@@ -123,6 +124,14 @@ def generate(
         )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_effect(given: dict[str, Any], draft: str, draft_tokens: int) -> None:
+    """Refuse options that have no effect without others, as `UsageError`."""
+    if draft_tokens != DRAFT_TOKENS and not draft:
+        raise UsageError("--draft-tokens: nothing is guessed without --draft", "add --draft ngram")
+    if given["include_stop"] and not given.get("stop"):
+        raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
 
 
 def _check_order(model: str, prompt: str) -> None:

@@ -102,9 +102,10 @@ def allocate(
 def _wanted(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
     """Return the recipe without a width: what an engine is fast with in one width is not meant here."""
     engine = options.pop("engine", None)
+    devices = None if engine is None else options.pop("tensor_parallel", None)
     wanted = build_recipe(recipe, **options)
     if engine is not None:
-        wanted = replace(wanted, engine=engine)
+        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
         targets.target_of(engine)
     _check(wanted.method, wanted.layers, wanted.guide)
     return replace(wanted, method=ERROR_FEEDBACK)

@@ -78,6 +78,8 @@ def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
         raise UsageError(
             "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
         )
+    if options.served_name and not options.url:
+        raise UsageError("--served-name is of a server, and none is measured", "add --url")
     if options.ladder and len(models) > 2:
         raise UsageError(
             f"--ladder with {len(models)} models", "the model in 16 bits, then its quantization"
