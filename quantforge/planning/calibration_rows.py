@@ -23,11 +23,13 @@ def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
     """Return the note of a plan on rows that will not come; none where only the run knows."""
-    from quantforge_calibration import SourceError
-    from quantforge_calibration.row_count import BUILTIN, builtin_rows
-
-    if options.source != BUILTIN or _takes_what_there_is(options):
+    if options.source != CalibrationOptions().source or _takes_what_there_is(options):
         return ()
+    from quantforge_calibration import SourceError
+    from quantforge_calibration.row_count import (
+        builtin_rows,
+    )  # tokenizers, which planning does without
+
     try:
         said = few_rows(options, builtin_rows(model, options.length), options.samples)
     except SourceError:  # the run says what is wrong
