@@ -26,12 +26,14 @@ class Choice:
         help: what it chooses; ``{words}`` are its values.
         metavar: what stands for its value in ``--help``; its type when left out.
         flag: what is typed; the name of the choice when left out.
+        default: what holds where the option is not given; the recipe's when left out.
         most: whether the command line refuses what is above the most, and says so, or leaves it to the recipe.
     """
 
     help: str
     metavar: str | None = None
     flag: str = ""
+    default: str = ""
     most: bool = False
 
 
@@ -80,7 +82,11 @@ RECIPE: Mapping[str, Choice] = {
         "For gptq: epochs in which scales and norms are learned on the divergence, codes frozen."
     ),
     "refine": Choice("Sweeps after GPTQ."),
-    "calibration": Choice("FILE, name:split:column, builtin, self, or a=3,b=1.", "SOURCE"),
+    "calibration": Choice(
+        "FILE, name:split:column, builtin, self, none, or a=3,b=1.",
+        "SOURCE",
+        default="builtin; of an export into GGUF: none",
+    ),
     "samples": Choice(
         "Calibration rows; with the builtin text 128 are as many as it gives, up to that."
     ),
@@ -115,7 +121,7 @@ def recipe_parameters(names: Sequence[str]) -> Iterator[inspect.Parameter]:
         kind: Any = next(item for item in (*get_args(hint), hint) if item is not type(None))
         kind = list[str] if get_origin(hint) is tuple else kind
         least, most = LIMITS.get(place, (None, None))
-        default = attrgetter(place)(Recipe()) if place else None
+        default = choice.default or (attrgetter(place)(Recipe()) if place else None)
         stated = "" if default in (None, "", (), False) else f" [default: {default}]"
         words = ", ".join(WORDS.get(name, ()))
         option = typer.Option(

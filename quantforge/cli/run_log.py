@@ -76,11 +76,13 @@ class RunLog:
 
 
 def substituted(plan: Plan) -> list[str]:
-    """Return the substitutions of a plan in words, alike ones together."""
+    """Return the substitutions of a plan in words, alike ones together: those are of tensors."""
     alike = Counter((event.kind, event.detail) for event in plan.substitutions)
     first = {(event.kind, event.detail): event.where for event in reversed(plan.substitutions)}
     return [
-        f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
+        f"{kind}: {first[kind, detail]}: {detail}"
+        if count == 1
+        else f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
         for (kind, detail), count in alike.items()
     ]
 

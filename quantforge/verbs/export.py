@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -124,20 +125,33 @@ def export(
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
         mixture = chosen.type is not None and source is None
         if _as_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
-            return quantize_opened(checkpoint, wanted, place, settings)
+            with _goes_on():
+                return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
         if quantized and (source is not None or requantize or chosen.type is not None):
-            return quantize_again(
-                checkpoint, chosen, place, settings, source, requantize=requantize
-            )
+            with _goes_on():
+                return quantize_again(
+                    checkpoint, chosen, place, settings, source, requantize=requantize
+                )
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+
+
+@contextmanager
+def _goes_on() -> Iterator[None]:
+    """Note on what stops a run that rounds, other than one that only moves codes, that it is gone on with."""
+    try:
+        yield
+    except BaseException as stop:
+        if not isinstance(stop, Exception):
+            stop.add_note("the same command again goes on from here")
+        raise
 
 
 def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:

@@ -76,7 +76,8 @@ def read_inputs(
     tell("digests of the source")
     opened, source = taken(opened, before)
     opened = heads_as_asked(opened, planned.recipe.mtp)
-    tell("calibration text", share=0.5)
+    if planned.plan.needs or planned.recipe.prune_experts is not None:
+        tell("calibration text", share=0.5)
     share, options = planned.recipe.pruned_share, planned.recipe.calibration
     with reproducible():
         calibrated = calibrated_for(opened, planned, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -597,6 +598,40 @@ def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeyp
     told = command(capsys, verb, model, "--bits", "4")
     assert told.code == 130
     assert told.err.endswith(f"stopped; the same command again {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("quantized", "said"), [(False, "goes on from here"), (True, "begins anew")]
+)
+def test_an_interrupted_export_goes_on_where_it_rounds(
+    quantized, said, model, tmp_path, monkeypatch, capsys
+):
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGINT)
+
+    module = sys.modules[importlib.import_module("quantforge.verbs").export.__module__]
+    place = tmp_path / "made"
+    if quantized:
+        rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
+        assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
+    monkeypatch.setattr(module, "quantize_opened", stop)
+    monkeypatch.setattr(module, "settle_all", stop)
+    told = command(
+        capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
+    )
+    assert told.code == 130
+    assert told.err.endswith(f"stopped; the same command again {said}\n")
+
+
+def test_an_event_of_a_whole_model_is_not_told_as_one_of_a_tensor(model, tmp_path, capsys):
+    place = tmp_path / "made"
+    rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int8:row:sym")
+    assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
+    again = ("--format", "gguf", "--type", "Q8_0", "--requantize", "--dry-run")
+    told = command(capsys, "export", place, *again)
+    assert told.code == 0, told.err
+    assert "requantized: made: from decoded weights\n" in told.out
+    assert "tensors, the first is made" not in told.out
 
 
 def test_a_job_summary_is_added_to_with_the_verdict_of_the_gates(model, tmp_path, capsys):

@@ -213,3 +213,12 @@ def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
     assert not out.exists()
     quantize(model, out, wanted, policy=Policy(True, {"calibration-short": 1}))
     assert out.exists()
+
+
+@pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
+def test_calibration_text_is_told_of_where_it_is_read(method, read, model, out):
+    seen = []
+    wanted = recipe(method, scales="absmax")
+    quantize(model, out, wanted, progress=lambda one: seen.append(one.step))
+    assert ("calibration text" in seen) is read
+    assert "libraries" in seen
