@@ -91,13 +91,10 @@ def generate(
         )
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    if compare and given["n"] > 1:
-        raise UsageError("--compare and -n: one answer of each is compared", "leave one out")
-    if "logprobs" in given and not as_json:
-        raise UsageError("--logprobs is told in the JSON document", "add --json")
-    if compare and draft:
-        raise UsageError("--compare and --draft: a draft is of one model", "leave one out")
-    _check_effect(given, draft, draft_tokens)
+    if compare and (draft or given["n"] > 1):
+        other = "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
+        raise UsageError(f"--compare and {other}", "leave one out")
+    _check_effect(given, draft, draft_tokens, as_json=as_json)
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
     if text is None:
@@ -126,8 +123,10 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _check_effect(given: dict[str, Any], draft: str, draft_tokens: int) -> None:
+def _check_effect(given: dict[str, Any], draft: str, draft_tokens: int, *, as_json: bool) -> None:
     """Refuse options that have no effect without others, as `UsageError`."""
+    if "logprobs" in given and not as_json:
+        raise UsageError("--logprobs is told in the JSON document", "add --json")
     if draft_tokens != DRAFT_TOKENS and not draft:
         raise UsageError("--draft-tokens: nothing is guessed without --draft", "add --draft ngram")
     if given["include_stop"] and not given.get("stop"):

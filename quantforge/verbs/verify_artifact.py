@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
-from quantforge.formats.targets import target_of
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -49,8 +48,6 @@ def verify(
         UsageError: no engine has that name, there is no such device, or the library for signatures is not installed.
     """
     check_device(device)
-    if engine is not None:
-        target_of(engine)
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 

@@ -172,7 +172,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         running=artifact.running,
     )
     verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
-    found = verdicts[engine if engine in verdicts else target_of(engine).judged]
+    found = verdicts.get(engine) or verdicts[target_of(engine).judged]
     if not found.loads:
         report.add("engine", engine, found.reason)
 
