@@ -92,7 +92,9 @@ def generate(
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare and (draft or given["n"] > 1):
-        other = "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
+        other = (
+            "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
+        )
         raise UsageError(f"--compare and {other}", "leave one out")
     _check_effect(given, draft, draft_tokens, as_json=as_json)
     limits = limits_of(**given)
