@@ -89,6 +89,8 @@ def existing(path: Path, access: int = os.O_WRONLY) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(descriptor)
+        if not found.st_nlink:  # it was removed while it was being opened
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         raise OSError(errno.EINVAL, "is no file that was made here", str(path))
     return descriptor
 

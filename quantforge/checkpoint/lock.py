@@ -133,13 +133,16 @@ class Lock:
             folder(self.directory)
         except FileExistsError as error:
             raise self._foreign(self.directory, "is no directory of a run") from error
-        if not os.path.lexists(self._path):
-            if any(self.directory.iterdir()):
-                raise self._foreign(
-                    self.directory,
-                    "holds files and no lock of quantforge: another run may still work there",
-                )
-            return create(self._path)
+        names = self._names()
+        if FILE not in names:
+            if not names:
+                return create(self._path)
+            if os.path.lexists(self._path) or self._names() != names:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+            raise self._foreign(
+                self.directory,
+                "holds files and no lock of quantforge: another run may still work there",
+            )
         try:
             descriptor = existing(self._path, os.O_RDWR)
         except (FileNotFoundError, PermissionError):
@@ -150,6 +153,9 @@ class Lock:
             os.close(descriptor)
             raise self._foreign(self._path, "is no lock of quantforge")
         return descriptor
+
+    def _names(self) -> set[str]:
+        return {path.name for path in self.directory.iterdir()}
 
     def _taken(self) -> int:
         """Note that this run has the lock; what the last holder was publishing stays until it is recovered from."""

@@ -104,7 +104,7 @@ class Claims:
         if self.run is None:
             return
         try:
-            check_same(self.run / FINGERPRINT, fingerprint)
+            check_same(self.run / FINGERPRINT, fingerprint, self.directory)
         except IntegrityError:
             if self.there:
                 raise

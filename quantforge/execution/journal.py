@@ -118,8 +118,13 @@ def write_fingerprint(directory: Path, fingerprint: Mapping[str, str]) -> None:
     write_durably(directory / FINGERPRINT, json.dumps(dict(fingerprint), indent=1).encode())
 
 
-def check_same(path: Path, fingerprint: Mapping[str, str]) -> None:
+def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | None = None) -> None:
     """Compare the fingerprint of an unfinished run with that of this one.
+
+    Args:
+        path: of the file.
+        fingerprint: of this run.
+        directory: what a person removes to start afresh; where the file is, if it is left out.
 
     Raises:
         IntegrityError: it differs (the message names in what), or is damaged.
@@ -133,7 +138,7 @@ def check_same(path: Path, fingerprint: Mapping[str, str]) -> None:
     if differ:
         raise IntegrityError(
             f"{path.parent}: holds an unfinished run that differs in: {', '.join(differ)}",
-            f"finish it with its own command, or start afresh: rm -r {path.parent}",
+            f"finish it with its own command, or start afresh: rm -r {directory or path.parent}",
             file=str(path),
         )
 

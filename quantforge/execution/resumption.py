@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.execution.journal import Workspace, written
+from quantforge.execution.journal import FINGERPRINT, Workspace, check_same, written
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
 from quantforge.results import manifest
@@ -28,6 +28,17 @@ def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     if not work.resumed:
         stage.clear()
     return work
+
+
+def check_journal(stage: Stage, fingerprint: Mapping[str, str]) -> None:
+    """Refuse to begin a shared run where another has stopped that was not shared.
+
+    Raises:
+        IntegrityError: its journal is of something else.
+    """
+    path = stage.journal / FINGERPRINT
+    if not stage.empty and path.exists():
+        check_same(path, fingerprint, stage.journal.parent)
 
 
 def fingerprint_of(

@@ -20,7 +20,7 @@ from quantforge.errors import DeniedError, InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.resumption import done_tensors, workspace_of
+from quantforge.execution.resumption import check_journal, done_tensors, workspace_of
 from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
@@ -184,7 +184,12 @@ def _join(
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
     locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
     prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
-    locked(stage, lambda: claims.prepare(prepared.fingerprint), unless=lambda: claims.there)
+
+    def prepare() -> None:
+        check_journal(stage, prepared.fingerprint)
+        claims.prepare(prepared.fingerprint)
+
+    locked(stage, prepare, unless=lambda: claims.there)
     claims.check(prepared.fingerprint)
     try:
         with reproducible():

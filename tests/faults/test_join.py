@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -381,6 +382,29 @@ def test_another_recipe_is_not_shared(model: Path, out: Path) -> None:
         with pytest.raises(IntegrityError, match="differs in: recipe"):
             quantize(model, out, recipe(scales="absmax", bits=8), join=shared)
     join(model, out)
+
+
+def test_another_recipe_does_not_spoil_an_interrupted_run(
+    model: Path, out: Path, tmp_path: Path
+) -> None:
+    quantize(model, tmp_path / "m", GPTQ)
+    with pytest.raises(StopError):
+        quantize(model, out, GPTQ, progress=crash_after("block 0"))
+    with pytest.raises(IntegrityError, match="differs in: recipe") as refused:
+        join(model, out, recipe("gptq", bits=3))
+    assert refused.value.hint.endswith(f"rm -r {out.with_name('.out.qf')}")
+    join(model, out, GPTQ)
+    assert tree(out) == tree(tmp_path / "m")
+
+
+def test_the_hint_about_a_run_of_another_recipe_can_be_followed(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        join(model, out, GPTQ, progress=crash_after("block 0"))
+    with pytest.raises(IntegrityError, match="differs in: calibration, recipe") as refused:
+        join(model, out, PLAIN)
+    shutil.rmtree(refused.value.hint.partition("rm -r ")[2])
+    join(model, out, PLAIN)
+    assert leftovers(out) == {"out"}
 
 
 def test_a_changed_byte_of_a_finished_unit_is_found(model: Path, out: Path) -> None:

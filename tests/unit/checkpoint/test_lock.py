@@ -1,0 +1,79 @@
+"""Locks that are taken while others begin and end: what a moment shows is not taken for what lies there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.checkpoint.disk import existing
+from quantforge.checkpoint.lock import FILE, Lock
+from quantforge.errors import BusyError, RefusedError
+from quantforge_files import system
+
+
+def contend(directory: Path, end: float, told: Any) -> None:
+    found: Counter[str] = Counter()
+    while time.monotonic() < end:
+        lock = Lock(directory)
+        try:
+            lock.take()
+            lock.release()
+            found["taken"] += 1
+        except BusyError:
+            found["busy"] += 1
+        except Exception as error:
+            found[repr(error)] += 1
+    told.put(found)
+
+
+def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    told, end = context.Queue(), time.monotonic() + 1.5
+    workers = [
+        context.Process(target=contend, args=(tmp_path / ".out.qf", end, told)) for _ in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    found = sum((told.get() for _ in workers), Counter[str]())
+    for worker in workers:
+        worker.join()
+    assert found["taken"] > 10
+    assert found.keys() <= {"taken", "busy"}
+
+
+def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ".out.qf"
+    first = Lock(directory)
+    first.take()
+    (directory / "journal").mkdir()
+    seen = iter([{"journal"}])
+    names = Lock._names
+    monkeypatch.setattr(Lock, "_names", lambda lock: next(seen, None) or names(lock))
+    with pytest.raises(BusyError):
+        Lock(directory).take()
+    (directory / FILE).unlink()
+    with pytest.raises(RefusedError, match="holds files and no lock"):
+        Lock(directory).take()
+
+
+def test_a_file_that_goes_while_it_is_opened_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "lock", system.open_unlinked
+    path.touch()
+
+    def opening(*arguments: Any) -> int:
+        descriptor = opened(*arguments)
+        path.unlink()
+        return descriptor
+
+    monkeypatch.setattr(system, "open_unlinked", opening)
+    with pytest.raises(FileNotFoundError):
+        existing(path)
