@@ -25,7 +25,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.kept_variant import kept
+from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
@@ -107,7 +107,9 @@ def sweep(
                     left_out[name] = error.message
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
-                if not kept(results[name], planned, files, settings):
+                if kept(results[name], planned, files, settings):
+                    clear_run(results[name])
+                else:
                     missing.append(Variant(made_by, results[name]))
         if left_out and (settings.policy.strict or not results):
             said = "; ".join(f"{name}: {why}" for name, why in left_out.items())

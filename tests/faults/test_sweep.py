@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.planning.sweep_grid import combinations
@@ -37,6 +38,21 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
     assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
     with pytest.raises(RefusedError, match="differs from what would be made in: recipe"):
         swept(model, tmp_path / "s", over, samples=5)
+
+
+@pytest.mark.parametrize("left", [(), ("journal",)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_result_beside_what_a_killed_run_has_left_is_kept(model, tmp_path, left, overwrite):
+    out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
+    path = swept(model, out, over).results["Q8_0-rtn"]
+    before, run = path.stat().st_mtime_ns, place_of_run(path)
+    run.mkdir()
+    (run / "lock").touch()
+    for name in left:
+        (run / name).mkdir()
+    swept(model, out, over, settings=Settings(overwrite=overwrite))
+    assert path.stat().st_mtime_ns == before
+    assert not run.exists()
 
 
 def test_a_result_that_was_cut_is_not_kept(model, tmp_path):
