@@ -57,6 +57,10 @@ class UsageError(QuantForgeError):
     code = "usage"
 
 
+class UnknownNameError(UsageError):
+    """There is no method, format or engine of that name, whatever else is asked for (exit 2)."""
+
+
 class InputError(QuantForgeError):
     """A model, recipe or text is invalid or missing (exit 3)."""
 

@@ -36,6 +36,8 @@ from quantforge.checkpoint.result_place import (
 from quantforge.checkpoint.staged_files import StagedFiles, remove
 from quantforge.errors import RefusedError
 
+STAGE = "stage"  # its name in the directory of a run
+
 
 class Stage(StagedFiles):
     """The locked stage of one output directory, as a context manager.
@@ -62,7 +64,7 @@ class Stage(StagedFiles):
     ) -> None:
         self.out = absolute(out)
         self._lock = Lock(place_of_run(self.out))
-        super().__init__(self._lock.directory / "stage", disk)
+        super().__init__(self._lock.directory / STAGE, disk)
         self.journal = self._lock.directory / "journal"
         self.units = self._lock.directory / "units"  # of a run that several processes share
         self._overwrite = overwrite

@@ -58,7 +58,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError, UnknownNameError, nearest
 from quantforge.formats.engines import Engine
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
@@ -220,7 +220,7 @@ def format_of(key: str) -> Format:
         UsageError: no such format; the hint names the nearest.
     """
     if key not in FORMATS:
-        raise UsageError(f"unknown format '{key}'", nearest(key, FORMATS))
+        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS))
     return cast("Format", import_module(FORMATS[key]))
 
 

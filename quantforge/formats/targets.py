@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.errors import RefusedError, UnknownNameError, UsageError, nearest
 from quantforge.formats import DEFAULT, GGUF, format_of, libraries
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
@@ -88,7 +88,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 def target_of(engine: str) -> Target:
     """Return the entry of an engine, in letters of either case, or raise `UsageError` naming the nearest."""
     if engine.lower() not in TARGETS:
-        raise UsageError(f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS))
+        raise UnknownNameError(f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS))
     return TARGETS[engine.lower()]
 
 

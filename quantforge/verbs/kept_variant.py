@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import RefusedError
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
@@ -15,6 +17,7 @@ from quantforge.results.card_figures import CARD
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
+from quantforge.verbs.finished_result import forget
 
 
 def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settings) -> bool:
@@ -29,9 +32,7 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     Raises:
         RefusedError: what lies there is something else.
     """
-    if (
-        not os.path.lexists(out) or place_of_run(out).exists()
-    ):  # its own command ends what was killed
+    if not os.path.lexists(out) or _staged(out):  # its own command ends what was killed
         return False
     document = manifest.read(out)
     stated = {} if document is None else document
@@ -53,6 +54,18 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
         "replace it with --overwrite, move it away, or choose another place",
         file=str(out),
     )
+
+
+def clear_run(out: Path) -> None:
+    """Remove what the run of a result that is kept has left beside it, unless another process is about it."""
+    if place_of_run(out).is_dir() and not _staged(out):
+        with suppress(OSError):  # of a directory that may only be read
+            forget(Stage(out, overwrite=False))
+
+
+def _staged(out: Path) -> bool:
+    """Return whether a run has yet to publish, or to remove what it has replaced."""
+    return os.path.lexists(place_of_run(out) / STAGE)
 
 
 def _whole(document: Mapping[str, Any], out: Path) -> bool:

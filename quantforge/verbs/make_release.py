@@ -29,7 +29,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
-from quantforge.verbs.kept_variant import kept
+from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
@@ -178,6 +178,8 @@ def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -
         save(place / SPEC, FILES.read(Path(spec), RECIPE, None), overwrite=True)
         for one in planned:
             folder(one.out.parent)
+            if one.there:
+                clear_run(one.out)
 
 
 def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class _Ready:
     wanted: AskedResult
     inputs: RunInputs
     settings: Settings
+    held: ExitStack  # the stage
 
 
 @torch_defaults()
@@ -81,9 +82,13 @@ def quantize_variants(
             if finished is not None:
                 outcomes[number] = finished
                 continue
-            stages.enter_context(result.stage)
-            ready.append((number, result, own))
-        opened = [_Ready(number, result, result.read(own), own) for number, result, own in ready]
+            held = stages.enter_context(ExitStack())
+            held.enter_context(result.stage)
+            ready.append((number, result, own, held))
+        opened = [
+            _Ready(number, result, result.read(own), own, held)
+            for number, result, own, held in ready
+        ]
         while opened:
             group = [other for other in opened if _together(opened[0], other)]
             opened = [other for other in opened if other not in group]
@@ -133,10 +138,12 @@ def _carried_out(group: Sequence[_Ready]) -> dict[int, Outcome]:
     from quantforge.numerics.team import reproducible
 
     with ExitStack() as files:
-        opened = [
-            files.enter_context(working(ready.inputs, ready.wanted.stage, ready.settings))
-            for ready in group
-        ]
+        opened = []
+        for ready in group:
+            files.enter_context(ready.held.pop_all())  # left once it is published
+            opened.append(
+                files.enter_context(working(ready.inputs, ready.wanted.stage, ready.settings))
+            )
         with reproducible(), phase("rounding", 0.95):
             execute_together([work.run for work in opened], sample_of(group[0].inputs))
     return {ready.place: work.outcome[0] for ready, work in zip(group, opened, strict=True)}

@@ -1,19 +1,27 @@
 """Sweep: all combinations of some choices, quantized and scored; the same call goes on with it.
 
 Each combination is a result of its own, with the bytes of `quantize`; those that read the same calibration rows share
-their pass as in a release. What a format, a method or the model does not allow is left out and named.
+their pass as in a release. What a format, a method, an engine or the model does
+not allow is left out and named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import RefusedError
+from quantforge.errors import (
+    InputError,
+    QuantForgeError,
+    RefusedError,
+    UnknownNameError,
+    UsageError,
+)
 from quantforge.execution.progress import followed, phase
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
@@ -25,7 +33,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.kept_variant import kept
+from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
@@ -83,44 +91,63 @@ def sweep(
         options: choices that override the recipe.
 
     Raises:
-        UsageError: the grid, or choices that contradict each other.
+        UsageError: the grid, an unknown method, format or engine, or choices that contradict each other in all.
         RefusedError: no combination can be made, or with a strict policy one cannot.
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings, place = settings or Settings(), Path(out).absolute()
     figures = _figures(measured or {})
     asked = combinations(over, options)
-    wanted = {
-        name: build_recipe(recipe, **{**options, **choices}) for name, choices in asked.items()
-    }
+    _check_values(asked.values())
     missing: list[Variant] = []
     results: dict[str, Path] = {}
-    left_out: dict[str, str] = {}
+    left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
             files = files_of_source(open_model(resolve(str(model), settings.offline)))
-            for name, made_by in wanted.items():
+            for name, choices in asked.items():
                 try:
+                    made_by = build_recipe(recipe, **{**options, **choices})
                     planned = planned_for(model, made_by, settings, None, {})
                     settings.policy.check(planned.plan.substitutions)
-                except RefusedError as error:
-                    left_out[name] = error.message
+                except UnknownNameError:
+                    raise
+                except (UsageError, InputError, RefusedError) as error:
+                    left_out[name] = error
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
-                if not kept(results[name], planned, files, settings):
+                if kept(results[name], planned, files, settings):
+                    clear_run(results[name])
+                else:
                     missing.append(Variant(made_by, results[name]))
         if left_out and (settings.policy.strict or not results):
-            said = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise RefusedError(
-                f"{len(left_out)} of {len(asked)} combinations cannot be made: {said}",
-                "vary what the format and the method take",
-            )
+            raise _refusal(left_out, len(asked))
         with writing(place, 0):
             folder(place)
         with phase("variants", 0.7):
             quantize_variants(model, missing, settings)
         found = evaluate(model, [*results.values()], settings, **figures)
-    return Swept(place, results, left_out, found)
+    return Swept(place, results, {name: error.message for name, error in left_out.items()}, found)
+
+
+def _check_values(asked: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse values that no recipe may have, whatever else is asked for."""
+    for name, value in (one for choices in asked for one in choices.items()):
+        with suppress(UsageError):  # of what else a recipe needs then
+            build_recipe(None, **{name: value})
+
+
+def _refusal(left_out: Mapping[str, QuantForgeError], asked: int) -> QuantForgeError:
+    """Return the refusal of a sweep: the error of all combinations if they have one, else all errors by name."""
+    first = next(iter(left_out.values()))
+    same = {(type(error), error.message) for error in left_out.values()}
+    if len(left_out) == asked and len(same) == 1 and not isinstance(first, RefusedError):
+        return first
+    said = "; ".join(f"{name}: {error.message}" for name, error in left_out.items())
+    return RefusedError(
+        f"{len(left_out)} of {asked} combinations cannot be made: {said}",
+        "vary what the format and the method take",
+    )
 
 
 def _figures(measured: MeasurementOptions) -> MeasurementOptions:

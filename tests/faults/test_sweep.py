@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.planning.sweep_grid import combinations
+from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs import quantize, sweep
 from tests.runs import command, tree
@@ -39,6 +41,21 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
         swept(model, tmp_path / "s", over, samples=5)
 
 
+@pytest.mark.parametrize("left", [(), ("journal",)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_result_beside_what_a_killed_run_has_left_is_kept(model, tmp_path, left, overwrite):
+    out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
+    path = swept(model, out, over).results["Q8_0-rtn"]
+    before, run = path.stat().st_mtime_ns, place_of_run(path)
+    run.mkdir()
+    (run / "lock").touch()
+    for name in left:
+        (run / name).mkdir()
+    swept(model, out, over, settings=Settings(overwrite=overwrite))
+    assert path.stat().st_mtime_ns == before
+    assert not run.exists()
+
+
 def test_a_result_that_was_cut_is_not_kept(model, tmp_path):
     swept(model, tmp_path / "s", {"bits": ["4"]}, method="rtn")
     file = tmp_path / "s/bits4/model.safetensors"
@@ -58,6 +75,50 @@ def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, 
     with pytest.raises(RefusedError, match="1 of 1 combinations"):
         swept(model, tmp_path / "t", {"bits": [3]}, format="awq")
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize(
+    ("over", "options", "left_out"),
+    [
+        ({"tune": [0, 1], "method": ["rtn"]}, {}, {"tune1-rtn": "not tuned"}),
+        ({"method": ["magnitude", "rtn"]}, {"bits": 4}, {"magnitude": "no --sparsity"}),
+        ({"engine": ["vllm", "lmdeploy"], "bits": [8]}, {"method": "rtn"}, {"lmdeploy-bits8": "4 bits"}),
+        ({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 and 8 bits"}),
+    ],
+)  # fmt: skip
+def test_what_a_method_or_an_engine_does_not_take_is_left_out(
+    model, tmp_path, over, options, left_out
+):
+    found = swept(model, tmp_path / "s", over, **options)
+    assert found.left_out.keys() == left_out.keys()
+    assert all(words in found.left_out[name] for name, words in left_out.items())
+    assert len(found.results) == 1
+    if "engine" in {*over, *options}:  # of an engine and bits, as `quantize` has it
+        (path,) = found.results.values()
+        given = {"engine": "vllm", "bits": 8, "method": "rtn", **ROWS}
+        quantize(model, None, tmp_path / path.name, **given)
+        assert tree(path) == tree(tmp_path / path.name)
+        assert (manifest.read(path) or {})["format"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("over", "options", "error", "words"),
+    [
+        ({"method": ["rtn", "gtpq"]}, {}, UsageError, "^unknown method 'gtpq'"),
+        ({"format": ["awq", "awk"]}, {}, UsageError, "^unknown format 'awk'"),
+        ({"engine": ["vllm", "vlm"]}, {}, UsageError, "^--for vlm: unknown engine"),
+        ({"bits": [4, 77]}, {}, InputError, "^recipe: bits = 77 is too large"),
+        ({"bits": [3, 4]}, {"method": "magnitude"}, UsageError, "^--method magnitude: no --sparsity"),
+        ({"bits": [3, 5]}, {"engine": "vllm"}, RefusedError, "^2 of 2 .*bits5: --for vllm --bits 5"),
+        ({"bits": [3, 4]}, {"scheme": "int4:g32:sym"}, UsageError, "^--bits and --scheme are both"),
+    ],
+)  # fmt: skip
+def test_what_no_combination_can_have_is_the_error_of_quantize(
+    model, tmp_path, over, options, error, words
+):
+    with pytest.raises(error, match=words):
+        swept(model, tmp_path / "s", over, **options)
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_name_is_made_of_values():

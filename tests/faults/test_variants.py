@@ -6,8 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
+from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution import execute, lockstep
+from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import quantize_variants
 from tests.runs import StopError, quantize, recipe, tree
@@ -51,6 +53,19 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     outcomes = quantize_variants(model, _variants(stopped))
     assert outcomes[0].resumed
     assert tree(stopped) == tree(alone)
+
+
+def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
+    carried_out, left = quantize_variants_module._carried_out, []
+
+    def noting(group):
+        outcomes = carried_out(group)
+        left.append([place_of_run(one.out).exists() for one in outcomes.values()])
+        return outcomes
+
+    with patch.object(quantize_variants_module, "_carried_out", noting):
+        quantize_variants(model, _variants(tmp_path / "out"))
+    assert left == [[False, False, False], [False]]
 
 
 def test_two_variants_of_one_output_are_an_error(model, tmp_path):
