@@ -1,7 +1,7 @@
 """Rows of models that an interrupted evaluation had finished: kept in the user's cache for the same evaluation.
 
-The same is: protocol, options, versions, machine, reference, and for each row every file of its model by size and times
-of the file system. Anything else is measured again. Once an evaluation ends well its rows are removed, and those that
+The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
+numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an evaluation ends well its rows are removed, and those that
 nobody came back for after `DAYS`.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import QuantForgeError
+from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge_files.roles import MANIFEST
 from quantforge_files.system import user_cache
@@ -122,7 +123,10 @@ def keeping(
 
 def _fingerprint(path: Path) -> str:
     """Return a digest of the files of a model by name, size and times, not of what is in them."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+    else:
+        files = [*open_model(path).shards, manifest.place_of(path)]
     told = []
     for file in files:
         if file.is_file():

@@ -139,6 +139,18 @@ def test_nothing_is_taken_that_may_have_changed(
     assert names == ["m", "bits4", "bits8"]
 
 
+@pytest.mark.parametrize("changed", ["part", "manifest"])
+def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
+    quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
+    first, second, *_ = sorted(tmp_path.glob("x-*.gguf"))
+    before = kept_rows._fingerprint(first)
+    assert kept_rows._fingerprint(first) == before
+    file = second if changed == "part" else tmp_path / "x.gguf.quantforge.json"
+    times = file.stat()
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    assert kept_rows._fingerprint(first) != before
+
+
 def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
     model, models, tmp_path, cache
 ):
