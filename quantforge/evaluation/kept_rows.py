@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import QuantForgeError
+from quantforge.evaluation.figures import KEYS
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge_files.roles import MANIFEST
@@ -57,6 +58,7 @@ class KeptRows:
             known = read_object(self._place, MANIFEST, None)
             rows = {str(name): {**row} for name, row in known["rows"].items()}
             if known["digest"] == _digest(rows):
+                rows = {name: row for name, row in rows.items() if row.keys() == KEYS}
                 self._before, self._rows = rows, {**rows}
 
     def of(self, number: int) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from quantforge.errors import InputError
 from quantforge.evaluation import evaluate as evaluation
 from quantforge.evaluation import kept_rows
 from quantforge.evaluation.evaluate import EvaluationOptions
+from quantforge.evaluation.figures import KEYS
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.kept_rows import keeping
 from quantforge.evaluation.windows import Protocol
@@ -96,7 +97,7 @@ def test_after_a_kill_the_same_command_measures_the_others(
 
 
 @pytest.mark.parametrize(
-    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "cut"]
+    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "empty row", "cut"]
 )
 def test_nothing_is_taken_that_may_have_changed(
     model, models, tmp_path, cache, monkeypatch, change
@@ -131,6 +132,12 @@ def test_nothing_is_taken_that_may_have_changed(
         place.write_text(json.dumps(known))
     elif change == "shape":
         rows = [[0.5], None]
+        place.write_text(json.dumps({"digest": kept_rows._digest(rows), "rows": rows}))
+    elif change == "empty row":
+        rows = json.loads(place.read_text())["rows"]
+        assert all(row.keys() == KEYS for row in rows.values())
+        first, second = rows
+        rows = {first: {}, second: {key: rows[second][key] for key in KEYS - {"kl_mean"}}}
         place.write_text(json.dumps({"digest": kept_rows._digest(rows), "rows": rows}))
     else:
         place.write_bytes(place.read_bytes()[:-9])

@@ -20,6 +20,7 @@ from quantforge.evaluation import evaluate as run
 from quantforge.evaluation import harness, perplexity, report, speed
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
+from quantforge.evaluation.figures import KEYS
 from quantforge.evaluation.gates import check_gates
 from quantforge.execution.execute import Settings
 from quantforge.execution.progress import followed
@@ -215,6 +216,10 @@ def test_without_speed_and_with_one_window_figures_are_absent(tiny):
     assert row["perplexity"] > 1
     assert row["perplexity_se"] is None
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
+
+
+def test_rows_with_speed_have_the_keys_by_which_kept_ones_are_known(found):
+    assert [row.keys() for row in found.rows] == [KEYS] * 3
 
 
 def test_one_model_at_a_time(tiny, rounded, monkeypatch):
