@@ -1,8 +1,8 @@
 """Rows of models that an interrupted evaluation had finished: kept in the user's cache for the same evaluation.
 
 The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
-numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an evaluation ends well its rows are removed, and those that
-nobody came back for after `DAYS`.
+numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an evaluation ends well the rows of its models are removed,
+and those that nobody came back for after `DAYS`.
 """
 
 from __future__ import annotations
@@ -74,20 +74,32 @@ class KeptRows:
         if self._place is None:
             return
         self._rows[self._names[number]] = dict(row)
-        text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
         try:
-            self._place.parent.mkdir(parents=True, exist_ok=True)
-            save(self._place, text.encode(), overwrite=True)
+            self._write(self._place)
         except (QuantForgeError, OSError):
             self._rows.clear()
 
     def remove(self) -> None:
-        """Remove all rows: the evaluation has ended well."""
+        """Remove the rows of these models: the evaluation has ended well.
+
+        Those of others, and then the reference's, are kept for the evaluation that was interrupted.
+        """
         if self._place is None:
             return
-        with suppress(OSError):
+        reference, *models = self._names
+        for name in models:
+            self._rows.pop(name, None)
+        with suppress(QuantForgeError, OSError):
+            if self._rows.keys() - {reference}:
+                self._write(self._place)
+                return
             self._place.unlink()
             self._place.parent.rmdir()  # if it was the last
+
+    def _write(self, place: Path) -> None:
+        text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
+        place.parent.mkdir(parents=True, exist_ok=True)
+        save(place, text.encode(), overwrite=True)
 
 
 @contextmanager

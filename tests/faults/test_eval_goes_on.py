@@ -146,6 +146,17 @@ def test_nothing_is_taken_that_may_have_changed(
     assert names == ["m", "bits4", "bits8"]
 
 
+def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
+    model, models, cache, monkeypatch
+):
+    interrupted(model, models)
+    evaluate(model, models[1:], **MEASURED)
+    names = loaded(monkeypatch)
+    evaluate(model, models, **MEASURED)
+    assert names == [model.name, "bits8"]
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize("changed", ["part", "manifest"])
 def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
