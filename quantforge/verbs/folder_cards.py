@@ -64,8 +64,9 @@ def write_measured(folder: Path, found: Evaluation, source: Checkpoint, base: st
     """Put measured figures into the card of a folder; of a folder of files it is made or renewed first."""
     from quantforge.evaluation.card_section import index, section
 
-    if _files(folder, [Path(row["path"]) for row in found.rows[1:]]):
-        told = {Path(row["path"]).name: row["kl_mean"] for row in found.rows[1:]}
+    rows = {Path(row["path"]): row for row in found.rows[1:]}
+    if inside := _files(folder, rows):
+        told = {path.name: rows[path]["kl_mean"] for path in inside}
         write_folder_card(folder, told, source, base)
     write_figures(folder, section(found, folder), index(found, folder))
 
@@ -81,7 +82,7 @@ def write_folder_card(
 
     Args:
         folder: with results that are one file each.
-        divergence: nats per token of those that were measured, by the name of the file.
+        divergence: nats per token of those that were measured, by the name of the file in the folder.
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.

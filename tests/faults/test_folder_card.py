@@ -44,6 +44,17 @@ def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
     assert {result.metric_type for result in data.eval_results} >= {"perplexity", "kl_divergence"}
 
 
+def test_figures_of_a_file_elsewhere_are_not_those_of_one_of_the_same_name(model, folder, tmp_path):
+    other = tmp_path / "o/x-Q8_0.gguf"
+    other.parent.mkdir()
+    quantize(model, other, recipe(type="Q4_0"))
+    files = [folder / "x-Q8_0.gguf", other]
+    evaluate(model, files[:1], card=folder, **MEASURED)
+    alone = (folder / "README.md").read_text()
+    evaluate(model, files, card=folder, **MEASURED)
+    assert (folder / "README.md").read_text() == alone
+
+
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     model, folder, monkeypatch
 ):
