@@ -18,6 +18,11 @@ _MEASURED = (  # None where there is no figure: of the reference, or without spe
     "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
     "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "tasks",
 )  # fmt: skip
+_OF_FILES = (
+    "path", "format", "scheme", "bits_per_weight", "bits_per_weight_total", "weight_bytes", "held_bytes",
+    "read_bytes_per_token", "kv_cache", "kernels", "made_by", "events",
+)  # fmt: skip
+KEYS = frozenset({*_OF_FILES, *_MEASURED})  # of every row
 
 
 def identity(loaded: Loaded) -> dict[str, Any]:

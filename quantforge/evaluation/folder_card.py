@@ -25,10 +25,10 @@ class FolderFile:
     """One file of a folder.
 
     Attributes:
-        name: of the file.
+        name: of the file, or the first of numbered ones.
         method: by which it was quantized.
         bits: bits per weight.
-        nbytes: of the file.
+        nbytes: of the file, or all numbered ones.
         needed: bytes of memory in use; None where that is not known.
         divergence: from the source, nats per token; None where it was not measured.
     """

@@ -1,8 +1,8 @@
 """Rows of models that an interrupted evaluation had finished: kept in the user's cache for the same evaluation.
 
-The same is: protocol, options, versions, machine, reference, and for each row every file of its model by size and times
-of the file system. Anything else is measured again. Once an evaluation ends well its rows are removed, and those that
-nobody came back for after `DAYS`.
+The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
+numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an evaluation ends well the rows of its models are removed,
+and those that nobody came back for after `DAYS`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import QuantForgeError
+from quantforge.evaluation.figures import KEYS
+from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge_files.roles import MANIFEST
 from quantforge_files.system import user_cache
@@ -56,6 +58,7 @@ class KeptRows:
             known = read_object(self._place, MANIFEST, None)
             rows = {str(name): {**row} for name, row in known["rows"].items()}
             if known["digest"] == _digest(rows):
+                rows = {name: row for name, row in rows.items() if row.keys() == KEYS}
                 self._before, self._rows = rows, {**rows}
 
     def of(self, number: int) -> dict[str, Any] | None:
@@ -71,20 +74,32 @@ class KeptRows:
         if self._place is None:
             return
         self._rows[self._names[number]] = dict(row)
-        text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
         try:
-            self._place.parent.mkdir(parents=True, exist_ok=True)
-            save(self._place, text.encode(), overwrite=True)
+            self._write(self._place)
         except (QuantForgeError, OSError):
             self._rows.clear()
 
     def remove(self) -> None:
-        """Remove all rows: the evaluation has ended well."""
+        """Remove the rows of these models: the evaluation has ended well.
+
+        Those of others, and then the reference's, are kept for the evaluation that was interrupted.
+        """
         if self._place is None:
             return
-        with suppress(OSError):
+        reference, *models = self._names
+        for name in models:
+            self._rows.pop(name, None)
+        with suppress(QuantForgeError, OSError):
+            if self._rows.keys() - {reference}:
+                self._write(self._place)
+                return
             self._place.unlink()
             self._place.parent.rmdir()  # if it was the last
+
+    def _write(self, place: Path) -> None:
+        text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
+        place.parent.mkdir(parents=True, exist_ok=True)
+        save(place, text.encode(), overwrite=True)
 
 
 @contextmanager
@@ -122,7 +137,10 @@ def keeping(
 
 def _fingerprint(path: Path) -> str:
     """Return a digest of the files of a model by name, size and times, not of what is in them."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+    else:
+        files = [*open_model(path).shards, manifest.place_of(path)]
     told = []
     for file in files:
         if file.is_file():

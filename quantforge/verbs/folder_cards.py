@@ -30,20 +30,30 @@ _TYPICAL = 5.0  # bits per weight of the file that is loaded in the examples
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the results in a folder that are one file each and have their manifest beside them, by name."""
+    """Return the results in a folder that are files and have their manifest beside them, by name.
+
+    Of numbered files it is the first, with which all are opened.
+    """
     suffixes = {format_of(key).ABOUT.suffix for key in FORMATS} - {""}
-    return [
+    found = [
         path
         for path in sorted(folder.iterdir())
         if path.suffix in suffixes and path.is_file() and manifest.read(path) is not None
     ]
+    return [path for path in found if _parts(path)[0].name == path.name]
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """Return all files of a result that one of them names; errors as `open_model`."""
+    return open_model(path).shards
 
 
 def check_card_of(folder: Path, models: Sequence[Path]) -> None:
     """Refuse, before anything is measured, a card that figures cannot be written into.
 
     Raises:
-        UsageError, InputError: as `check_card`; of files, a card that is there lacks a part, or one has no manifest.
+        UsageError, InputError: as `check_card`; of files, a card that is there lacks a part, or one has no manifest or
+            cannot be opened.
     """
     inside = _files(folder, models)
     if not inside:
@@ -55,6 +65,8 @@ def check_card_of(folder: Path, models: Sequence[Path]) -> None:
                 "only results of ours have cards",
                 file=str(model),
             )
+    if inside:
+        files_of(folder)  # all are opened for the card
     if inside and (folder / CARD).exists():
         read_card(folder)
         _replaced(folder / CARD, folder, "")
@@ -64,8 +76,9 @@ def write_measured(folder: Path, found: Evaluation, source: Checkpoint, base: st
     """Put measured figures into the card of a folder; of a folder of files it is made or renewed first."""
     from quantforge.evaluation.card_section import index, section
 
-    if _files(folder, [Path(row["path"]) for row in found.rows[1:]]):
-        told = {Path(row["path"]).name: row["kl_mean"] for row in found.rows[1:]}
+    rows = {Path(row["path"]): row for row in found.rows[1:]}
+    if inside := _files(folder, rows):
+        told = {_parts(path)[0].name: rows[path]["kl_mean"] for path in inside}
         write_folder_card(folder, told, source, base)
     write_figures(folder, section(found, folder), index(found, folder))
 
@@ -81,7 +94,7 @@ def write_folder_card(
 
     Args:
         folder: with results that are one file each.
-        divergence: nats per token of those that were measured, by the name of the file.
+        divergence: nats per token of those that were measured, by the name of the file in the folder (of numbered ones, the first).
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.
@@ -97,7 +110,7 @@ def write_folder_card(
     files = [
         FolderFile(
             path.name, str(documents[path].get("method") or "as it was"), _bits(documents[path]),
-            path.stat().st_size, room.needed(context=context), divergence.get(path.name),
+            sum(part.stat().st_size for part in _parts(path)), room.needed(context=context), divergence.get(path.name),
         ) for path, (_, room) in known.items()
     ]  # fmt: skip
     shown = min(paths, key=lambda path: abs(_bits(documents[path]) - _TYPICAL))

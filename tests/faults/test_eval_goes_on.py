@@ -19,6 +19,7 @@ from quantforge.errors import InputError
 from quantforge.evaluation import evaluate as evaluation
 from quantforge.evaluation import kept_rows
 from quantforge.evaluation.evaluate import EvaluationOptions
+from quantforge.evaluation.figures import KEYS
 from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.kept_rows import keeping
 from quantforge.evaluation.windows import Protocol
@@ -96,7 +97,7 @@ def test_after_a_kill_the_same_command_measures_the_others(
 
 
 @pytest.mark.parametrize(
-    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "cut"]
+    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "empty row", "cut"]
 )
 def test_nothing_is_taken_that_may_have_changed(
     model, models, tmp_path, cache, monkeypatch, change
@@ -132,11 +133,40 @@ def test_nothing_is_taken_that_may_have_changed(
     elif change == "shape":
         rows = [[0.5], None]
         place.write_text(json.dumps({"digest": kept_rows._digest(rows), "rows": rows}))
+    elif change == "empty row":
+        rows = json.loads(place.read_text())["rows"]
+        assert all(row.keys() == KEYS for row in rows.values())
+        first, second = rows
+        rows = {first: {}, second: {key: rows[second][key] for key in KEYS - {"kl_mean"}}}
+        place.write_text(json.dumps({"digest": kept_rows._digest(rows), "rows": rows}))
     else:
         place.write_bytes(place.read_bytes()[:-9])
     names = loaded(monkeypatch)
     evaluate(source, models, **{**MEASURED, "text": str(text), **options})
     assert names == ["m", "bits4", "bits8"]
+
+
+def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
+    model, models, cache, monkeypatch
+):
+    interrupted(model, models)
+    evaluate(model, models[1:], **MEASURED)
+    names = loaded(monkeypatch)
+    evaluate(model, models, **MEASURED)
+    assert names == [model.name, "bits8"]
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("changed", ["part", "manifest"])
+def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
+    quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
+    first, second, *_ = sorted(tmp_path.glob("x-*.gguf"))
+    before = kept_rows._fingerprint(first)
+    assert kept_rows._fingerprint(first) == before
+    file = second if changed == "part" else tmp_path / "x.gguf.quantforge.json"
+    times = file.stat()
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    assert kept_rows._fingerprint(first) != before
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(

@@ -6,6 +6,7 @@ import pytest
 
 from quantforge.errors import InputError
 from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part
+from quantforge.evaluation.significant import size
 from quantforge.verbs import evaluate, evaluate_models, release
 from tests.faults.test_release import Q8, written
 from tests.runs import quantize, recipe
@@ -44,6 +45,31 @@ def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
     assert {result.metric_type for result in data.eval_results} >= {"perplexity", "kl_divergence"}
 
 
+def test_figures_of_a_file_elsewhere_are_not_those_of_one_of_the_same_name(model, folder, tmp_path):
+    other = tmp_path / "o/x-Q8_0.gguf"
+    other.parent.mkdir()
+    quantize(model, other, recipe(type="Q4_0"))
+    files = [folder / "x-Q8_0.gguf", other]
+    evaluate(model, files[:1], card=folder, **MEASURED)
+    alone = (folder / "README.md").read_text()
+    evaluate(model, files, card=folder, **MEASURED)
+    assert (folder / "README.md").read_text() == alone
+
+
+def test_numbered_files_are_one_entry_of_the_size_of_all(model, tmp_path):
+    folder = tmp_path / "f"
+    folder.mkdir()
+    quantize(model, folder / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
+    parts = sorted(folder.glob("*.gguf"))
+    assert len(parts) > 2
+    evaluate(model, [parts[1]], card=folder, **MEASURED)
+    files = (folder / "README.md").read_text().partition("## Which one")[0].splitlines()
+    (row,) = (line for line in files if ".gguf" in line and line.startswith("| "))
+    assert row.startswith(f"| `{parts[0].name}` |")
+    assert f"| {size(sum(part.stat().st_size for part in parts))} |" in row
+    assert not row.endswith("| - |")
+
+
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     model, folder, monkeypatch
 ):
@@ -55,6 +81,12 @@ def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
             evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
         assert card.read_text() == text
     card.unlink()
+    four = folder / "x-Q4_0.gguf"
+    whole = four.read_bytes()
+    four.write_bytes(whole[:4])
+    with pytest.raises(InputError, match="x-Q4_0"):
+        evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    four.write_bytes(whole)
     (folder / "x-Q8_0.gguf.quantforge.json").unlink()
     with pytest.raises(InputError, match="no manifest beside it"):
         evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
 from quantforge.evaluation import evaluate as run
-from quantforge.evaluation import harness, perplexity, report, speed
+from quantforge.evaluation import figures, harness, perplexity, report, speed
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
 from quantforge.evaluation.gates import check_gates
@@ -215,6 +215,11 @@ def test_without_speed_and_with_one_window_figures_are_absent(tiny):
     assert row["perplexity"] > 1
     assert row["perplexity_se"] is None
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
+
+
+def test_rows_with_speed_have_the_keys_by_which_kept_ones_are_known(found):
+    for row in found.rows:
+        assert row.keys() == figures.KEYS
 
 
 def test_one_model_at_a_time(tiny, rounded, monkeypatch):
