@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import UsageError
@@ -35,7 +35,8 @@ class Load:
     """Load that is planned for.
 
     Attributes:
-        context: tokens of a sequence, those of the prompt and of the answer.
+        context: tokens of a sequence, those of the prompt and of the answer; 0 is `CONTEXT`, or the positions that the
+            model has.
         batch: sequences at a time.
         cache: type of the cache, one of `quantforge.planning.cache_size.KINDS`.
         devices: that share the model by tensors.
@@ -44,7 +45,7 @@ class Load:
         UsageError: a number is out of range.
     """
 
-    context: int = CONTEXT
+    context: int = 0
     batch: int = 1
     cache: str = PLAIN
     devices: int = 1
@@ -55,7 +56,7 @@ class Load:
             ("batch", self.batch),
             ("tensor-parallel", self.devices),
         ):
-            if type(value) is not int or not 1 <= value <= MOST:
+            if type(value) is not int or not (name != "context") <= value <= MOST:
                 raise UsageError(f"--{name} {value}: out of range", f"a number from 1 to {MOST}")
 
 
@@ -189,6 +190,7 @@ def capacity(plan: Plan, matched: Matched, load: Load, row: RowBytes | None = No
     cache = cache_size(matched, row, load.devices)
     sizes = matched.dimensions
     assert sizes is not None  # as `cache_size` has seen
+    load = replace(load, context=load.context or min(CONTEXT, sizes.positions))
     if load.context > sizes.positions:
         raise UsageError(
             f"--context {load.context}: the model has {sizes.positions} positions",

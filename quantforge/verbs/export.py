@@ -11,10 +11,11 @@ from typing import Any, Unpack
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import UsageError
+from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import settle_all, write_all
+from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
@@ -137,6 +138,11 @@ def export(
                 return quantize_again(
                     checkpoint, chosen, place, settings, source, requantize=requantize
                 )
+        if chosen.format == GGUF and not checkpoint.path.is_dir():
+            raise RefusedError(
+                f"{checkpoint.path}: is a file of that format already, with the types that it has",
+                "use it as it is; --type TYPE --requantize rounds it again",
+            )
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)

@@ -26,6 +26,7 @@ from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
 from quantforge.verification.artifact import Original, open_source
+from quantforge.verification.beside.facts import HELD
 from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"
@@ -150,12 +151,16 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
 
 
+# Entries of a configuration on how weights are stored, of which the tensors themselves tell.
+STORAGE = HELD | {"dtype", "torch_dtype"}
+
+
 def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
     """Yield the names of files that are a model's own and differ: the configuration, or GGUF files as a whole."""
     folders = [model.path.is_dir() for model in (one, other)]
     if all(folders):
         first, second = (
-            {key: value for key, value in model.config.items() if key != "quantization_config"}
+            {key: value for key, value in model.config.items() if key not in STORAGE}
             for model in (one, other)
         )
         if first != second:

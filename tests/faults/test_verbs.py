@@ -348,3 +348,23 @@ def test_a_disk_that_is_too_small_is_told_before_an_export(
     with pytest.raises(ResourceError):
         export(quantized, out, format="gptq", allow_inexact=True)
     assert leftovers(out) == set()
+
+
+def test_diff_of_an_exact_export_finds_nothing(model, tmp_path):
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
+    verbs.export(tmp_path / "q", None, tmp_path / "mlx", format="mlx")
+    found = verbs.diff(tmp_path / "q", tmp_path / "mlx")
+    assert (found.equal, found.files) == (True, [])
+    config = tmp_path / "mlx/config.json"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps({**document, "bos_token_id": 7}))
+    assert verbs.diff(tmp_path / "q", tmp_path / "mlx").files == ["config.json"]
+
+
+def test_a_gguf_file_is_not_exported_into_a_gguf_file(model, tmp_path):
+    made = tmp_path / "m.gguf"
+    quantize(model, made, recipe(type="Q4_K_M", format="gguf", scales="absmax"))
+    with pytest.raises(RefusedError, match="of that format already") as refused:
+        verbs.export(made, None, tmp_path / "n.gguf", format="gguf")
+    assert "use it as it is" in refused.value.hint
+    assert not (tmp_path / "n.gguf").exists()

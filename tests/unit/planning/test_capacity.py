@@ -98,6 +98,15 @@ def test_a_13b_in_16_bits_does_not_fit_24_gigabytes_and_4_bits_do(tmp_path):
     assert 1 <= small.largest_batch < 10
 
 
+def test_a_context_that_nobody_named_is_no_longer_than_the_model(tmp_path):
+    for positions, context in ((1024, 1024), (8192, 4096)):
+        sizes = {**LLAMA_3_8B, "max_position_embeddings": positions}
+        model = headers.llama(tmp_path / str(positions), **sizes)
+        assert capacity(model, Load(), recipe=Recipe(format="plain")).load.context == context
+    with pytest.raises(UsageError, match="the model has 1024 positions"):
+        capacity(tmp_path / "1024", Load(4096), recipe=Recipe(format="plain"))
+
+
 def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
@@ -112,7 +121,7 @@ def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
 
 def test_price_of_a_million_tokens():
     traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
-    found = Capacity(Load(), 4096, traffic, cache(2, 4, 4, 64), 1, 1, rows_of("16bit"))
+    found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1, rows_of("16bit"))
     row = found.on("", Card(0.0, 0.0, 0.0, ""), price=2.0, throughput=2000.0)
     assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
     assert row.bound == "given"
