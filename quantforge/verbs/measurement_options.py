@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 from quantforge.errors import UsageError, check_options, nearest
 
@@ -46,6 +46,9 @@ def check_measurement(options: Mapping[str, Any]) -> None:
     if not isinstance(options, Mapping):
         raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
     check_options(options, MeasurementOptions.__annotations__)
+    for name, kind in get_type_hints(MeasurementOptions).items():
+        if kind is int and type(value := options.get(name, 0)) is not int:
+            raise UsageError(f"{name} = {value!a:.60}: a whole number is expected")
     cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
     if cache not in CACHES:
         raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))

@@ -99,6 +99,8 @@ def test_options_of_an_evaluation_are_refused_before_a_sweep_makes_anything(
     model, out = str(tiny("llama")), tmp_path / "sweep"
     with pytest.raises(UsageError, match="no option 'window'") as refused:
         quantforge.evaluate(model, ["x"], window=4)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="windows = '4': a whole number"):
+        quantforge.evaluate(model, ["x"], windows="4")  # type: ignore[arg-type]
     assert "'windows'" in refused.value.hint
     with pytest.raises(UsageError, match="no option 'window'"):
         quantforge.sweep(model, {"bits": [3]}, out, measured={"window": 4})  # type: ignore[typeddict-unknown-key]
