@@ -29,7 +29,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
-from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
@@ -142,10 +142,7 @@ def plan_release(
             planned = planned_for(asked.model, variant.recipe, settings, None, {})
             settings.policy.check(planned.plan.substitutions)
             one_file = format_of(planned.plan.format).ABOUT.one_file
-            if one_file and len(planned.files) > 1:
-                raise RefusedError(
-                    f"its file is split into {len(planned.files)}", "leave max_shard_bytes out"
-                )
+            check_whole_file(planned)
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )

@@ -33,7 +33,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
@@ -110,6 +110,7 @@ def sweep(
                     made_by = build_recipe(recipe, **{**options, **choices})
                     planned = planned_for(model, made_by, settings, None, {})
                     settings.policy.check(planned.plan.substitutions)
+                    check_whole_file(planned)
                 except UnknownNameError:
                     raise
                 except (UsageError, InputError, RefusedError) as error:

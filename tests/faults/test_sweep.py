@@ -121,6 +121,13 @@ def test_what_no_combination_can_have_is_the_error_of_quantize(
     assert not (tmp_path / "s").exists()
 
 
+def test_numbered_files_are_refused_before_any_work(model, tmp_path):
+    over = {"type": ["Q4_0", "Q8_0"]}
+    with pytest.raises(RefusedError, match=r"2 of 2 .*Q8_0: its file would be split into \d"):
+        swept(model, tmp_path / "s", over, method="rtn", max_shard_bytes=20000)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_name_is_made_of_values():
     found = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
     assert found == {
