@@ -16,6 +16,7 @@ from typing import Any
 from quantforge.checkpoint.disk import folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.result_place import check_apart, check_folder
 from quantforge.errors import GateError, QuantForgeError, RefusedError
 from quantforge.execution.progress import followed, phase
 from quantforge.formats import format_of
@@ -107,6 +108,8 @@ def release(
             files = files_of_source(source)
             planned = plan_release(asked, place, settings, files)
         check_place(place)
+        for one in planned:
+            check_apart(one.out, source.path)
         _lay_out(place, planned, spec)
         made = _make(asked.model, [one for one in planned if not one.there], settings)
         with phase("publishing", 1.0):
@@ -159,10 +162,9 @@ def plan_release(
 
 
 def check_place(place: Path) -> None:
-    """Refuse a directory that holds something else than a release."""
-    if not os.path.lexists(place):
-        return
-    if not place.is_dir() or (any(place.iterdir()) and not (place / SPEC).is_file()):
+    """Refuse a directory that holds something else than a release; errors as `check_folder`."""
+    check_folder(place)
+    if place.exists() and any(place.iterdir()) and not (place / SPEC).is_file():
         raise RefusedError(
             f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
         )

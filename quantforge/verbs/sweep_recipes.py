@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.result_place import check_apart, check_folder
 from quantforge.errors import (
     InputError,
     QuantForgeError,
@@ -91,6 +92,7 @@ def sweep(
         options: choices that override the recipe.
 
     Raises:
+        InputError: no directory can be made at ``out``.
         UsageError: the grid, an unknown method, format or engine, or choices that contradict each other in all.
         RefusedError: no combination can be made, or with a strict policy one cannot.
         QuantForgeError: as `quantize` and `evaluate`.
@@ -99,12 +101,14 @@ def sweep(
     figures = _figures(measured or {})
     asked = combinations(over, options)
     _check_values(asked.values())
+    check_folder(place)
     missing: list[Variant] = []
     results: dict[str, Path] = {}
     left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            files = files_of_source(open_model(resolve(str(model), settings.offline)))
+            source = open_model(resolve(str(model), settings.offline))
+            files = files_of_source(source)
             for name, choices in asked.items():
                 try:
                     made_by = build_recipe(recipe, **{**options, **choices})
@@ -117,6 +121,7 @@ def sweep(
                     left_out[name] = error
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
+                check_apart(results[name], source.path)
                 if kept(results[name], planned, files, settings):
                     clear_run(results[name])
                 else:
