@@ -41,6 +41,7 @@ from quantforge.verbs.quantize_variants import quantize_variants
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.planning.planner import Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,7 @@ def sweep(
                 try:
                     made_by = build_recipe(recipe, **{**options, **choices})
                     planned = planned_for(model, made_by, settings, None, {})
-                    settings.policy.check(planned.plan.substitutions)
-                    check_whole_file(planned)
+                    _check(planned, settings)
                 except UnknownNameError:
                     raise
                 except (UsageError, InputError, RefusedError) as error:
@@ -122,18 +122,29 @@ def sweep(
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
                 check_apart(results[name], source.path)
-                if kept(results[name], planned, files, settings):
-                    clear_run(results[name])
-                else:
+                if not kept(results[name], planned, files, settings):
                     missing.append(Variant(made_by, results[name]))
         if left_out and (settings.policy.strict or not results):
             raise _refusal(left_out, len(asked))
-        with writing(place, 0):
-            folder(place)
+        _prepare(place, {*results.values()} - {one.out for one in missing})
         with phase("variants", 0.7):
             quantize_variants(model, missing, settings)
         found = evaluate(model, [*results.values()], settings, **figures)
     return Swept(place, results, {name: error.message for name, error in left_out.items()}, found)
+
+
+def _check(planned: Planned, settings: Settings) -> None:
+    """Refuse what the policy does not allow, and what a sweep cannot hold."""
+    settings.policy.check(planned.plan.substitutions)
+    check_whole_file(planned)
+
+
+def _prepare(place: Path, there: Iterable[Path]) -> None:
+    """Make the directory, and remove what runs of results that are kept have left."""
+    with writing(place, 0):
+        folder(place)
+    for result in there:
+        clear_run(result)
 
 
 def _check_values(asked: Iterable[Mapping[str, Any]]) -> None:
