@@ -35,6 +35,25 @@ def absolute(out: Path) -> Path:
     return parent / out.name
 
 
+def check_folder(place: Path) -> None:
+    """Refuse a place where no directory of several results can be made or gone on with.
+
+    Raises:
+        InputError: its parent is missing, or it is a link or a file.
+    """
+    if not place.parent.is_dir():
+        raise InputError(
+            f"{place}: no directory {place.parent}", f"mkdir -p {place.parent}", file=str(place)
+        )
+    if place.is_symlink():
+        hint = f"give the directory that it leads to: {os.path.realpath(place)}"
+        raise InputError(f"{place}: is a link", hint, file=str(place))
+    if place.exists() and not place.is_dir():
+        raise InputError(
+            f"{place}: is no directory", "name a new directory with -o", file=str(place)
+        )
+
+
 def check_apart(out: Path, source: Path | None) -> None:
     """Refuse a result that would touch the model which it is made from.
 

@@ -88,5 +88,7 @@ def _typed(name: str, value: Any) -> Any:
 
 def _word(name: str, value: Any) -> str:
     """Return a value as a part of a name: a text is itself, of a number the choice is said too."""
-    text = re.sub(r"[^\w.+]+", "-", str(value)).strip("-.")
-    return text if isinstance(value, str) and text else f"{name}{text}"
+    text = re.sub(r"[^\w.+]+", "-", str(value))
+    if not isinstance(value, str):
+        return f"{name}{text}"
+    return text.strip("-.") or name

@@ -138,15 +138,20 @@ def export(
                 return quantize_again(
                     checkpoint, chosen, place, settings, source, requantize=requantize
                 )
-        if chosen.format == GGUF and not checkpoint.path.is_dir():
-            raise RefusedError(
-                f"{checkpoint.path}: is a file of that format already, with the types that it has",
-                "use it as it is; --type TYPE --requantize rounds it again",
-            )
+        _check_moves(checkpoint, chosen.format)
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
         return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+
+
+def _check_moves(checkpoint: Checkpoint, key: str) -> None:
+    """Refuse to copy a file into its own format: its name and its type would be told anew."""
+    if key == GGUF and not checkpoint.path.is_dir():
+        raise RefusedError(
+            f"{checkpoint.path}: is a file of that format already, with the types that it has",
+            "use it as it is; --type TYPE --requantize rounds it again",
+        )
 
 
 @contextmanager

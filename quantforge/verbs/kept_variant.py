@@ -11,6 +11,7 @@ from typing import Any
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import RefusedError
+from quantforge.formats import format_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
@@ -54,6 +55,19 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
         "replace it with --overwrite, move it away, or choose another place",
         file=str(out),
     )
+
+
+def check_whole_file(planned: Planned) -> None:
+    """Refuse a result of numbered files: what is made of several results names each by one file or directory.
+
+    Raises:
+        RefusedError: with the number of files.
+    """
+    if format_of(planned.plan.format).ABOUT.one_file and len(planned.files) > 1:
+        raise RefusedError(
+            f"its file would be split into {len(planned.files)} (max_shard_bytes)",
+            "leave max_shard_bytes out",
+        )
 
 
 def clear_run(out: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from quantforge.checkpoint.disk import folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.result_place import check_apart, check_folder
 from quantforge.errors import GateError, QuantForgeError, RefusedError
 from quantforge.execution.progress import followed, phase
 from quantforge.formats import format_of
@@ -29,7 +30,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
-from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
@@ -107,6 +108,8 @@ def release(
             files = files_of_source(source)
             planned = plan_release(asked, place, settings, files)
         check_place(place)
+        for one in planned:
+            check_apart(one.out, source.path)
         _lay_out(place, planned, spec)
         made = _make(asked.model, [one for one in planned if not one.there], settings)
         with phase("publishing", 1.0):
@@ -142,10 +145,7 @@ def plan_release(
             planned = planned_for(asked.model, variant.recipe, settings, None, {})
             settings.policy.check(planned.plan.substitutions)
             one_file = format_of(planned.plan.format).ABOUT.one_file
-            if one_file and len(planned.files) > 1:
-                raise RefusedError(
-                    f"its file is split into {len(planned.files)}", "leave max_shard_bytes out"
-                )
+            check_whole_file(planned)
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
@@ -162,10 +162,9 @@ def plan_release(
 
 
 def check_place(place: Path) -> None:
-    """Refuse a directory that holds something else than a release."""
-    if not os.path.lexists(place):
-        return
-    if not place.is_dir() or (any(place.iterdir()) and not (place / SPEC).is_file()):
+    """Refuse a directory that holds something else than a release; errors as `check_folder`."""
+    check_folder(place)
+    if place.exists() and any(place.iterdir()) and not (place / SPEC).is_file():
         raise RefusedError(
             f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.result_place import check_apart, check_folder
 from quantforge.errors import (
     InputError,
     QuantForgeError,
@@ -33,13 +34,14 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.quantize_variants import quantize_variants
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.planning.planner import Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def sweep(
         options: choices that override the recipe.
 
     Raises:
+        InputError: no directory can be made at ``out``.
         UsageError: the grid, an unknown method, format or engine, or choices that contradict each other in all.
         RefusedError: no combination can be made, or with a strict policy one cannot.
         QuantForgeError: as `quantize` and `evaluate`.
@@ -99,35 +102,49 @@ def sweep(
     figures = _figures(measured or {})
     asked = combinations(over, options)
     _check_values(asked.values())
+    check_folder(place)
     missing: list[Variant] = []
     results: dict[str, Path] = {}
     left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            files = files_of_source(open_model(resolve(str(model), settings.offline)))
+            source = open_model(resolve(str(model), settings.offline))
+            files = files_of_source(source)
             for name, choices in asked.items():
                 try:
                     made_by = build_recipe(recipe, **{**options, **choices})
                     planned = planned_for(model, made_by, settings, None, {})
-                    settings.policy.check(planned.plan.substitutions)
+                    _check(planned, settings)
                 except UnknownNameError:
                     raise
                 except (UsageError, InputError, RefusedError) as error:
                     left_out[name] = error
                     continue
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
-                if kept(results[name], planned, files, settings):
-                    clear_run(results[name])
-                else:
+                check_apart(results[name], source.path)
+                if not kept(results[name], planned, files, settings):
                     missing.append(Variant(made_by, results[name]))
         if left_out and (settings.policy.strict or not results):
             raise _refusal(left_out, len(asked))
-        with writing(place, 0):
-            folder(place)
+        _prepare(place, {*results.values()} - {one.out for one in missing})
         with phase("variants", 0.7):
             quantize_variants(model, missing, settings)
         found = evaluate(model, [*results.values()], settings, **figures)
     return Swept(place, results, {name: error.message for name, error in left_out.items()}, found)
+
+
+def _check(planned: Planned, settings: Settings) -> None:
+    """Refuse what the policy does not allow, and what a sweep cannot hold."""
+    settings.policy.check(planned.plan.substitutions)
+    check_whole_file(planned)
+
+
+def _prepare(place: Path, there: Iterable[Path]) -> None:
+    """Make the directory, and remove what runs of results that are kept have left."""
+    with writing(place, 0):
+        folder(place)
+    for result in there:
+        clear_run(result)
 
 
 def _check_values(asked: Iterable[Mapping[str, Any]]) -> None:

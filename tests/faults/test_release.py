@@ -145,6 +145,24 @@ def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
     assert make_release.SPEC in before
 
 
+def test_a_place_where_no_release_can_lie_is_refused_before_anything_is_made(
+    model, tmp_path, capsys
+):
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    spec = written(tmp_path, source, Q8)
+    (tmp_path / "file").touch()
+    before = {*tmp_path.rglob("*")}
+    for place, code, words in (
+        ("no/such", 3, "no directory"),
+        ("file", 3, "is no directory"),
+        ("source/sub", 2, "overlaps the model"),
+    ):
+        ended = command(capsys, "release", spec, "-o", tmp_path / place)
+        assert (ended.code, words in ended.err) == (code, True), ended.err
+        assert {*tmp_path.rglob("*")} == before
+
+
 def test_overwrite_replaces_only_what_is_not_what_would_be_made(model, tmp_path):
     out = tmp_path / "out"
     release(written(tmp_path, model, INT4, Q8), out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -121,12 +122,41 @@ def test_what_no_combination_can_have_is_the_error_of_quantize(
     assert not (tmp_path / "s").exists()
 
 
+def test_numbered_files_are_refused_before_any_work(model, tmp_path):
+    over = {"type": ["Q4_0", "Q8_0"]}
+    with pytest.raises(RefusedError, match=r"2 of 2 .*Q8_0: its file would be split into \d"):
+        swept(model, tmp_path / "s", over, method="rtn", max_shard_bytes=20000)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_place_where_no_results_can_lie_is_refused_before_anything_is_made(
+    model, tmp_path, capsys
+):
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = {*tmp_path.rglob("*")}
+    for place, code, words in (
+        ("no/such", 3, "no directory"),
+        ("file", 3, "is no directory"),
+        ("link", 3, "is a link"),
+        ("source/sub", 2, "overlaps the model"),
+        ("source", 2, "overlaps the model"),
+    ):
+        asked = ("--over", "bits=4", "--method", "rtn", "-o", tmp_path / place)
+        ended = command(capsys, "sweep", source, *asked)
+        assert (ended.code, words in ended.err) == (code, True), ended.err
+        assert {*tmp_path.rglob("*")} == before
+
+
 def test_a_name_is_made_of_values():
     found = combinations({"bits": ["2"], "scales": ["search"], "embedding": ["int8:row", "keep"]})
     assert found == {
         "bits2-search-int8-row": {"bits": 2, "scales": "search", "embedding": "int8:row"},
         "bits2-search-keep": {"bits": 2, "scales": "search", "embedding": "keep"},
     }
+    assert [*combinations({"seed": ["-1", "1"]})] == ["seed-1", "seed1"]
     assert combinations({"chat_template": ["true"]}) == {
         "chat_templateTrue": {"chat_template": True}
     }
