@@ -75,7 +75,7 @@ def origin(document: Mapping[str, Any], base: str) -> str:
     """Return the original model: a link to the hub, or the name that it had."""
     if base:
         return f"[{base}](https://huggingface.co/{base})"
-    return code(str(first(document)["source"].get("model")))
+    return code(str(first(document).get("source", {}).get("model")))
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,7 @@ def write_folder_card(
     else:
         named = base_model(base, document, source.config)
         title = (
-            f"{named.rpartition('/')[2] or first(document)['source'].get('model')} ({plan.format})"
+            f"{named.rpartition('/')[2] or first(document).get('source', {}).get('model')} ({plan.format})"
         )
         fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
         text = new_card(fields, title, origin(document, named), content)
@@ -132,7 +133,9 @@ def write_folder_card(
 
 
 def _bits(document: Mapping[str, Any]) -> float:
-    return float(document.get("bits_per_weight", 0))
+    """Return bits per quantized weight; 0 where the manifest states no such number."""
+    stated = document.get("bits_per_weight")
+    return float(stated) if type(stated) in {int, float} and 0 < stated < math.inf else 0.0
 
 
 def _replaced(place: Path, folder: Path, content: str) -> str:

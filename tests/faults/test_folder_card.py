@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from quantforge.errors import InputError
@@ -68,6 +70,16 @@ def test_numbered_files_are_one_entry_of_the_size_of_all(model, tmp_path):
     assert row.startswith(f"| `{parts[0].name}` |")
     assert f"| {size(sum(part.stat().st_size for part in parts))} |" in row
     assert not row.endswith("| - |")
+
+
+@pytest.mark.parametrize("bits", ["x", None, True, -4.5])
+def test_bits_that_are_no_number_are_absent(model, folder, bits):
+    for path in folder.glob("*.gguf.quantforge.json"):
+        document = json.loads(path.read_text())
+        del document["source"]
+        path.write_text(json.dumps({**document, "bits_per_weight": bits}))
+    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    assert (folder / "README.md").read_text().count("| rtn | - |") == 2
 
 
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
