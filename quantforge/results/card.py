@@ -182,7 +182,11 @@ def sized(nbytes: int) -> str:
 
 def code(text: str) -> str:
     """Return a text of a foreign file as code in Markdown: it cannot end the code, nor a line or a cell."""
-    return f"`{_printable(text).replace('`', chr(39)).replace('|', '/')}`"
+    text = _printable(text)
+    if not {"`", "|"} & set(text):
+        return f"`{text}`"
+    kept = "".join(c if c.isalnum() or c in " .-" else f"&#{ord(c)};" for c in text)
+    return f"<code>{kept}</code>"
 
 
 def _cell(text: str) -> str:
