@@ -189,8 +189,7 @@ class Recipe:
         for name, (least, most) in LIMITS.items():
             value = attrgetter(name)(self)
             if value is not None and not least <= value <= most:
-                kind = "small" if value < least else "large"
-                said = f"recipe: {name} = {value} is too {kind}"
+                said = f"recipe: {name} = {value} is too {'small' if value < least else 'large'}"
                 raise InputError(said, f"from {least} to {most}")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             beside = "recipe: 'type' is given beside 'bits' or 'scheme'"

@@ -95,7 +95,8 @@ def write_folder_card(
 
     Args:
         folder: with results that are one file each.
-        divergence: nats per token of those that were measured, by the name of the file in the folder (of numbered ones, the first).
+        divergence: nats per token of those that were measured, by the name of the file in the folder (of
+            numbered ones, the first).
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.
@@ -124,9 +125,7 @@ def write_folder_card(
         text = _replaced(place, folder, content)
     else:
         named = base_model(base, document, source.config)
-        title = (
-            f"{named.rpartition('/')[2] or first(document).get('source', {}).get('model')} ({plan.format})"
-        )
+        title = f"{named.rpartition('/')[2] or first(document).get('source', {}).get('model')} ({plan.format})"
         fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
         text = new_card(fields, title, origin(document, named), content)
     save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)
@@ -134,7 +133,7 @@ def write_folder_card(
 
 def _bits(document: Mapping[str, Any]) -> float:
     """Return bits per quantized weight; 0 where the manifest states no such number."""
-    stated = document.get("bits_per_weight")
+    stated: Any = document.get("bits_per_weight")
     return float(stated) if type(stated) in {int, float} and 0 < stated < math.inf else 0.0
 
 

@@ -97,7 +97,8 @@ def test_after_a_kill_the_same_command_measures_the_others(
 
 
 @pytest.mark.parametrize(
-    "change", ["model", "source", "windows", "text", "version", "damage", "shape", "empty row", "cut"]
+    "change",
+    ["model", "source", "windows", "text", "version", "damage", "shape", "empty row", "cut"],
 )
 def test_nothing_is_taken_that_may_have_changed(
     model, models, tmp_path, cache, monkeypatch, change
