@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantforge.evaluation.significant import significant, size
 from quantforge.formats.loading import Snippet
-from quantforge.results.card import code
+from quantforge.results.card import cell, code
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, MutablePart
 
 FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")
@@ -85,7 +85,7 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
 def _row(file: FolderFile) -> str:
     told = _ABSENT if file.divergence is None else significant(file.divergence)
     bits = significant(file.bits) if file.bits else _ABSENT
-    cells = (code(file.name), file.method, bits, size(file.nbytes), told)
+    cells = (code(file.name), cell(file.method), bits, size(file.nbytes), told)
     return f"| {' | '.join(cells)} |"
 
 

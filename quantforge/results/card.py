@@ -99,7 +99,7 @@ def _source_bytes(document: Mapping[str, Any]) -> int:
 def _loading(plan: Plan, *, chat: bool) -> Iterator[str]:
     yield from ("| engine | loads | |", "|---|---|---|")
     for verdict in plan.engines:
-        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {_cell(verdict.reason)} |"
+        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {cell(verdict.reason)} |"
     yield ""
     for item in snippets(format_of(plan.format).ABOUT, plan.engines, plan.name, chat=chat):
         yield from (f"### {item.engine}", "", f"```{item.language}", item.code, "```", "")
@@ -162,7 +162,7 @@ def events(document: Mapping[str, Any]) -> Iterator[str]:
         often = "once" if count == 1 else f"{count} times, first"
         yield (
             f"- {KINDS[kind][0].upper()}{KINDS[kind][1:]}: {often} at {code(first['where'])}"
-            f" ({_cell(first['detail'])})."
+            f" ({cell(first['detail'])})."
         )
     if not document["event_counts"]:
         yield "None: nothing came out less than asked for."
@@ -189,7 +189,7 @@ def code(text: str) -> str:
     return f"<code>{kept}</code>"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Return a text that stands in a sentence or a cell: nothing in it is markup."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in _printable(text))
 

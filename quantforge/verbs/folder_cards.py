@@ -17,7 +17,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
-from quantforge.results.card import first, origin
+from quantforge.results.card import cell, first, origin
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
 from quantforge.verbs.plan import capacity
@@ -125,7 +125,8 @@ def write_folder_card(
         text = _replaced(place, folder, content)
     else:
         named = base_model(base, document, source.config)
-        title = f"{named.rpartition('/')[2] or first(document).get('source', {}).get('model')} ({plan.format})"
+        stated = first(document).get("source", {}).get("model")
+        title = f"{named.rpartition('/')[2] or cell(str(stated))} ({plan.format})"
         fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
         text = new_card(fields, title, origin(document, named), content)
     save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)

@@ -129,6 +129,7 @@ def test_which_one_is_what_fits_and_is_closest():
         "| 6 GB | `s` | 5.50 GB |", "| 48 GB | `l` | 33.0 GB |",
     ]  # fmt: skip
     assert "closer to the source: `b` (`s`)." in text
+    assert r"| a\|b |" in files_part([FolderFile("x", "a|b", 4.0, 1, 1.0, None)], 8, [])
     unmeasured = files_part([file("s", 5_000_000_000, None), file("b", 9_000_000_000, None)], 8, [])
     assert "| 12 GB | `b` |" in unmeasured
     assert "most bits per weight" in unmeasured
