@@ -29,6 +29,7 @@ LIMITS = {
     "awq.rows": (1, 2**40),
     "calibration.samples": (1, 2**32),
     "calibration.length": (2, 2**32),
+    "calibration.seed": (-(2**63), 2**63 - 1),
     "calibration.micro_batch": (1, 2**32),
     "calibration.min_expert_tokens": (0, 2**32),
     "max_shard_bytes": (1, 2**60),
@@ -188,8 +189,7 @@ class Recipe:
         for name, (least, most) in LIMITS.items():
             value = attrgetter(name)(self)
             if value is not None and not least <= value <= most:
-                kind = "small" if value < least else "large"
-                said = f"recipe: {name} = {value} is too {kind}"
+                said = f"recipe: {name} = {value} is too {'small' if value < least else 'large'}"
                 raise InputError(said, f"from {least} to {most}")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             beside = "recipe: 'type' is given beside 'bits' or 'scheme'"

@@ -56,6 +56,7 @@ TEXT = FileRole("text", 256 * _MB)
 LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
 TABLE = FileRole("table of text", 8 * _GB)
 STATES = FileRole("hidden states", NO_LIMIT)
+TUNED = FileRole("results of tuning", NO_LIMIT)
 JOURNAL = FileRole("journal", 128 * _MB, 1_000_000)
 
 # The files that are carried into a result, by patterns of their names.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quantforge.evaluation.significant import significant, size
 from quantforge.formats.loading import Snippet
-from quantforge.results.card import code
+from quantforge.results.card import cell, code
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, MutablePart
 
 FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")
@@ -27,7 +27,7 @@ class FolderFile:
     Attributes:
         name: of the file, or the first of numbered ones.
         method: by which it was quantized.
-        bits: bits per weight.
+        bits: bits per weight; 0 where that is not known.
         nbytes: of the file, or all numbered ones.
         needed: bytes of memory in use; None where that is not known.
         divergence: from the source, nats per token; None where it was not measured.
@@ -84,7 +84,8 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
 
 def _row(file: FolderFile) -> str:
     told = _ABSENT if file.divergence is None else significant(file.divergence)
-    cells = (code(file.name), file.method, significant(file.bits), size(file.nbytes), told)
+    bits = significant(file.bits) if file.bits else _ABSENT
+    cells = (code(file.name), cell(file.method), bits, size(file.nbytes), told)
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,8 +1,8 @@
 """Rows of models that an interrupted evaluation had finished: kept in the user's cache for the same evaluation.
 
 The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
-numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an evaluation ends well the rows of its models are removed,
-and those that nobody came back for after `DAYS`.
+numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an
+evaluation ends well the rows of its models are removed, and those that nobody came back for after `DAYS`.
 """
 
 from __future__ import annotations
@@ -137,10 +137,8 @@ def keeping(
 
 def _fingerprint(path: Path) -> str:
     """Return a digest of the files of a model by name, size and times, not of what is in them."""
-    if path.is_dir():
-        files = sorted(path.rglob("*"))
-    else:
-        files = [*open_model(path).shards, manifest.place_of(path)]
+    one = not path.is_dir()
+    files = [*open_model(path).shards, manifest.place_of(path)] if one else sorted(path.rglob("*"))
     told = []
     for file in files:
         if file.is_file():

@@ -26,6 +26,7 @@ from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 FINGERPRINT = "fingerprint.json"
 JOURNAL = "journal.jsonl"
+_AT_ONCE = 1 << 30  # bytes; Linux writes no more than 2 GB in one call
 _DIGEST = 16  # hex digits at the beginning of a line
 
 
@@ -189,8 +190,10 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_suffix(".new")
     descriptor = fresh(temporary)
     try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for start in range(0, len(data), _AT_ONCE):
+            part = memoryview(data)[start : start + _AT_ONCE]
+            if os.write(descriptor, part) != len(part):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         system.sync(descriptor)
     finally:
         os.close(descriptor)

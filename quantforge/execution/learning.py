@@ -6,6 +6,7 @@ the weight files. A run that goes on later writes it again: a kill in between lo
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from quantforge.errors import IntegrityError
 from quantforge.execution.journal import write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, checksum, merge
-from quantforge_files.roles import JOURNAL
+from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -86,22 +87,21 @@ class Tuning:
             IntegrityError: the file of results is not as it was written.
         """
         path = self._directory / FILE
-        data = FILES.read(path, JOURNAL, self._directory) if path.exists() else b""
-        whole, offset = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8), 0
-        for name in record["tuned"]:
-            stored = self._output.entry(name)
-            piece = whole[offset : offset + stored.nbytes]
-            offset += stored.nbytes
-            value = piece.clone()
-            if len(piece) == stored.nbytes:
-                value = value.view(torch_dtype(stored.dtype)).reshape(stored.shape)
-            if checksum(value, 0) != record["sums"][name]:
-                raise IntegrityError(
-                    f"{path}: what was tuned of {name} is not what the interrupted run had written",
-                    f"start afresh: rm -r {self._directory}",
-                    file=str(path),
-                )
-            self._output.rewrite(name, value)
+        there = path.exists()
+        with FILES.stream(path, TUNED, self._directory) if there else BytesIO() as file:
+            for name in record["tuned"]:
+                stored = self._output.entry(name)
+                data = file.read(stored.nbytes)
+                value = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+                if len(data) == stored.nbytes:
+                    value = value.view(torch_dtype(stored.dtype)).reshape(stored.shape)
+                if checksum(value, 0) != record["sums"][name]:
+                    raise IntegrityError(
+                        f"{path}: what was tuned of {name} is not what the interrupted run had written",
+                        f"start afresh: rm -r {self._directory}",
+                        file=str(path),
+                    )
+                self._output.rewrite(name, value)
         self._output.finish()
 
     def _read(self, part: BlockPart) -> dict[str, QuantizedTensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from quantforge.checkpoint.hub import repository_name
@@ -23,7 +24,8 @@ class Library:
     def code(self, name: str, *, chat: bool) -> str:
         """Return the program for a result; ``chat``: whether that has a chat template."""
         inputs = self.chat if chat else self.plain
-        return self.program.format(name=name, repository=repository_name(name), inputs=inputs)
+        quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # between the quotes of the program
+        return self.program.format(name=quoted, repository=repository_name(name), inputs=inputs)
 
 
 _MESSAGES = f'messages = [{{"role": "user", "content": "{QUESTION}"}}]\n'

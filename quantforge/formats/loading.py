@@ -8,6 +8,7 @@ gets none.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -67,5 +68,6 @@ def _served(engine: str, name: str, *, chat: bool) -> str:
     route = "chat/completions" if chat else "completions"
     return (
         f"{command}\n\n# in another terminal\n"
-        f"curl http://localhost:{target.port}/v1/{route} -H 'Content-Type: application/json' \\\n  -d '{request}'"
+        f"curl http://localhost:{target.port}/v1/{route} -H 'Content-Type: application/json' \\\n"
+        f"  -d {shlex.quote(request)}"
     )

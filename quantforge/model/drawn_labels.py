@@ -22,7 +22,7 @@ def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
     step = max(1, DRAWN // logits.shape[2])
     labels = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
     for index, row in enumerate(logits):
-        key = np.array([seed, first + index], dtype=np.uint64)
+        key = np.array([seed % 2**64, first + index], dtype=np.uint64)
         drawn = np.random.Generator(np.random.Philox(key=key)).random(len(row))
         uniform = torch.from_numpy(drawn).to(logits.device)
         for start in range(0, len(row), step):

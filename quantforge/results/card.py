@@ -75,7 +75,7 @@ def origin(document: Mapping[str, Any], base: str) -> str:
     """Return the original model: a link to the hub, or the name that it had."""
     if base:
         return f"[{base}](https://huggingface.co/{base})"
-    return code(str(first(document)["source"].get("model")))
+    return code(str(first(document).get("source", {}).get("model")))
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -99,7 +99,7 @@ def _source_bytes(document: Mapping[str, Any]) -> int:
 def _loading(plan: Plan, *, chat: bool) -> Iterator[str]:
     yield from ("| engine | loads | |", "|---|---|---|")
     for verdict in plan.engines:
-        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {_cell(verdict.reason)} |"
+        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {cell(verdict.reason)} |"
     yield ""
     for item in snippets(format_of(plan.format).ABOUT, plan.engines, plan.name, chat=chat):
         yield from (f"### {item.engine}", "", f"```{item.language}", item.code, "```", "")
@@ -162,7 +162,7 @@ def events(document: Mapping[str, Any]) -> Iterator[str]:
         often = "once" if count == 1 else f"{count} times, first"
         yield (
             f"- {KINDS[kind][0].upper()}{KINDS[kind][1:]}: {often} at {code(first['where'])}"
-            f" ({_cell(first['detail'])})."
+            f" ({cell(first['detail'])})."
         )
     if not document["event_counts"]:
         yield "None: nothing came out less than asked for."
@@ -182,10 +182,14 @@ def sized(nbytes: int) -> str:
 
 def code(text: str) -> str:
     """Return a text of a foreign file as code in Markdown: it cannot end the code, nor a line or a cell."""
-    return f"`{_printable(text).replace('`', chr(39)).replace('|', '/')}`"
+    text = _printable(text)
+    if not {"`", "|"} & set(text):
+        return f"`{text}`"
+    kept = "".join(c if c.isalnum() or c in " .-" else f"&#{ord(c)};" for c in text)
+    return f"<code>{kept}</code>"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Return a text that stands in a sentence or a cell: nothing in it is markup."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in _printable(text))
 

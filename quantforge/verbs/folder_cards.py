@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
-from quantforge.results.card import first, origin
+from quantforge.results.card import cell, first, origin
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
 from quantforge.verbs.plan import capacity
@@ -94,7 +95,8 @@ def write_folder_card(
 
     Args:
         folder: with results that are one file each.
-        divergence: nats per token of those that were measured, by the name of the file in the folder (of numbered ones, the first).
+        divergence: nats per token of those that were measured, by the name of the file in the folder (of
+            numbered ones, the first).
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.
@@ -123,16 +125,17 @@ def write_folder_card(
         text = _replaced(place, folder, content)
     else:
         named = base_model(base, document, source.config)
-        title = (
-            f"{named.rpartition('/')[2] or first(document)['source'].get('model')} ({plan.format})"
-        )
+        stated = first(document).get("source", {}).get("model")
+        title = f"{named.rpartition('/')[2] or cell(str(stated))} ({plan.format})"
         fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
         text = new_card(fields, title, origin(document, named), content)
     save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)
 
 
 def _bits(document: Mapping[str, Any]) -> float:
-    return float(document.get("bits_per_weight", 0))
+    """Return bits per quantized weight; 0 where the manifest states no such number."""
+    stated: Any = document.get("bits_per_weight")
+    return float(stated) if type(stated) in {int, float} and 0 < stated < math.inf else 0.0
 
 
 def _replaced(place: Path, folder: Path, content: str) -> str:

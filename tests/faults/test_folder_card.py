@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from quantforge.errors import InputError
@@ -70,6 +72,16 @@ def test_numbered_files_are_one_entry_of_the_size_of_all(model, tmp_path):
     assert not row.endswith("| - |")
 
 
+@pytest.mark.parametrize("bits", ["x", None, True, -4.5])
+def test_bits_that_are_no_number_are_absent(model, folder, bits):
+    for path in folder.glob("*.gguf.quantforge.json"):
+        document = json.loads(path.read_text())
+        del document["source"]
+        path.write_text(json.dumps({**document, "bits_per_weight": bits}))
+    evaluate(model, [folder / "x-Q8_0.gguf"], card=folder, **MEASURED)
+    assert (folder / "README.md").read_text().count("| rtn | - |") == 2
+
+
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     model, folder, monkeypatch
 ):
@@ -117,6 +129,7 @@ def test_which_one_is_what_fits_and_is_closest():
         "| 6 GB | `s` | 5.50 GB |", "| 48 GB | `l` | 33.0 GB |",
     ]  # fmt: skip
     assert "closer to the source: `b` (`s`)." in text
+    assert r"| a\|b |" in files_part([FolderFile("x", "a|b", 4.0, 1, 1.0, None)], 8, [])
     unmeasured = files_part([file("s", 5_000_000_000, None), file("b", 9_000_000_000, None)], 8, [])
     assert "| 12 GB | `b` |" in unmeasured
     assert "most bits per weight" in unmeasured

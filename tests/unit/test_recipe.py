@@ -94,6 +94,8 @@ def test_every_key_is_spelled_out():
         ("[gptq]\ndamping = nan", "damping", "0.01"),
         ("[awq]\npoints = 3", "points", "20"),
         ("[calibration]\nsamples = 0", "too small", "from 1"),
+        (f"[calibration]\nseed = {2**63}", "too large", f"to {2**63 - 1}"),
+        (f"[calibration]\nseed = {-(2**63) - 1}", "too small", f"from {-(2**63)}"),
         ("[gptq]\nrefine = 18446744073709551615", "too large", "to 1000"),
         ("bits = " + "9" * 5000, "not TOML", "recipes"),
         ("bits = ", "not TOML", "recipes"),

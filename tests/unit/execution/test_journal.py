@@ -17,7 +17,7 @@ import torch
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
-from quantforge.execution import record
+from quantforge.execution import journal, record
 from quantforge.execution.journal import (
     FINGERPRINT,
     JOURNAL,
@@ -339,3 +339,12 @@ def test_a_file_that_was_written_in_part_takes_no_name(
     with pytest.raises(OSError, match="No space left"):
         write_durably(place / "record", b"whole")
     assert not (place / "record").exists()
+
+
+def test_a_file_is_written_in_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.mkdir()
+    monkeypatch.setattr(journal, "_AT_ONCE", 3)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    write_durably(place / "record", b"whole")
+    assert (place / "record").read_bytes() == b"whole"

@@ -17,6 +17,8 @@ from quantforge.execution import learning
 from quantforge.model import tuned_block
 from quantforge.model.tuning import TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
+from quantforge_files import Opener
+from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
 
@@ -102,6 +104,23 @@ def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
     file.write_bytes(data)
     with pytest.raises(IntegrityError, match=r"tuned\.bin.*is not what the interrupted run"):
         quantize(tiny("llama"), tmp_path / "out", tuned())
+
+
+def test_results_may_be_larger_than_the_limit_of_a_journal(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    opened, roles = Opener.opened, []
+
+    def limited(self: Opener, path: Path, role: FileRole, inside: Path | None) -> Any:
+        if path.name == learning.FILE:
+            roles.append(role.name)
+            role = replace(role, limit=9) if role.limit < NO_LIMIT else role
+        return opened(self, path, role, inside)
+
+    monkeypatch.setattr(Opener, "opened", limited)
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    assert roles
+    assert tree(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_labels_follow_the_distribution_of_the_model() -> None:
     assert (shares - expected).abs().max() < 0.02
     assert torch.equal(draw_labels(logits[1:, :9], 7, 4), labels[1:, :9])  # by row and position
     assert len({tuple(row.tolist()) for row in labels}) == 4
+    assert not torch.equal(draw_labels(logits[:, :9], -7, 3), labels[:, :9])
 
 
 def test_sums_of_squared_gradients_by_strips_of_rows(tiny: Tiny) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import html
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.targets import TARGETS
 from quantforge.plans import EngineVerdict
 from quantforge.results import manifest
+from quantforge.results.card import code
 from quantforge.results.front_matter import base_model, carried_fields
 from quantforge.settings import Settings
 from quantforge.verbs import export
@@ -122,6 +128,22 @@ def test_a_card_names_the_calibration_text_and_a_name_that_the_hub_takes(
     code = TRANSFORMERS.code("wren-awq+gptq-int4", chat=False)
     assert 'place = "wren-awq+gptq-int4"' in code
     assert "ORG/wren-awq-gptq-int4\n" in code
+
+
+def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
+    name = """it's "a" $(b)|`c`.gguf"""
+    about = format_of("gguf").ABOUT
+    served = snippets(about, [EngineVerdict("llama.cpp", True)], name, chat=True)[0].code
+    command, asked = served.split("\n\n# in another terminal\n")
+    assert name in shlex.split(command)
+    assert json.loads(shlex.split(asked)[-1])["messages"]
+    assert json.loads(shlex.split(asked)[-1])["model"] in {name, name.removesuffix(".gguf")}
+    (place,) = re.findall(r"^place = .*", TRANSFORMERS.code(name, chat=False), re.MULTILINE)
+    assert ast.literal_eval(place.removeprefix("place = ").partition("  # ")[0]) == name
+    assert code("a.gguf") == "`a.gguf`"
+    shown = code(name)
+    assert not {"|", "`", "*"} & set(shown)
+    assert html.unescape(shown) == f"<code>{name}</code>"
 
 
 @pytest.mark.parametrize(
