@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
+from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.progress import phase
 from quantforge.execution.units import check_shareable
@@ -73,6 +75,17 @@ class AskedResult:
         if made is None:
             return None
         return Outcome(self.stage.out, self.planned.plan, made, resumed=not settings.join)
+
+    def begun(self, held: ExitStack, settings: Settings) -> Outcome | None:
+        """Enter the stage, or return the outcome where that ended a publication of this very command."""
+        try:
+            held.enter_context(self.stage)
+        except RefusedError:
+            finished = self.finished(settings)
+            if finished is None:
+                raise
+            return finished
+        return None
 
     def read(self, settings: Settings) -> RunInputs:
         """Read what decides the bytes. The caller holds the lock of the output."""

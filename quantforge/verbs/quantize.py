@@ -7,7 +7,7 @@ leaves the output as it was, and beside it either a run that the same command go
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -95,8 +95,9 @@ def quantize_opened(
         return finished
     stage = wanted.stage
     if not settings.join:
-        with stage:
-            return _carry_out(wanted.read(settings), stage, settings)
+        with ExitStack() as held:
+            finished = wanted.begun(held, settings)
+            return finished or _carry_out(wanted.read(settings), stage, settings)
     try:
         return _join(wanted.source, wanted.before, wanted.planned, stage, settings)
     except RefusedError:  # the output exists: another process may have published meanwhile

@@ -78,12 +78,11 @@ def quantize_variants(
         outcomes: dict[int, Outcome] = {}
         ready = []
         for number, (result, (_, _, own)) in enumerate(zip(wanted, asked, strict=True)):
-            finished = result.finished(own)
+            held = stages.enter_context(ExitStack())
+            finished = result.finished(own) or result.begun(held, own)
             if finished is not None:
                 outcomes[number] = finished
                 continue
-            held = stages.enter_context(ExitStack())
-            held.enter_context(result.stage)
             ready.append((number, result, own, held))
         opened = [
             _Ready(number, result, result.read(own), own, held)
