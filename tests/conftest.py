@@ -8,6 +8,7 @@ allows it, and every optional bias is there.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+
+# A run in the background ignores interruptions, and so would every process that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A gate must say the same twice; `pytest --hypothesis-profile=explore` looks for new cases.
 settings.register_profile("gate", derandomize=True, deadline=None)
