@@ -26,7 +26,7 @@ def _sorted(command: Any, ctx: Any, args: list[str]) -> list[str]:
 def _readable(name: str, text: str) -> tuple[str, str]:
     """Return what help says of an option, with types and ranges in words instead of the parser's."""
     name = re.sub(r"<int( range)?>", "N", re.sub(r"<float( range)?>", "X", name))
-    text = re.sub(r"; x>=0\b|  \[x>=0\]", "", text)
+    text = re.sub(r"; x>=(0|-\d+)\b|  \[x>=(0|-\d+)\]", "", text)
     text = re.sub(r"\bx>=(\d+)", r"at least \1", re.sub(r"\b(\d+)<=x<=(\d+)", r"\1 to \2", text))
     return name, text.replace("]  [", "; ")
 
