@@ -44,9 +44,7 @@ class Settings:
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
-    join: bool = (
-        False  # share the units of a data-free run with processes that give the same command
-    )
+    join: bool = False  # share the work with processes that give the same command
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
     adapter: Path | None = None  # where the adapter is that a recipe names
@@ -79,7 +77,7 @@ def workers_of(settings: Settings) -> int:
         return 1
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return min(
-        MOST_WORKERS, settings.threads or int(asked if asked.isdecimal() else 0) or _processors()
+        MOST_WORKERS, settings.threads or int(asked if asked.isdecimal() else 0) or processors()
     )
 
 
@@ -89,15 +87,30 @@ def check_threads(threads: int | None) -> int | None:
     Raises:
         UsageError: with the most that is accepted here.
     """
-    most = max(64, 2 * _processors())
+    most = max(64, 2 * processors())
     if threads is not None and threads > most:
         raise UsageError(
-            f"--threads {threads}: more than {most}", f"this machine has {_processors()} processors"
+            f"--threads {threads}: more than {most}", f"this machine has {processors()} processors"
         )
     return threads
 
 
-def _processors() -> int:
+def check_jobs(jobs: int) -> int:
+    """Return a number of processes unless it is more than could be of use.
+
+    Raises:
+        UsageError: with the most that is accepted here.
+    """
+    most = max(4, processors())
+    if jobs > most:
+        raise UsageError(
+            f"--jobs {jobs}: more than {most}", f"this machine has {processors()} processors"
+        )
+    return jobs
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -23,6 +23,7 @@ In this folder:
     generate            ``quantforge generate``: a model continues a text or answers; without a prompt
     hints               Hints at what to type instead: the nearest verb or option, or what other tools call it
     inspect             ``quantforge inspect``: what is in a model, from headers alone
+    jobs                Jobs: further processes of the command that is running, which share its work, say nothing
     meter               Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
     options             Options that several verbs share, each with its one name, help and group
     plan                ``quantforge plan``: what would happen, from headers alone

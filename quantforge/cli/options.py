@@ -11,7 +11,7 @@ from quantforge.cli.completion import among, events, models
 from quantforge.errors import UsageError, nearest
 from quantforge.planning.cache_size import KINDS as CACHES
 from quantforge.planning.cards import CARDS
-from quantforge.settings import ACTIVATIONS, check_device_name, check_threads
+from quantforge.settings import ACTIVATIONS, check_device_name, check_jobs, check_threads
 
 
 def _activations(value: str) -> str:
@@ -67,6 +67,16 @@ Overwrite = Annotated[
 ]
 Join = Annotated[
     bool, _run("--join", help="Share the work with processes that give the same command.")
+]
+Jobs = Annotated[
+    int,
+    _run(
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="Processes that share the results to be made, each in memory of its own.",
+        callback=check_jobs,
+    ),
 ]
 Device = Annotated[
     str,

@@ -10,7 +10,7 @@ from quantforge.errors import UsageError
 STARTED = (
     "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
 )
-VERB = "quantize"
+VERBS = ("quantize", "release")
 
 
 def shared() -> bool:
@@ -34,8 +34,8 @@ def check_ranks(arguments: Sequence[str]) -> None:
     Raises:
         UsageError: another verb than the one that is shared.
     """
-    if shared() and arguments[0] != VERB:
+    if shared() and arguments[0] not in VERBS:
         raise UsageError(
             f"torchrun: its processes share nothing of '{arguments[0]}'",
-            f"torchrun is for {VERB}",
+            f"torchrun is for {' and '.join(VERBS)}",
         )

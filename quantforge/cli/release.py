@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +11,10 @@ import typer
 
 from quantforge.checkpoint.disk import append, check_new
 from quantforge.checkpoint.files import FILES
-from quantforge.cli import options
+from quantforge.cli import jobs as processes
+from quantforge.cli import options, quantities, ranks
 from quantforge.cli.console import Console
+from quantforge.evaluation.significant import size
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
@@ -20,6 +22,26 @@ if TYPE_CHECKING:
     from quantforge.verbs import Released
 
 
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="This variant alone (repeatable)."),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="SIZE",
+        help="Leave out variants whose weights take more, as 8GB or 8GiB.",
+    ),
+]
+Summary = Annotated[
+    Path | None,
+    typer.Option(
+        "--summary",
+        metavar="FILE",
+        help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
+    ),
+]
 _HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
 
 
@@ -29,18 +51,9 @@ def release(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="DIR", help="Directory to make or go on with.")
     ],
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="This variant alone (repeatable)."),
-    ] = None,
-    summary: Annotated[
-        Path | None,
-        typer.Option(
-            "--summary",
-            metavar="FILE",
-            help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
-        ),
-    ] = None,
+    only: Only = None,
+    budget: Budget = None,
+    summary: Summary = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace variants that are not what would be made.")
     ] = False,
@@ -51,6 +64,8 @@ def release(
     allow: options.Allow = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    jobs: options.Jobs = 1,
+    join: options.Join = False,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -64,21 +79,28 @@ def release(
     from quantforge.cli.request import build_policy
     from quantforge.settings import Settings
 
+    silent = ranks.silent() or processes.silent()
+    if silent:
+        as_json, json_progress, quiet = False, False, True
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline,
-        overwrite=overwrite, provenance=provenance, sign=sign,
+        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
+        offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
+        join=join or jobs > 1 or ranks.shared(),
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
+    most = None if budget is None else int(quantities.memory(budget, "--budget"))
     if dry_run:
-        _show_plan(console, spec, output, settings, only or ())
+        _show_plan(console, spec, output, settings, only or (), most)
         return
-    with console.watch():
+    with console.watch(), processes.started(jobs):
         from quantforge import verbs
 
-        made = verbs.release(spec, output, settings, only or ())
+        made = verbs.release(spec, output, settings, only or (), most)
+    if silent:
+        return
     _report(console, made, summary)
     made.check_gates()
 
@@ -96,8 +118,14 @@ def _report(console: Console, made: Released, summary: Path | None) -> None:
         console.document({"schema": "quantforge.released/1", **made.document()})
     else:
         console.table(_HEADERS, rows)
+        _say_left_out(console, made.left_out)
         console.note(f"made {len(made.made)}, kept {len(rows) - len(made.made)}")
         console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
+
+
+def _say_left_out(console: Console, sizes: Mapping[str, int]) -> None:
+    for name, nbytes in sizes.items():
+        console.note(f"{name} is left out: its weights take {size(nbytes)}")
 
 
 def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
@@ -109,14 +137,19 @@ def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
 
 
 def _show_plan(
-    console: Console, spec: Path, output: Path, settings: Settings, only: Sequence[str]
+    console: Console,
+    spec: Path,
+    output: Path,
+    settings: Settings,
+    only: Sequence[str],
+    budget: int | None,
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
     from quantforge.planning.release_spec import read_release
-    from quantforge.verbs.make_release import check_place, plan_release
+    from quantforge.verbs.plan_release import check_place, plan_release, within
 
     asked = read_release(spec).only(only)
-    planned = plan_release(asked, output.absolute(), settings)
+    planned, left_out = within(plan_release(asked, output.absolute(), settings), budget)
     check_place(output.absolute())
     rows = [
         {"name": one.variant.name, "format": one.planned.plan.format, "method": one.planned.plan.method,
@@ -124,9 +157,12 @@ def _show_plan(
         for one in planned
     ]  # fmt: skip
     if console.as_json:
-        console.document({"schema": "quantforge.release-plan/1", "variants": rows})
+        console.document(
+            {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": left_out}
+        )
         return
     cells = [[str(row[key]) for key in ("name", "format", "method", "bytes")] for row in rows]
     states = ["finished" if row["made"] else "to be made" for row in rows]
     console.table(("variant", "format", "method", "bytes", "state"),
                   [[*line, state] for line, state in zip(cells, states, strict=True)])  # fmt: skip
+    _say_left_out(console, left_out)

@@ -135,6 +135,15 @@ def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool
     for reason, holds in reasons.items():
         if holds:
             raise UsageError(f"--join: {reason}", "leave --join out")
+    check_new_output(overwrite=overwrite)
+
+
+def check_new_output(*, overwrite: bool) -> None:
+    """Refuse to replace an earlier result by one that processes share.
+
+    Raises:
+        UsageError: that is asked for.
+    """
     if overwrite:
         raise UsageError(
             "--join: with --overwrite a process that begins late would replace the result of the others",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from quantforge.checkpoint.disk import folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.result_place import check_apart, check_folder
-from quantforge.errors import GateError, QuantForgeError, RefusedError
+from quantforge.errors import GateError
 from quantforge.execution.progress import followed, phase
-from quantforge.formats import format_of
+from quantforge.execution.units import check_new_output
 from quantforge.formats.opening import open_model
-from quantforge.planning.planner import Planned
-from quantforge.planning.release_spec import ReleaseSpec, ReleaseVariant, read_release
+from quantforge.planning.release_spec import read_release
 from quantforge.results import manifest
 from quantforge.results.card_figures import write_figures
 from quantforge.results.source_files import files_of_source
@@ -30,8 +29,9 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
-from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
-from quantforge.verbs.plan import planned_for
+from quantforge.verbs.join_variants import join_variants, turn
+from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.plan_release import PlannedVariant, check_place, plan_release, within
 from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
 from quantforge_files.roles import RECIPE
@@ -46,17 +46,21 @@ class Released:
         variants: what it consists of, in the order of the file.
         made: names of those that this run made.
         reports: files of the evaluation.
+        left_out: variants beyond the budget, each with the bytes of its weights.
     """
 
     out: Path
     variants: tuple[ReleasedVariant, ...]
     made: tuple[str, ...]
     reports: tuple[Path, ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """Return the result as plain data."""
         rows = [variant.document() for variant in self.variants]
-        return {"out": str(self.out), "made": list(self.made), "variants": rows}
+        return {
+            "out": str(self.out), "made": list(self.made), "variants": rows, "left_out": dict(self.left_out)
+        }  # fmt: skip
 
     def check_gates(self) -> None:
         """Raise `GateError` where a variant is beyond a limit, naming all of them."""
@@ -68,16 +72,6 @@ class Released:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedVariant:
-    """A variant whose plan is made: where it goes, and whether it is there."""
-
-    variant: ReleaseVariant
-    out: Path
-    planned: Planned
-    there: bool
-
-
 @checks_options()
 @torch_defaults()
 def release(
@@ -85,6 +79,7 @@ def release(
     out: str | Path,
     settings: Settings | None = None,
     only: str | Sequence[str] = (),
+    budget: int | None = None,
 ) -> Released:
     """Make a release, or go on with it; ask `Released.check_gates` then.
 
@@ -93,12 +88,16 @@ def release(
         out: a directory, new or of an earlier run.
         settings: how to run.
         only: names of the variants that are made, and that the release then consists of; all when empty.
+        budget: bytes that the weights of a variant may take; larger variants are left out, too.
 
     Raises:
-        RefusedError: variants that cannot be made, all named, or something else lies at ``out``.
+        RefusedError: variants that cannot be made, all named, or none within the budget, or something else lies at
+            ``out``.
         QuantForgeError: as `quantize`, `evaluate` and `read_release`.
     """
     settings = settings or Settings()
+    if settings.join:
+        check_new_output(overwrite=settings.overwrite)
     names = [*map(str, listed(only, "only", '["demo-Q4_K_M"]'))]
     asked, place = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
     settings = replace(settings, base_model=settings.base_model or asked.card.base_model)
@@ -106,13 +105,18 @@ def release(
         with phase("planning", 0.02, "headers of the model"):
             source = open_model(resolve(asked.model, settings.offline))
             files = files_of_source(source)
-            planned = plan_release(asked, place, settings, files)
-        check_place(place)
+            planned, left_out = within(plan_release(asked, place, settings, files), budget)
+            asked = asked.only([one.variant.name for one in planned])
+        check_folder(place)
         for one in planned:
             check_apart(one.out, source.path)
-        _lay_out(place, planned, spec)
-        made = _make(asked.model, [one for one in planned if not one.there], settings)
-        with phase("publishing", 1.0):
+        with writing(place, 0):
+            folder(place)
+        with turn(place / SPEC):
+            check_place(place)
+            _lay_out(place, planned, spec)
+        made = _make(asked.model, [one for one in planned if not one.there], place, files, settings)
+        with turn(place / SPEC), phase("publishing", 1.0):
             finished = finish(
                 place,
                 asked,
@@ -120,60 +124,12 @@ def release(
                 files,
                 settings,
             )
-    return Released(place, finished, made, tuple(reports_of(place, asked)))
-
-
-def plan_release(
-    asked: ReleaseSpec, place: Path, settings: Settings, files: Mapping[str, Any] | None = None
-) -> list[PlannedVariant]:
-    """Plan every variant; nothing is written.
-
-    Args:
-        asked: the release.
-        place: its directory.
-        settings: how to run.
-        files: of the source, by `files_of_source`; read here when left out.
-
-    Raises:
-        RefusedError: with every variant that cannot be made, and why.
-    """
-    if files is None:
-        files = files_of_source(open_model(resolve(asked.model, settings.offline)))
-    found, refused = [], []
-    for variant in asked.variants:
-        try:
-            planned = planned_for(asked.model, variant.recipe, settings, None, {})
-            settings.policy.check(planned.plan.substitutions)
-            one_file = format_of(planned.plan.format).ABOUT.one_file
-            check_whole_file(planned)
-            out = (
-                place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
-            )
-            found.append(PlannedVariant(variant, out, planned, kept(out, planned, files, settings)))
-        except QuantForgeError as error:
-            refused.append((variant.name, error))
-    if refused:
-        said = "; ".join(f"{name}: {error.message}" for name, error in refused)
-        hints = "; ".join(dict.fromkeys(error.hint for _, error in refused if error.hint))
-        raise RefusedError(
-            f"{len(refused)} of {len(asked.variants)} variants cannot be made: {said}", hints
-        )
-    return found
-
-
-def check_place(place: Path) -> None:
-    """Refuse a directory that holds something else than a release; errors as `check_folder`."""
-    check_folder(place)
-    if place.exists() and any(place.iterdir()) and not (place / SPEC).is_file():
-        raise RefusedError(
-            f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
-        )
+    return Released(place, finished, made, tuple(reports_of(place, asked)), left_out)
 
 
 def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -> None:
     """Make the directories, and keep the file that was asked by."""
     with writing(place, 0):
-        folder(place)
         save(place / SPEC, FILES.read(Path(spec), RECIPE, None), overwrite=True)
         for one in planned:
             folder(one.out.parent)
@@ -181,13 +137,28 @@ def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -
                 clear_run(one.out)
 
 
-def _make(model: str, missing: Sequence[PlannedVariant], settings: Settings) -> tuple[str, ...]:
-    """Make the variants that are not there; the one seam to whatever makes them."""
+def _make(
+    model: str,
+    missing: Sequence[PlannedVariant],
+    place: Path,
+    files: Mapping[str, Any],
+    settings: Settings,
+) -> tuple[str, ...]:
+    """Make the variants that are not there, and return the names of those that this process made."""
+    wanted = [Variant(one.variant.recipe, one.out) for one in missing]
+    if settings.join:
+
+        def is_there(number: int) -> bool:
+            one = missing[number]
+            return kept(one.out, one.planned, files, settings)
+
+        with phase("variants", 0.8):
+            made = join_variants(model, wanted, is_there, place / SPEC, settings)
+        return tuple(missing[number].variant.name for number in made)
     for one in missing:
         if one.out.is_dir() and manifest.read(one.out) is not None:
             write_figures(one.out, "", "")  # as it was published: figures are no edit of a person
     if missing:
         with phase("variants", 0.8):
-            wanted = [Variant(one.variant.recipe, one.out) for one in missing]
             quantize_variants(model, wanted, settings)
     return tuple(one.variant.name for one in missing)

@@ -27,12 +27,28 @@ from quantforge.verbs.run_inputs import RunInputs
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    place: int
+class AskedVariant:
+    """A variant that can be made, as far as headers tell, and its settings."""
+
     wanted: AskedResult
-    inputs: RunInputs
     settings: Settings
-    held: ExitStack  # the stage
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyVariant:
+    """A variant that this process makes.
+
+    Attributes:
+        number: among all that are asked for.
+        asked: what it is.
+        inputs: what decides its bytes.
+        held: the stage, entered.
+    """
+
+    number: int
+    asked: AskedVariant
+    inputs: RunInputs
+    held: ExitStack
 
 
 @torch_defaults()
@@ -44,56 +60,64 @@ def quantize_variants(
     Args:
         model: as of `quantize`.
         variants: what is wanted, each with an output of its own.
-        settings: how to run; ``join`` is for one result.
+        settings: how to run; with ``join`` see `join_variants`.
 
     Returns:
         The outcomes, in the order of the variants.
 
     Raises:
-        UsageError: two variants have one output.
+        UsageError: two variants have one output, or processes would share them.
         QuantForgeError: as `quantize`; what headers and places tell of any variant is refused before work on any.
     """
     settings = settings or Settings()
     if settings.join:
-        raise UsageError("several variants: processes share one result", "leave --join out")
+        raise UsageError("several variants: processes share releases and sweeps", "leave join out")
+    with followed(settings.progress), ExitStack() as stages:
+        outcomes: dict[int, Outcome] = {}
+        begun = []
+        for number, one in enumerate(asked_variants(model, variants, settings)):
+            held = stages.enter_context(ExitStack())
+            finished = one.wanted.finished(one.settings) or one.wanted.begun(held, one.settings)
+            if finished is not None:
+                outcomes[number] = finished
+                continue
+            begun.append((number, one, held))
+        opened = [
+            ReadyVariant(number, one, one.wanted.read(one.settings), held)
+            for number, one, held in begun
+        ]
+        while opened:
+            group = [other for other in opened if together(opened[0], other)]
+            opened = [other for other in opened if other not in group]
+            with phase("", 0.94 * len(group) / len(begun)):
+                outcomes.update(carry_out(group))
+        return [outcomes[number] for number in range(len(variants))]
+
+
+def asked_variants(
+    model: str | Path, variants: Sequence[Variant], settings: Settings
+) -> list[AskedVariant]:
+    """Plan all variants; errors as `quantize_variants`."""
     places = [variant.out and place_of_run(variant.out.absolute()) for variant in variants]
     for place, variant in zip(places, variants, strict=True):
         if place is not None and places.count(place) > 1:
             raise UsageError(f"{variant.out}: two variants have this output", "name another one")
-    with followed(settings.progress), ExitStack() as stages:
-        with phase("planning", 0.01, "headers of the model"):
-            checkpoint = open_model(resolve(str(model), settings.offline))
-        asked = []
-        for variant in variants:
-            recipe, own = with_importance(model, variant.recipe, settings, None)
-            asked.append((variant, *cited(recipe, own)))
-        wanted, refusals = [], []
-        for variant, recipe, own in asked:
-            try:
-                wanted.append(wanted_of(checkpoint, Variant(recipe, variant.out), own))
-            except QuantForgeError as error:
-                refusals.append((variant, error))
-        if refusals:
-            _refuse(refusals)
-        outcomes: dict[int, Outcome] = {}
-        ready = []
-        for number, (result, (_, _, own)) in enumerate(zip(wanted, asked, strict=True)):
-            held = stages.enter_context(ExitStack())
-            finished = result.finished(own) or result.begun(held, own)
-            if finished is not None:
-                outcomes[number] = finished
-                continue
-            ready.append((number, result, own, held))
-        opened = [
-            _Ready(number, result, result.read(own), own, held)
-            for number, result, own, held in ready
-        ]
-        while opened:
-            group = [other for other in opened if _together(opened[0], other)]
-            opened = [other for other in opened if other not in group]
-            with phase("", 0.94 * len(group) / len(ready)):
-                outcomes.update(_carried_out(group))
-        return [outcomes[number] for number in range(len(variants))]
+    with phase("planning", 0.01, "headers of the model"):
+        checkpoint = open_model(resolve(str(model), settings.offline))
+    cites = []
+    for variant in variants:
+        recipe, own = with_importance(model, variant.recipe, settings, None)
+        cites.append((variant, *cited(recipe, own)))
+    found, refusals = [], []
+    for variant, recipe, own in cites:
+        try:
+            wanted = wanted_of(checkpoint, Variant(recipe, variant.out), own)
+            found.append(AskedVariant(wanted, own))
+        except QuantForgeError as error:
+            refusals.append((variant, error))
+    if refusals:
+        _refuse(refusals)
+    return found
 
 
 def _refuse(refusals: Sequence[tuple[Variant, QuantForgeError]]) -> None:
@@ -106,7 +130,7 @@ def _refuse(refusals: Sequence[tuple[Variant, QuantForgeError]]) -> None:
     raise error
 
 
-def _together(first: _Ready, other: _Ready) -> bool:
+def together(first: ReadyVariant, other: ReadyVariant) -> bool:
     """Return whether two variants may share the pass of the rows."""
     if first is other:
         return True
@@ -123,7 +147,7 @@ def _together(first: _Ready, other: _Ready) -> bool:
     )
 
 
-def _leaves_source(ready: _Ready) -> bool:
+def _leaves_source(ready: ReadyVariant) -> bool:
     from quantforge.execution.lockstep import leaves_source
 
     recipe, checkpoint = ready.inputs.planned.recipe, ready.inputs.checkpoint
@@ -131,8 +155,8 @@ def _leaves_source(ready: _Ready) -> bool:
     return whole and leaves_source(ready.inputs.planned)
 
 
-def _carried_out(group: Sequence[_Ready]) -> dict[int, Outcome]:
-    """Run variants in lock step, and publish them."""
+def carry_out(group: Sequence[ReadyVariant]) -> dict[int, Outcome]:
+    """Run variants in lock step, and publish them; errors as `quantize`."""
     from quantforge.execution.lockstep import execute_together
     from quantforge.numerics.team import reproducible
 
@@ -140,9 +164,8 @@ def _carried_out(group: Sequence[_Ready]) -> dict[int, Outcome]:
         opened = []
         for ready in group:
             files.enter_context(ready.held.pop_all())  # left once it is published
-            opened.append(
-                files.enter_context(working(ready.inputs, ready.wanted.stage, ready.settings))
-            )
+            run = working(ready.inputs, ready.asked.wanted.stage, ready.asked.settings)
+            opened.append(files.enter_context(run))
         with reproducible(), phase("rounding", 0.95):
             execute_together([work.run for work in opened], sample_of(group[0].inputs))
-    return {ready.place: work.outcome[0] for ready, work in zip(group, opened, strict=True)}
+    return {ready.number: work.outcome[0] for ready, work in zip(group, opened, strict=True)}

@@ -56,14 +56,14 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
 
 
 def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
-    carried_out, left = quantize_variants_module._carried_out, []
+    carried_out, left = quantize_variants_module.carry_out, []
 
     def noting(group):
         outcomes = carried_out(group)
         left.append([place_of_run(one.out).exists() for one in outcomes.values()])
         return outcomes
 
-    with patch.object(quantize_variants_module, "_carried_out", noting):
+    with patch.object(quantize_variants_module, "carry_out", noting):
         quantize_variants(model, _variants(tmp_path / "out"))
     assert left == [[False, False, False], [False]]
 

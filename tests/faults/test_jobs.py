@@ -1,0 +1,170 @@
+"""Releases that processes share: the bytes of one process, whoever dies; each makes variants that no other makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quantforge.checkpoint.disk import place_of_run
+from quantforge.errors import UsageError
+from quantforge.settings import Settings
+from quantforge.verbs import release
+from quantforge.verbs.make_release import SPEC
+from tests.runs import command, ended, forked, tree
+
+ROOT = Path(__file__).parents[2]
+HEAD = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[evaluation]
+text = "builtin"
+windows = 2
+length = 16
+"""
+VARIANT = """[[variant]]
+name = "{name}"
+recipe = {{method = "{method}", scheme = "{scheme}"}}
+format = "compressed-tensors"
+"""
+MADE = {
+    "int4": ("gptq", "int4:g32:sym"),
+    "int3": ("gptq", "int3:g32:sym"),
+    "int2": ("gptq", "int2:g32:sym"),
+    "awq": ("awq", "int4:g32:sym"),
+    "plain": ("rtn", "int8:row:sym"),
+}
+DEADLINE = 90
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+
+
+@pytest.fixture
+def spec(model, tmp_path):
+    path = tmp_path / "release.toml"
+    variants = (
+        VARIANT.format(name=name, method=method, scheme=scheme)
+        for name, (method, scheme) in MADE.items()
+    )
+    path.write_text(
+        HEAD.format(model=model)
+        + "".join(variants)
+        + '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+    )
+    return path
+
+
+def joining(spec, out, place):
+    """Start a process that takes part; ``place / NAME`` says afterwards that it made a variant."""
+
+    def work():
+        for name in release(spec, out, Settings(join=True)).made:
+            (place / name).touch(exist_ok=False)
+
+    return forked(work, place / f"errors-{random.random()}")
+
+
+def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, tmp_path):
+    whole, shared, place = (tmp_path / name for name in ("whole", "shared", "made"))
+    place.mkdir()
+    release(spec, whole)
+    children = [joining(spec, shared, place) for _ in range(3)]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    assert {path.name for path in place.iterdir() if "errors" not in path.name} == {*MADE, "q8"}
+    assert tree(shared) == tree(whole)
+    assert release(spec, shared, Settings(join=True)).made == ()
+    assert tree(shared) == tree(whole)
+
+
+def test_what_a_killed_process_was_at_is_made_by_another(spec, tmp_path):
+    whole, shared, place = (tmp_path / name for name in ("whole", "shared", "made"))
+    place.mkdir()
+    release(spec, whole)
+
+    def until(step):
+        def kill(progress):
+            if step in f"{progress.phase}: {progress.step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return forked(
+            lambda: release(spec, shared, Settings(join=True, progress=kill)), place / "errors"
+        )
+
+    for step in ("reading", "block 1: rounding", "publishing", "scoring"):
+        assert ended(until(step)) == -signal.SIGKILL, (place / "errors").read_text()
+    left = [joining(spec, shared, place) for _ in range(2)]
+    assert [ended(child) for child in left] == [0, 0]
+    assert tree(shared) == tree(whole)
+
+
+def test_jobs_starts_the_others_and_speaks_once(spec, tmp_path, capsys):
+    whole, shared = tmp_path / "whole", tmp_path / "shared"
+    assert command(capsys, "release", spec, "-o", whole, "--json").code == 0
+    arguments = ["release", spec, "-o", shared, "--jobs", "2", "--json"]
+    said = subprocess.run(
+        [sys.executable, "-m", "quantforge", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert {one["name"] for one in json.loads(said.stdout)["variants"]} == {*MADE, "q8"}
+    assert said.stderr == ""
+    assert tree(shared) == tree(whole)
+
+
+def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
+    out = tmp_path / "out"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "quantforge", "release", spec, "-o", out, "--jobs", "3"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE
+    while not (out / SPEC).exists():
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=DEADLINE)  # every process has closed its end
+    assert run.returncode == 130
+    assert "goes on from here" in errors
+    assert not place_of_run(out / SPEC).exists()
+
+
+def test_results_are_not_replaced_while_others_may_make_them(spec, tmp_path):
+    with pytest.raises(UsageError, match="begins late"):
+        release(spec, tmp_path / "out", Settings(join=True, overwrite=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_variants_beyond_the_budget_are_left_out_by_name(spec, tmp_path, capsys):
+    out = tmp_path / "out"
+    sizes = {one.name: one.weight_bytes for one in release(spec, tmp_path / "all").variants}
+    most = sorted(sizes.values())[2]
+    for more in (("--dry-run",), ()):
+        said = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)
+        assert said.code == 0
+        beyond = {name for name, size in sizes.items() if size > most}
+        assert {
+            line.split(" is left out")[0] for line in said.err.splitlines() if "is left out" in line
+        } == beyond
+    variants = json.loads((out / "release.json").read_text())["variants"]
+    assert {one["name"] for one in variants} == {*sizes} - beyond
+    assert {path.name for path in (out / "compressed-tensors").iterdir()} <= {*sizes} - beyond
+    said = command(capsys, "release", spec, "-o", tmp_path / "none", "--budget", "1B")
+    assert said.code == 4
+    assert "the smallest, int2, has" in said.err
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="number of bytes"):
+        release(spec, out, budget="8GB")
