@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quantforge.cli import ranks
+from quantforge.cli.console import Console
 from quantforge.settings import processors
 
 STARTED = "QUANTFORGE_JOB"  # the number of a process that another one has started
@@ -15,7 +17,14 @@ STARTED = "QUANTFORGE_JOB"  # the number of a process that another one has start
 
 def silent() -> bool:
     """Return whether another process speaks for this one."""
-    return STARTED in os.environ
+    return STARTED in os.environ or ranks.silent()
+
+
+def console(*, as_json: bool, quiet: bool, machine: bool) -> Console:
+    """Return the console of this process, on which it says nothing but errors where another speaks for it."""
+    if silent():
+        return Console(quiet=True)
+    return Console(as_json=as_json, quiet=quiet or as_json, machine=machine)
 
 
 def threads_of(threads: int | None, jobs: int) -> int | None:

@@ -10,7 +10,7 @@ from quantforge.errors import UsageError
 STARTED = (
     "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
 )
-VERBS = ("quantize", "release")
+VERBS = ("quantize", "release", "sweep")
 
 
 def shared() -> bool:
@@ -37,5 +37,5 @@ def check_ranks(arguments: Sequence[str]) -> None:
     if shared() and arguments[0] not in VERBS:
         raise UsageError(
             f"torchrun: its processes share nothing of '{arguments[0]}'",
-            f"torchrun is for {' and '.join(VERBS)}",
+            f"torchrun is for {', '.join(VERBS)}",
         )

@@ -79,10 +79,7 @@ def release(
     from quantforge.cli.request import build_policy
     from quantforge.settings import Settings
 
-    silent = ranks.silent() or processes.silent()
-    if silent:
-        as_json, json_progress, quiet = False, False, True
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
@@ -99,7 +96,7 @@ def release(
         from quantforge import verbs
 
         made = verbs.release(spec, output, settings, only or (), most)
-    if silent:
+    if processes.silent():
         return
     _report(console, made, summary)
     made.check_gates()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantforge.checkpoint.disk import check_new, save
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, ranks
 from quantforge.cli import evaluate_options as wanted
+from quantforge.cli import jobs as processes
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import REPORTS, check_reports, show_tables
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import Evaluation
     from quantforge.verbs import Swept
 
 EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq"
@@ -56,6 +59,8 @@ def sweep(
     wide: wanted.Wide = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    jobs: options.Jobs = 1,
+    join: options.Join = False,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -72,28 +77,38 @@ def sweep(
     from quantforge.evaluation.job_summary import write_summary
     from quantforge.settings import Settings
 
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
     check_reports(report or [], overwrite=overwrite)
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
+        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs),
+        join=join or jobs > 1 or ranks.shared(), activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid = _grid(over)
     out = output or Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
-    with console.watch():
+    with console.watch(), processes.started(jobs):
         from quantforge import verbs
-        from quantforge.evaluation.report import render
+        from quantforge.verbs.sweep_recipes import make_results
 
+        if processes.silent():
+            make_results(model, grid, out, None, settings, given)
+            return
         found = verbs.sweep(
             model, grid, out, settings=settings, **given,
             measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
         )  # fmt: skip
-    for path in report or []:
-        save(path, render(found.evaluation, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+    _save(found.evaluation, report or [], overwrite=overwrite)
     write_summary(summary, found.evaluation)
     _show(console, found, wide=wide)
+
+
+def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
+    from quantforge.evaluation.report import render
+
+    for path in reports:
+        save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
 
 
 def _show(console: Console, found: Swept, *, wide: bool) -> None:

@@ -24,6 +24,7 @@ from quantforge.errors import (
     UsageError,
 )
 from quantforge.execution.progress import followed, phase
+from quantforge.execution.units import check_new_output
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
@@ -34,6 +35,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
+from quantforge.verbs.join_variants import join_variants
 from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
@@ -98,12 +100,35 @@ def sweep(
         RefusedError: no combination can be made, or with a strict policy one cannot.
         QuantForgeError: as `quantize` and `evaluate`.
     """
-    settings, place = settings or Settings(), Path(out).absolute()
+    settings = settings or Settings()
     figures = _figures(measured or {})
+    with followed(settings.progress):
+        results, left_out = make_results(model, over, out, recipe, settings, options)
+        found = evaluate(model, [*results.values()], settings, **figures)
+    return Swept(Path(out).absolute(), results, left_out, found)
+
+
+@torch_defaults()
+def make_results(
+    model: str | Path,
+    over: Mapping[str, Sequence[Any]],
+    out: str | Path,
+    recipe: RecipeSource,
+    settings: Settings,
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Make what a sweep measures; arguments and errors as of `sweep`.
+
+    Returns:
+        Where each combination lies, by its name, and why others are left out.
+    """
+    if settings.join:
+        check_new_output(overwrite=settings.overwrite)
+    place = Path(out).absolute()
     asked = combinations(over, options)
     _check_values(asked.values())
     check_folder(place)
-    missing: list[Variant] = []
+    missing: list[tuple[Variant, Planned]] = []
     results: dict[str, Path] = {}
     left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
@@ -123,14 +148,34 @@ def sweep(
                 results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
                 check_apart(results[name], source.path)
                 if not kept(results[name], planned, files, settings):
-                    missing.append(Variant(made_by, results[name]))
+                    missing.append((Variant(made_by, results[name]), planned))
         if left_out and (settings.policy.strict or not results):
             raise _refusal(left_out, len(asked))
-        _prepare(place, {*results.values()} - {one.out for one in missing})
-        with phase("variants", 0.7):
-            quantize_variants(model, missing, settings)
-        found = evaluate(model, [*results.values()], settings, **figures)
-    return Swept(place, results, {name: error.message for name, error in left_out.items()}, found)
+        _prepare(place, {*results.values()} - {one.out for one, _ in missing})
+        _make(model, missing, place, files, settings)
+    return results, {name: error.message for name, error in left_out.items()}
+
+
+def _make(
+    model: str | Path,
+    missing: Sequence[tuple[Variant, Planned]],
+    place: Path,
+    files: Mapping[str, Any],
+    settings: Settings,
+) -> None:
+    """Make results that are not there, with other processes where they take part."""
+    wanted = [variant for variant, _ in missing]
+    with phase("variants", 0.7):
+        if not settings.join:
+            quantize_variants(model, wanted, settings)
+            return
+
+        def is_there(number: int) -> bool:
+            variant, planned = missing[number]
+            assert variant.out is not None
+            return kept(variant.out, planned, files, settings)
+
+        join_variants(model, wanted, is_there, place / "sweep", settings)
 
 
 def _check(planned: Planned, settings: Settings) -> None:

@@ -16,7 +16,7 @@ import pytest
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import UsageError
 from quantforge.settings import Settings
-from quantforge.verbs import release
+from quantforge.verbs import release, sweep
 from quantforge.verbs.make_release import SPEC
 from tests.runs import command, ended, forked, tree
 
@@ -122,6 +122,26 @@ def test_jobs_starts_the_others_and_speaks_once(spec, tmp_path, capsys):
     assert {one["name"] for one in json.loads(said.stdout)["variants"]} == {*MADE, "q8"}
     assert said.stderr == ""
     assert tree(shared) == tree(whole)
+
+
+def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
+    common = ["sweep", model, "--over", "bits=3,4,8", "--over", "method=rtn,gptq", "--samples", "4", "--length", "16",
+              "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
+    assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
+    said = subprocess.run(
+        [sys.executable, "-m", "quantforge", *common, "-o", tmp_path / "shared", "--jobs", "2"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert len(json.loads(said.stdout)["results"]) == 6
+    assert said.stderr == ""
+    assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
+    with pytest.raises(UsageError, match="begins late"):
+        sweep(
+            model,
+            {"bits": ["4"]},
+            tmp_path / "shared",
+            settings=Settings(join=True, overwrite=True),
+        )
 
 
 def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
