@@ -59,7 +59,7 @@ def quantize(
     out: str | Path | None = None,
     settings: Settings | None = None,
     *,
-    imatrix: Path | None = None,
+    imatrix: str | Path | None = None,
     **options: Unpack[RecipeOptions],
 ) -> Outcome:
     """Quantize a model; the same call again goes on after any interruption.
