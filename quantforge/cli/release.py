@@ -13,6 +13,7 @@ from quantforge.checkpoint.disk import append, check_new
 from quantforge.checkpoint.files import FILES
 from quantforge.cli import options
 from quantforge.cli.console import Console
+from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from quantforge.verbs import Released
 
 
-_HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
+_HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
 def release(
@@ -86,7 +87,7 @@ def release(
 def _report(console: Console, made: Released, summary: Path | None) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
-        (one.name, one.format, one.method, str(one.weight_bytes),
+        (one.name, one.format, one.method, size(one.weight_bytes),
          f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
         for one in made.variants
     ]  # fmt: skip
@@ -126,7 +127,9 @@ def _show_plan(
     if console.as_json:
         console.document({"schema": "quantforge.release-plan/1", "variants": rows})
         return
-    cells = [[str(row[key]) for key in ("name", "format", "method", "bytes")] for row in rows]
-    states = ["finished" if row["made"] else "to be made" for row in rows]
-    console.table(("variant", "format", "method", "bytes", "state"),
-                  [[*line, state] for line, state in zip(cells, states, strict=True)])  # fmt: skip
+    cells = [
+        (one.variant.name, one.planned.plan.format, one.planned.plan.method, size(one.planned.plan.output_bytes),
+         "finished" if one.there else "to be made")
+        for one in planned
+    ]  # fmt: skip
+    console.table(("variant", "format", "method", "files", "state"), cells)

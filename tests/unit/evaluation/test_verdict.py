@@ -2,8 +2,8 @@
 
 import pytest
 
-from quantforge.evaluation.significant import significant, size, with_error
 from quantforge.evaluation.verdict import judge, pareto_front
+from quantforge.results.significant import significant, size, with_error
 
 
 def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):
@@ -118,3 +118,16 @@ def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner(
         "smallest: a (4.00 MB, 2.00 times smaller than wren; as small: b)",
         "closest: a (KL 0.00630, 4.00 MB; not told apart: b)",
     )
+
+
+def test_a_reference_that_is_smaller_or_faster_is_not_passed_over():
+    rows = [row("q4", 3_000_000, pace=1000.0), row("wren", 8_000_000, 0.01, 500.0)]
+    assert judge(rows).sentences == (
+        "smallest after the reference: wren (8.00 MB, 2.67 times larger than q4)",
+        "closest: wren (KL 0.0100, 8.00 MB)",
+        "fastest after the reference: wren (500 tokens/s, 2.00 times slower than q4)",
+    )
+    rows = [row("q4", 8_001_000, pace=510.0), row("wren", 8_000_000, 0.01, 500.0)]
+    assert not any("after the reference" in text for text in judge(rows).sentences)
+    rows[0] = row("q4", 3_000_000)  # whose speed was not measured
+    assert judge(rows).sentences[-1] == "fastest: wren (500 tokens/s)"
