@@ -123,6 +123,11 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     console.note(
         f"{plan.method} -> {plan.format}: {plan.density}, files {size(plan.output_bytes)}, {seconds:.0f} s"
     )
+    if outcome.scaled is not None:
+        found, searched = outcome.scaled
+        console.note(
+            f"columns scaled for {found} of {searched} activations; no factors were better elsewhere"
+        )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
         if of_engine(note) or note.startswith(TOLD):

@@ -164,7 +164,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
         raise
     claims.remove()
     work.remove()  # the last: by the journal the next command knows that this one had ended
-    one.outcome.append(Outcome(stage.out, plan, events, work.resumed))
+    one.outcome.append(Outcome(stage.out, plan, events, work.resumed, run.scaled()))
 
 
 def _join(

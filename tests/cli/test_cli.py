@@ -21,6 +21,7 @@ from quantforge.cli.app import RESUMED, Stopped
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
+from quantforge.execution.record import scaled_of
 from quantforge.results.manifest import NAME
 from quantforge.results.significant import size, sized
 from tests.conftest import Tiny
@@ -177,6 +178,17 @@ def test_sizes_of_weights_and_of_files_have_their_own_words_everywhere(model, tm
     assert "weights" in shown.splitlines()[1]
     assert "closest: out (KL 0." in shown
     assert f", weights {size(weights)})" in " ".join(shown.split())
+
+
+def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tmp_path, capsys):
+    asked = ("quantize", model, "--bits", "4", *ROWS)
+    said = command(capsys, *asked, "--method", "awq", "-o", tmp_path / "a").err
+    (told,) = re.findall(r"^columns scaled for (\d+) of (\d+) activations; ", said, re.M)
+    assert 0 <= int(told[0]) <= int(told[1]) > 0
+    assert "scaled" not in command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
+    records = [{"transform": {"a": {"family": "none"}, "b": {"family": "duo"}}}, {"events": []}]
+    assert scaled_of(records) == (1, 2)
+    assert scaled_of([{"transform": {"a": {"error": 0.5}}}]) is None
 
 
 def test_tensors_are_chosen_in_the_document_too(model, capsys):
