@@ -40,6 +40,16 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One tensor as its file describes it: type in the file's own words, shape in elements, bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class FilePlan:
     """One weight file, known to the byte before any tensor exists.
 
@@ -153,7 +163,7 @@ class Draft:
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Everything that is decided before a weight is read."""
 
@@ -178,6 +188,15 @@ class Plan:
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
     running: RunningNames | None = None  # known when the result is published
+
+    def __repr__(self) -> str:
+        """Return a line for a person: what is made of which model, and how much of it."""
+        return (
+            f"Plan(model={self.model!r}, method={self.method!r}, format={self.format!r}, name={self.name!r},"
+            f" quantized={len(self.quantized())} of {len(self.tensors)} tensors, output_bytes={self.output_bytes},"
+            f" bits_per_weight={self.bits_per_weight:.3f}, peak_memory_bytes={self.peak_memory_bytes},"
+            f" substitutions={len(self.substitutions)})"
+        )
 
     def quantized(self) -> tuple[TensorPlan, ...]:
         """Return the tensors that are quantized, in file order."""

@@ -2,8 +2,9 @@
 
 A model, the text that calibrates its quantization and the text that judges it must not share
 their subjects; otherwise the judgement measures memory. The split is therefore made by topic, and
-the table below is the whole of it: a family of modules belongs to exactly one part. Modules that
-the table does not name are not used, which keeps out everything that a distribution may leave
+the tables below and in `quantforge.verbs.demo_text` are the whole of it: a family of modules belongs
+to exactly one part. Modules that they do not name are not used, which keeps out everything that a
+distribution may leave
 out of a minimal installation (`test`, `tkinter`, `idlelib`, `distutils`, ...) and every table of
 numbers that is Python only by its suffix.
 
@@ -16,10 +17,18 @@ Python Software Foundation. What is stored is its digest.
 import argparse
 import hashlib
 import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from quantforge.verbs.demo_text import EVALUATION, Document, documents, evaluation_text, joined
+
+__all__ = [
+    "CALIBRATION",
+    "EVALUATION",
+    "TRAINING",
+    "calibration_text",
+    "evaluation_text",
+    "training_text",
+]
 
 # Names of top-level modules or packages. Names that this version of Python lacks are skipped.
 TRAINING: dict[str, str] = {
@@ -49,26 +58,11 @@ CALIBRATION: dict[str, str] = {
     "logging": "logging",
     "configuration and records": "configparser tomllib plistlib netrc csv",
 }
-EVALUATION: dict[str, str] = {
-    "archives and compression": "tarfile zipfile gzip bz2 lzma _compression compression",
-    "statistics and chance": "statistics random fractions numbers",
-}
-# Tables and tests inside packages that are otherwise used.
-SKIPPED_PARTS = frozenset({"test", "tests", "__pycache__"})
-SKIPPED_FILES = frozenset({"html/entities.py"})
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One file or one page of documentation: its name and its text."""
-
-    name: str
-    text: str
 
 
 def training_documents() -> list[Document]:
     """Return the training part: source code, without the documentation pages."""
-    return list(_documents(TRAINING))
+    return list(documents(TRAINING))
 
 
 def training_pages() -> list[Document]:
@@ -91,48 +85,17 @@ def training_pages() -> list[Document]:
 
 def calibration_text() -> str:
     """Return the text that quantization may look at."""
-    return _join(_documents(CALIBRATION))
-
-
-def evaluation_text() -> str:
-    """Return the text that nothing but the final measurement may look at."""
-    return _join(_documents(EVALUATION))
+    return joined(documents(CALIBRATION))
 
 
 def training_text() -> str:
     """Return everything that the model is trained on, as one string (for its digest)."""
-    return _join([*training_documents(), *training_pages()])
+    return joined([*training_documents(), *training_pages()])
 
 
 def digest(text: str) -> str:
     """Return the sha256 of a text as UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _documents(table: dict[str, str]) -> Iterator[Document]:
-    """Yield the files of a table's families: families in the table's order, files sorted."""
-    library = Path(sysconfig.get_path("stdlib"))
-    for names in table.values():
-        for name in sorted(names.split()):
-            for path in _module_files(library, name):
-                text = path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
-                if text.strip():
-                    yield Document(path.relative_to(library).as_posix(), text)
-
-
-def _module_files(library: Path, name: str) -> list[Path]:
-    """Return the source files of one top-level module or package, sorted."""
-    found = [library / f"{name}.py", *(library / name).rglob("*.py")]
-    relative = sorted(path.relative_to(library) for path in found if path.is_file())
-    return [
-        library / path
-        for path in relative
-        if SKIPPED_PARTS.isdisjoint(path.parts) and path.as_posix() not in SKIPPED_FILES
-    ]
-
-
-def _join(documents: Iterable[Document]) -> str:
-    return "\n".join(document.text for document in documents)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python scripts/readme_pictures.py          # into docs/pictures
 
-The terminal is what `eval` prints at 100 columns below the very command, drawn by rich; the report is its part down to
-the first charts in Chromium, 1200 wide. The text that is scored is that of `scripts/quickstart`.
+The terminal is what the `eval` of README prints at 100 columns below the very command, drawn by rich; the report is its
+part down to the first charts in Chromium, 1200 wide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from scripts.demo_text import evaluation_text  # noqa: E402 - of this folder
 from scripts.report_pictures import browser, chromium, shown  # noqa: E402
 
 PICTURES = ROOT / "docs/pictures"
@@ -30,12 +29,12 @@ COLUMNS, WIDTH = 100, 1200
 MARGIN = 24  # below the charts
 MOST_BYTES = 150_000
 MADE = (
+    "quantize demo --method gptq --bits 4",
     "quantize demo --method rtn --bits 4",
-    "quantize demo --bits 4",
-    "export demo-awq-gptq-int4 --format gguf",
+    "export demo-gptq-int4 --format gguf",
 )
-SHOWN = "eval demo demo-rtn-int4 demo-awq-gptq-int4 demo-Q4_0.gguf"
-OPTIONS = "--text evaluation.txt --report report.html"
+SHOWN = "eval demo demo-rtn-int4 demo-gptq-int4 demo-Q4_0.gguf"
+OPTIONS = "--report report.html"
 FIRST_CHARTS = """Math.max(...[...document.querySelector(".charts").children].slice(0, 2).map(
   figure => figure.getBoundingClientRect().bottom))"""
 
@@ -78,7 +77,6 @@ def main() -> None:
         run("demo", place)
         for line in MADE:
             run(line, place)
-        (place / "evaluation.txt").write_text(evaluation_text())
         said = run(f"{SHOWN} {OPTIONS}", place)
         save(PICTURES / "terminal.svg", terminal(said).encode())
         with browser() as running, shown(running, place / "report.html", WIDTH) as page:

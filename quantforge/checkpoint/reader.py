@@ -22,6 +22,7 @@ from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import Fault, InputError
+from quantforge.plans import HeldTensor
 from quantforge_files import FileRole, roles
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class Checkpoint:
             for path in self.side_files
             if (role := role_of(name := path.relative_to(self.path).as_posix()))
         }
+
+    def held(self) -> tuple[HeldTensor, ...]:
+        """Return the tensors as their files describe them."""
+        return tuple(entry.held() for entry in self.entries.values())
 
     @property
     def facts(self) -> Mapping[str, str]:

@@ -30,7 +30,7 @@ from quantforge.checkpoint.files import FILES, changed, reopened
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
-from quantforge.plans import DTYPE_BITS, StoredTensor
+from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge_files import Stamp, system
 from quantforge_files.roles import HEADER, WEIGHTS
 from quantforge_files.strict_json import uncollected
@@ -79,6 +79,10 @@ class TensorEntry:
     def stored(self) -> StoredTensor:
         """Return name, dtype and shape, without the place in a file."""
         return StoredTensor(self.name, self.dtype, self.shape)
+
+    def held(self) -> HeldTensor:
+        """Return it as its file describes it."""
+        return HeldTensor(self.name, self.dtype, self.shape, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

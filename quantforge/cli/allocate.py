@@ -11,7 +11,7 @@ import typer
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.request import build_policy, takes_choices
-from quantforge.evaluation.significant import significant, size
+from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
     from quantforge.verbs import Allocated
@@ -94,7 +94,7 @@ def _show(console: Console, found: Allocated) -> None:
     ]
     made = ("the recipe", significant(found.bits), size(found.nbytes), significant(found.nats))
     rows.append(made)
-    console.table(("scheme", "bits", "size", "expected KL"), rows)
+    console.table(("scheme", "bits", "files", "expected KL"), rows)
     console.text()
     weights = sum(found.shares.values())
     for scheme, count in sorted(found.shares.items()):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
-from quantforge.evaluation.significant import significant
 from quantforge.execution.progress import Progress
+from quantforge.results.significant import significant
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import DRAFT_TOKENS, has_template, open_speaker
 

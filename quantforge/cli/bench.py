@@ -11,14 +11,14 @@ from quantforge.cli import options, quantities
 from quantforge.cli.completion import cache_kinds, models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.evaluation.columns import ABSENT, Column, fitting
-from quantforge.evaluation.significant import significant
+from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
+from quantforge.results.significant import significant
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge.evaluation.serving_load.load_options import LoadFound, LoadRow
 
-EXAMPLE = "Example: quantforge bench demo demo-awq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
+EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
 
 
@@ -36,6 +36,7 @@ Models = Annotated[
         help="Models of any format, one after another.", metavar="MODEL...", autocompletion=models
     ),
 ]
+Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide.")]
 Requests = Annotated[int, _load("--requests", metavar="N", help="How many.", min=1)]
 Rate = Annotated[
     float | None,
@@ -125,6 +126,7 @@ def bench(
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
     offline: options.Offline = False,
+    wide: Wide = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     json_progress: options.JsonProgress = False,
@@ -154,12 +156,12 @@ def bench(
     )  # fmt: skip
     with console.watch():
         found = measure(models, settings, asked)
-    _show(console, found)
+    _show(console, found, wide=wide)
     if any(row.figures.failed for row in found.rows):
         raise typer.Exit(FAILED)
 
 
-def _show(console: Console, found: LoadFound) -> None:
+def _show(console: Console, found: LoadFound, *, wide: bool) -> None:
     """Print a table of the rows, and what is to be known of them."""
     if console.as_json:
         console.document(found.document())
@@ -175,7 +177,10 @@ def _show(console: Console, found: LoadFound) -> None:
         Column("cost/M", tuple(_or_absent(row.figures.cost) for row in rows), 1),
         Column("failed", tuple(str(row.figures.failed or ABSENT) for row in rows)),
     ]
-    console.columns(fitting(columns, console.width), "Latency (ms) and throughput")
+    drawn = fitting(columns, console.width, wide=wide)
+    console.columns(drawn, "Latency (ms) and throughput")
+    if absent := left_out(columns, drawn):
+        console.wrapped(absent)
     console.text()
     stream = rows[-1].figures
     console.wrapped(

@@ -27,4 +27,4 @@ def demo(
         console.document({"schema": "quantforge.demo/1", "path": str(made)})
         return
     console.text(str(made))
-    console.note(f"next: quantforge plan {made} --method awq --bits 4")
+    console.note(f"next: quantforge plan {made} --method gptq --bits 4")

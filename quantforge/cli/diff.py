@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,10 @@ from quantforge.cli.console import Console
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference
 
-EXAMPLE = "Example: quantforge diff demo-awq-int4 demo-Q4_0.gguf"
+EXAMPLE = "Example: quantforge diff demo-gptq-int4 demo-Q4_0.gguf"
 DIFFERENT = 5
 SHOWN = 20
+DIGEST, DIGITS = re.compile("[0-9a-f]{64}"), 12  # of a digest, enough to tell it from another
 SIDES = ("first", "second")
 
 
@@ -86,14 +88,29 @@ def _stated(stated: Mapping[str, list[Any]], unstated: Mapping[str, list[str]]) 
         kind = key.partition(".")[0]
         missing = [side for side in SIDES if kind in unstated.get(side, ())]
         if not missing:
-            yield f"{key}: {_short(one)} | {_short(other)}"
+            fields = [*_fields(key, one, other)]
+            yield from fields[:SHOWN]
+            if len(fields) > SHOWN:
+                yield f"{key}: {len(fields) - SHOWN} more fields differ (--json lists all)"
         elif kind not in told:
             told.add(kind)
             yield f"{kind}: the {missing[0]} has none, so what was done cannot be compared"
 
 
+def _fields(name: str, one: object, other: object) -> Iterator[str]:
+    """Yield a line for every field that differs, of a table for each of its fields."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        yield f"{name}: {_short(one)} | {_short(other)}"
+        return
+    for key in dict.fromkeys((*one, *other)):
+        if one.get(key) != other.get(key):
+            yield from _fields(f"{name}, {key}", one.get(key), other.get(key))
+
+
 def _short(value: object) -> str:
     text = "not stated" if value is None else _words(value)
+    if DIGEST.fullmatch(text):
+        return text[:DIGITS]
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

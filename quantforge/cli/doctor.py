@@ -11,7 +11,7 @@ from quantforge import __version__
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError
-from quantforge.evaluation.significant import size
+from quantforge.results.significant import size
 from quantforge_files import system
 
 Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
 
 REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
-EXAMPLE = "Example: quantforge eval demo demo-awq-int4 --max-ppl-increase 5%"
+EXAMPLE = "Example: quantforge eval demo demo-gptq-int4 --max-ppl-increase 5%"
 
 
 def evaluate(
     reference: wanted.Reference,
     models: wanted.Descendants = None,
-    text: wanted.Text = "builtin",
+    text: wanted.Text = None,
     windows: wanted.WindowCount = 80,
     length: wanted.WindowLength = 512,
     max_ppl_increase: wanted.PerplexityLimit = None,
@@ -108,7 +108,7 @@ def _show(
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
     """Print the two tables, the verdict in words, and the protocol."""
-    from quantforge.evaluation.report import notes, tables, titles
+    from quantforge.evaluation.report import absent_columns, notes, tables, titles
     from quantforge.evaluation.text_tables import ON_FRONT
 
     verdict = found.verdict
@@ -116,6 +116,9 @@ def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
     drawn = tables(found, console.width, wide=wide)
     for title, columns in zip((f"Quality{against}", "Speed and memory"), drawn, strict=False):
         console.columns(columns, title)
+        console.text()
+    if absent := absent_columns(found, drawn):
+        console.wrapped(absent)
         console.text()
     for sentence in verdict.sentences:
         console.wrapped(sentence)

@@ -22,11 +22,11 @@ Descendants = Annotated[
     ),
 ]
 Text = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--text",
         metavar="SOURCE",
-        help="What is scored: a SOURCE as for --calibration.",
+        help="What is scored: a SOURCE as for --calibration (default: the reference's evaluation.txt, else builtin).",
         rich_help_panel=SCORED,
     ),
 ]

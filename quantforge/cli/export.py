@@ -11,13 +11,13 @@ from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
-from quantforge.evaluation.significant import size
 from quantforge.formats.targets import placed
+from quantforge.results.significant import size
 
 if TYPE_CHECKING:
     from quantforge.verbs import Exported, Outcome
 
-EXAMPLE = "Example: quantforge export demo-awq-int4 --format gguf"
+EXAMPLE = "Example: quantforge export demo-gptq-int4 --format gguf"
 FORM = (
     "format",
     "engine",
@@ -114,7 +114,7 @@ def _show(console: Console, result: Exported) -> None:
     console.text(str(out))
     console.note(
         f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
-        f" {size(result.output_bytes)}"
+        f" files {size(result.output_bytes)}"
     )
     if result.coverage is not None:
         console.note(str(result.coverage))

@@ -14,12 +14,12 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
-from quantforge.evaluation.significant import size
+from quantforge.results.significant import size
 
 if TYPE_CHECKING:
-    from quantforge.plans import StoredTensor
+    from quantforge.plans import HeldTensor
 
-EXAMPLE = "Example: quantforge inspect demo-awq-int4 --tensors '*.layers.0.*'"
+EXAMPLE = "Example: quantforge inspect demo-gptq-int4 --tensors '*.layers.0.*'"
 
 
 def inspect(
@@ -65,8 +65,8 @@ def inspect(
         return
     console.text(f"{found.path}  {found.model_type}  {found.format}".rstrip())
     console.text(
-        f"{found.weights:,} weights, {size(found.tensor_bytes)} of tensors,"
-        f" {found.bits_per_weight:.4f} bits per weight"
+        f"{found.weights:,} weights, {found.bits_per_weight:.4f} bits per weight;"
+        f" weights {size(found.tensor_bytes)}, files {size(found.file_bytes)}"
     )
     if found.quantized_weights:
         console.text(
@@ -81,7 +81,7 @@ def inspect(
             console.text(f"{key.replace('_counts', 's')}: {said}")
 
 
-def _matching(tensors: Sequence[StoredTensor], pattern: str) -> tuple[StoredTensor, ...]:
+def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, ...]:
     """Return the tensors whose names match a glob.
 
     Raises:

@@ -12,12 +12,12 @@ from quantforge.cli import choices, options, plan_capacity
 from quantforge.cli.console import Console
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
-from quantforge.evaluation.significant import size
 from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
+from quantforge.results.significant import size, sized
 from quantforge_files.strict_json import uncollected
 
-EXAMPLE = "Example: quantforge plan demo --method awq --bits 4"
+EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
 
 @takes_choices(given=tuple(choices.RECIPE))
@@ -101,12 +101,11 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
     else:
         console.table(("layers", "tensors", "becomes", "bytes", "rule"), summary(plan))
     console.text()
-    files = "file" if len(plan.shards) == 1 else "files"
     for name, said in (
         ("method", f"{plan.method}  ->  {plan.format}"),
         ("density", plan.density),
         ("output", shown(output)),
-        ("size", f"{plan.output_bytes:,} bytes in {len(plan.shards)} {files}"),
+        ("files", f"{sized(plan.output_bytes)} in {len(plan.shards)}"),
         ("coverage", str(coverage(plan.tensors))),
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
         *(("note", placed(note, shown(output))) for note in (*plan.notes, *plan.left_behind)),

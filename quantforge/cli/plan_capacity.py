@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from quantforge.cli import quantities
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
-from quantforge.evaluation.significant import significant, size
 from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
 from quantforge.planning.cards import CARDS, Card, card_of
+from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
     pass

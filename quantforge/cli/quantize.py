@@ -15,16 +15,16 @@ from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
-from quantforge.evaluation.significant import size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
+from quantforge.results.significant import size
 
 if TYPE_CHECKING:
     from quantforge.events import Event
     from quantforge.verbs import Outcome
 
-EXAMPLE = "Example: quantforge quantize demo --method awq --bits 4"
+EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 
 
 @takes_choices(given=tuple(choices.RECIPE))
@@ -121,8 +121,13 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     out = from_here(outcome.out)
     console.text(str(out))
     console.note(
-        f"{plan.method} -> {plan.format}: {plan.density}, {size(plan.output_bytes)}, {seconds:.0f} s"
+        f"{plan.method} -> {plan.format}: {plan.density}, files {size(plan.output_bytes)}, {seconds:.0f} s"
     )
+    if outcome.scaled is not None:
+        found, searched = outcome.scaled
+        console.note(
+            f"columns scaled for {found} of {searched} activations; no factors were better elsewhere"
+        )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
         if of_engine(note) or note.startswith(TOLD):

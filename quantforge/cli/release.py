@@ -14,7 +14,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.cli import jobs as processes
 from quantforge.cli import options, quantities, ranks
 from quantforge.cli.console import Console
-from quantforge.evaluation.significant import size
+from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="SIZE",
-        help="Leave out variants whose weights take more, as 8GB or 8GiB.",
+        help="Leave out variants whose files take more, as 8GB or 8GiB.",
     ),
 ]
 Summary = Annotated[
@@ -42,7 +42,7 @@ Summary = Annotated[
         help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
     ),
 ]
-_HEADERS = ("variant", "format", "method", "bytes", "KL", "gates")
+_HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
 def release(
@@ -98,14 +98,14 @@ def release(
         made = verbs.release(spec, output, settings, only or (), most)
     if processes.silent():
         return
-    _report(console, made, summary)
+    _report(console, made, summary, shared=settings.join)
     made.check_gates()
 
 
-def _report(console: Console, made: Released, summary: Path | None) -> None:
+def _report(console: Console, made: Released, summary: Path | None, *, shared: bool) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
-        (one.name, one.format, one.method, str(one.weight_bytes),
+        (one.name, one.format, one.method, size(one.weight_bytes),
          f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
         for one in made.variants
     ]  # fmt: skip
@@ -116,13 +116,14 @@ def _report(console: Console, made: Released, summary: Path | None) -> None:
     else:
         console.table(_HEADERS, rows)
         _say_left_out(console, made.left_out)
-        console.note(f"made {len(made.made)}, kept {len(rows) - len(made.made)}")
+        others = "made by other processes or kept" if shared else "kept"
+        console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
         console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
 
 
 def _say_left_out(console: Console, sizes: Mapping[str, int]) -> None:
     for name, nbytes in sizes.items():
-        console.note(f"{name} is left out: its weights take {size(nbytes)}")
+        console.note(f"{name} is left out: its files take {size(nbytes)}")
 
 
 def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
@@ -158,8 +159,10 @@ def _show_plan(
             {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": left_out}
         )
         return
-    cells = [[str(row[key]) for key in ("name", "format", "method", "bytes")] for row in rows]
-    states = ["finished" if row["made"] else "to be made" for row in rows]
-    console.table(("variant", "format", "method", "bytes", "state"),
-                  [[*line, state] for line, state in zip(cells, states, strict=True)])  # fmt: skip
+    cells = [
+        (one.variant.name, one.planned.plan.format, one.planned.plan.method, size(one.planned.plan.output_bytes),
+         "finished" if one.there else "to be made")
+        for one in planned
+    ]  # fmt: skip
+    console.table(("variant", "format", "method", "files", "state"), cells)
     _say_left_out(console, left_out)

@@ -12,7 +12,7 @@ from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import takes_choices
 
-EXAMPLE = "Example: quantforge reproduce demo-awq-int4 --source demo"
+EXAMPLE = "Example: quantforge reproduce demo-gptq-int4 --source demo"
 DIFFERENT = 5
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
-from quantforge.evaluation.significant import size
 from quantforge.execution.progress import Progress
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
+from quantforge.results.significant import size
 from quantforge_files import system
 
 _LOG = b'{"part": "'  # how a log begins

@@ -23,7 +23,7 @@ from quantforge.verbs.serve_model import (
     ServeOptions,
 )
 
-EXAMPLE = "Example: quantforge serve demo-awq-int4"
+EXAMPLE = "Example: quantforge serve demo-gptq-int4"
 LOCAL = ("127.", "::1", "localhost")
 
 Host = Annotated[

@@ -49,7 +49,7 @@ def sweep(
     over: Varied,
     output: Place = None,
     given: choices.Given,
-    text: wanted.Text = "builtin",
+    text: wanted.Text = None,
     windows: wanted.WindowCount = 80,
     window_length: ScoredLength = 512,
     speed: Speed = False,

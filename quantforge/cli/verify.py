@@ -14,7 +14,7 @@ from quantforge.cli.console import Console
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
 
-EXAMPLE = "Example: quantforge verify demo-awq-int4 --source demo"
+EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
 FAILED = 5
 
 

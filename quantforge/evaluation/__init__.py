@@ -25,7 +25,6 @@ In this folder:
     perplexity         Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
     report             A finished evaluation as a file: Markdown, the document of ``--json``
     requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
-    significant        Figures as text: three significant digits, and sizes in decimal units
     speed              Speed: time to the first token, time per further token at several batch sizes, share of the roof
     task_code          Task files that would run code: refused before the work
     text_tables        Evaluation as two tables of text: quality, and speed with memory

@@ -13,10 +13,10 @@ from typing import Any
 from quantforge.checkpoint.hub import source_name
 from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import Evaluation
-from quantforge.evaluation.significant import significant, size, with_error
 from quantforge.evaluation.verdict import short_names
 from quantforge.results.card import code
 from quantforge.results.card_figures import of_folder
+from quantforge.results.significant import significant, size, with_error
 
 Row = Mapping[str, Any]
 _ABSENT = "-"

@@ -15,6 +15,7 @@ ABSENT = "-"
 EXPERT = 99  # the rank of columns that only experts read
 GAP = 2  # between columns
 FOLDED = 32  # characters of a column that always stays; a terminal folds what is longer
+NAMED = 8  # columns that are left out, the most important first
 _PIECE = re.compile(r"[^\s.:/,|]*[\s.:/,|]+|[^\s.:/,|]+")  # a word with what ends it
 
 
@@ -59,6 +60,19 @@ def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False)
             break
         chosen.append(column)
     return [column for column in filled if column in chosen]
+
+
+def left_out(everything: Sequence[Column], drawn: Sequence[Column]) -> str:
+    """Return a line on what a table lacks for want of width, or else for experts only; empty where nothing is."""
+    headers = {column.header for column in drawn}
+    missing = [one for one in fitting(everything, None, wide=True) if one.header not in headers]
+    cut = sorted((one for one in missing if one.rank < EXPERT), key=lambda one: one.rank)
+    named = [one.header for one in cut or missing]
+    more = [f"and {len(named) - NAMED} more"] if len(named) > NAMED else []
+    names = ", ".join([*named[:NAMED], *more])
+    if not names:
+        return ""
+    return f"left out, too wide: {names} (--wide)" if cut else f"with --wide also: {names}"
 
 
 def folded(columns: Sequence[Column], width: int) -> list[Column]:

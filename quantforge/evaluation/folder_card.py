@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantforge.evaluation.significant import significant, size
 from quantforge.formats.loading import Snippet
 from quantforge.results.card import cell, code
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, MutablePart
+from quantforge.results.significant import significant, size
 
 FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")
 GB = 1e9
 MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+TYPICAL = 5.0  # bits per weight of the file that is loaded in the examples, about
 _ABSENT = "-"
 
 
@@ -28,7 +29,7 @@ class FolderFile:
         name: of the file, or the first of numbered ones.
         method: by which it was quantized.
         bits: bits per weight; 0 where that is not known.
-        nbytes: of the file, or all numbered ones.
+        nbytes: of the file, or of all numbered ones.
         needed: bytes of memory in use; None where that is not known.
         divergence: from the source, nats per token; None where it was not measured.
     """
@@ -68,7 +69,7 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
     files = sorted(files, key=lambda file: (file.nbytes, file.name))
     lines = [
         "## Files", "",
-        "| file | method | bits of quantized weights | size | KL, nats per token |", "|---|---|---:|---:|---:|",
+        "| name | method | bits of quantized weights | file | KL, nats per token |", "|---|---|---:|---:|---:|",
         *(_row(file) for file in files), "",
         *_which(files, context),
     ]  # fmt: skip
@@ -91,17 +92,12 @@ def _row(file: FolderFile) -> str:
 
 def _which(files: Sequence[FolderFile], context: int) -> Iterator[str]:
     """Yield which file to take, as far as that is known."""
-    measured = all(file.divergence is not None for file in files)
+    measured = _measured(files)
     yield from ("## Which one", "")
     if all(file.needed is not None for file in files):
         yield from ("| memory | file | needs |", "|---:|---|---:|")
-        before = None
-        for memory in MEMORIES:
-            fitting = [file for file in files if (file.needed or 0) <= memory * GB]
-            best = min(fitting, key=lambda file: _loss(file, measured=measured), default=None)
-            if best is not None and best is not before:
-                yield f"| {memory} GB | {code(best.name)} | {size(best.needed or 0)} |"
-            before = best
+        for memory, best in _advised(files):
+            yield f"| {memory} GB | {code(best.name)} | {size(best.needed or 0)} |"
         yield ""
         yield (
             f"Needs: weights, cache and activations of one sequence of {context} tokens; system and engine take more."
@@ -113,6 +109,35 @@ def _which(files: Sequence[FolderFile], context: int) -> Iterator[str]:
         yield ""
         yield f"Another is no larger and closer to the source: {told}."
     yield ""
+
+
+def shown_file(files: Sequence[FolderFile]) -> FolderFile:
+    """Return the file that the examples load: one of those that are advised, and measured if any is."""
+    advised = [best for _, best in _advised(files)] or [_closest(files, measured=_measured(files))]
+    measured = [file for file in files if file.divergence is not None]
+    both = [file for file in advised if file in measured]
+    return min(both or measured or advised, key=lambda file: abs(file.bits - TYPICAL))
+
+
+def _advised(files: Sequence[FolderFile]) -> list[tuple[int, FolderFile]]:
+    """Return which file to take from which memory in GB on; none where it is not known what they need."""
+    if any(file.needed is None for file in files):
+        return []
+    found: list[tuple[int, FolderFile]] = []
+    for memory in MEMORIES:
+        fitting = [file for file in files if (file.needed or 0) <= memory * GB]
+        best = _closest(fitting, measured=_measured(files)) if fitting else None
+        if best is not None and (not found or best is not found[-1][1]):
+            found.append((memory, best))
+    return found
+
+
+def _measured(files: Sequence[FolderFile]) -> bool:
+    return all(file.divergence is not None for file in files)
+
+
+def _closest(files: Sequence[FolderFile], *, measured: bool) -> FolderFile:
+    return min(files, key=lambda file: _loss(file, measured=measured))
 
 
 def _loss(file: FolderFile, *, measured: bool) -> tuple[float, int]:

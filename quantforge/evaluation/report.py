@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from quantforge.evaluation.columns import Column, fitting
+from quantforge.evaluation.columns import Column, fitting, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.report_page.assemble import assemble
-from quantforge.evaluation.significant import significant
 from quantforge.evaluation.text_tables import ON_FRONT, quality_columns, speed_columns
 from quantforge.evaluation.verdict import short_names
+from quantforge.results.significant import significant
 
 FOREIGN = 100  # perplexity of a reference from which on the text is none that it was trained for
 
@@ -68,11 +68,21 @@ def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
 
 def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[list[Column]]:
     """Return the columns of the table of quality, and of that of speed where it was measured; see `fitting`."""
+    return [fitting(columns, width, wide=wide) for columns in _everything(evaluation)]
+
+
+def _everything(evaluation: Evaluation) -> list[list[Column]]:
     rows, verdict = evaluation.rows, evaluation.verdict
     found = [quality_columns(rows, verdict)]
     if evaluation.protocol.speed_dtype:
         found.append(speed_columns(rows, verdict))
-    return [fitting(columns, width, wide=wide) for columns in found]
+    return found
+
+
+def absent_columns(evaluation: Evaluation, drawn: Sequence[Sequence[Column]]) -> str:
+    """Return a line on the columns that the tables of `tables` lack, see `left_out`."""
+    everything = [column for columns in _everything(evaluation) for column in columns]
+    return left_out(everything, [column for columns in drawn for column in columns])
 
 
 def titles(drawn: Sequence[Sequence[Column]]) -> frozenset[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column
 from quantforge.evaluation.harness import TASK_ERROR
-from quantforge.evaluation.significant import significant, size, with_error
 from quantforge.evaluation.verdict import Verdict
+from quantforge.results.significant import significant, size, with_error
 
 Row = Mapping[str, Any]
 ON_FRONT = "*"
@@ -144,7 +144,7 @@ def _answers(row: Row) -> str:
 
 
 _QUALITY = (
-    _Figure("size", 1, _bytes("weight_bytes"), "weight_bytes"),
+    _Figure("weights", 1, _bytes("weight_bytes"), "weight_bytes"),
     _Figure("bits", 1, _plain("bits_per_weight")),
     _Figure("KL", 1, _plain("kl_mean", error="kl_se"), "kl_mean"),
     _Figure("KL of answers", 2, _answers),

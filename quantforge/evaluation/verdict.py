@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.evaluation.significant import significant, size
+from quantforge.results.significant import significant, size
 
 Row = Mapping[str, Any]
 SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
@@ -32,7 +32,7 @@ class Winner:
         aspect: ``size``, ``quality`` (KL divergence) or ``speed`` (tokens per second of one sequence).
         row: its index in the rows of the evaluation.
         model: its name.
-        figure: its figure in words, e.g. ``3.72 MB, 2.25 times smaller than demo``.
+        figure: its figure in words, e.g. ``weights 3.72 MB, 2.25 times smaller than demo``.
     """
 
     aspect: str
@@ -67,7 +67,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
     names = short_names([str(row["path"]) for row in rows])
     front = pareto_front(rows)
     winners = tuple(_winners(rows, names))
-    sentences = [*_beaten(rows, names, front), *_in_words(winners)]
+    sentences = [*_beaten(rows, names, front), *_in_words(winners, rows)]
     return Verdict(tuple(names), front, winners, tuple(sentences))
 
 
@@ -134,12 +134,12 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
         return f"; {words}: {', '.join(equal)}" if equal else ""
 
     small = best(lambda row: row["weight_bytes"])
-    text = size(rows[small]["weight_bytes"]) + against("weight_bytes", small, "larger", "smaller")
+    text = _weights(rows[small]) + against("weight_bytes", small, "larger", "smaller")
     winners = [
         Winner("size", small, names[small], text + beside(small, _same_bytes, found, "as small"))
     ]
     near = best(lambda row: row["kl_mean"])
-    text = f"KL {significant(rows[near]['kl_mean'])}, {size(rows[near]['weight_bytes'])}"
+    text = f"KL {significant(rows[near]['kl_mean'])}, {_weights(rows[near])}"
     winners.append(Winner("quality", near, names[near], text + beside(near, _same_kl, found)))
     paced = [index for index in found if rows[index]["decode_tokens_per_second"]]
     if paced:
@@ -153,6 +153,10 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
             equal = beside(fast, _same_pace, [*([0] if reference[key] else []), *paced])
         winners.append(Winner("speed", fast, names[fast], text + equal))
     return winners
+
+
+def _weights(row: Row) -> str:
+    return f"weights {size(row['weight_bytes'])}"
 
 
 def _same_bytes(one: Row, other: Row) -> bool:
@@ -202,6 +206,23 @@ def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> 
     return found
 
 
-def _in_words(winners: Sequence[Winner]) -> list[str]:
+def _in_words(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each winner; where the reference is smaller or faster, it says that this one comes next."""
     words = {"size": "smallest", "quality": "closest", "speed": "fastest"}
-    return [f"{words[winner.aspect]}: {winner.model} ({winner.figure})" for winner in winners]
+    return [
+        f"{words[winner.aspect]}{_beside_reference(winner, rows)}: {winner.model} ({winner.figure})"
+        for winner in winners
+    ]
+
+
+def _beside_reference(winner: Winner, rows: Sequence[Row]) -> str:
+    """Return what follows the word of a winner that the reference itself beats."""
+    reference, best = rows[0], rows[winner.row]
+    if winner.aspect == "size":
+        beaten = reference["weight_bytes"] < best["weight_bytes"]
+        beaten = beaten and not _same_bytes(reference, best)
+    else:
+        key = "decode_tokens_per_second"
+        beaten = winner.aspect == "speed" and (reference[key] or 0) > best[key]
+        beaten = beaten and not _same_pace(best, reference)
+    return " after the reference" if beaten else ""

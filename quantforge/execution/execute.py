@@ -29,7 +29,7 @@ from quantforge.execution.learning import Tuning
 from quantforge.execution.lockstep import execute_together
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
-from quantforge.execution.record import Record, events_of, figures_of, progress_of
+from quantforge.execution.record import Record, events_of, figures_of, progress_of, scaled_of
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
@@ -238,6 +238,10 @@ class Run:
     def figures(self) -> dict[str, dict[str, float]]:
         """Return the figures of every rounded tensor, by name."""
         return figures_of(self._records())
+
+    def scaled(self) -> tuple[int, int] | None:
+        """Return for how many activations factors were found, see `scaled_of`."""
+        return scaled_of(self._records())
 
     def _records(self) -> Iterator[Record]:
         for name in self._units:

@@ -43,6 +43,17 @@ def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     return found
 
 
+def scaled_of(records: Iterable[Record]) -> tuple[int, int] | None:
+    """Return for how many activations factors were better than none, and for how many they were searched; or None."""
+    searched = [
+        figures["family"] != "none"
+        for record in records
+        for figures in record.get("transform", {}).values()
+        if "family" in figures
+    ]
+    return (sum(searched), len(searched)) if searched else None
+
+
 def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
     """Yield strips of rows of about `COPY_BYTES` as ``(first, last)``; a scalar is one strip."""
     rows = stored.shape[0] if stored.shape else 1

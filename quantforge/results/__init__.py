@@ -8,6 +8,7 @@ In this folder:
     manifest      The manifest: what went in, what was done, what came out
     provenance    Provenance in the two forms that supply-chain tools read, made from the manifest: unsigned
     publish       Publication of a result: the files beside its weights, and the step that makes it the output
+    significant   Figures as text: three significant digits, and sizes in decimal units
     signing       Signing a result with a key of one's own, and checking it: the model signature of the OpenSSF (OMS)
     source_files  Sizes and digests of the files of a source: what a manifest states of it
 """

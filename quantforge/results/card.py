@@ -19,6 +19,7 @@ from quantforge.formats.loading import snippets
 from quantforge.plans import Action, Plan
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX
 from quantforge.results.front_matter import carried_fields, front_matter
+from quantforge.results.significant import sized
 
 _WEIGHTS = (".safetensors", ".gguf")
 
@@ -63,12 +64,11 @@ def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str
     yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
     yield ""
-    files = "1 file" if len(plan.shards) == 1 else f"{len(plan.shards)} files"
     before = _source_bytes(document)
     ratio = f", {before / plan.output_bytes:.2f} times less" if before > plan.output_bytes else ""
-    yield f"- weights: {sized(plan.output_bytes)} in {files}"
+    yield f"- files: {sized(plan.output_bytes)} in {len(plan.shards)}"
     if before:
-        yield f"- the source's weights: {sized(before)}{ratio}"
+        yield f"- the source's files: {sized(before)}{ratio}"
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:
@@ -172,12 +172,6 @@ def _recipe(document: Mapping[str, Any]) -> Iterator[str]:
     recipes = [told["recipe"] for told in chain(document) if told.get("recipe")]
     if recipes:
         yield from ("", "## Recipe", "", "```toml", str(recipes[0]).rstrip(), "```")
-
-
-def sized(nbytes: int) -> str:
-    """Return a size as ``3.72 MB (3,720,000 bytes)``."""
-    value, unit = (nbytes / 1e9, "GB") if nbytes >= 1e9 else (nbytes / 1e6, "MB")
-    return f"{value:.2f} {unit} ({nbytes:,} bytes)"
 
 
 def code(text: str) -> str:

@@ -3,12 +3,14 @@
 In this folder:
 
     allocate_bits        Allocate: bits for each group of linears
+    argument_types       Types of the arguments that a program hands over, held against the annotations of a verb
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
     asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
     bench_models         Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
     declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
     demo                 Demo: the small trained model that comes with the package, copied out to try things on
+    demo_text            Text on which the demo model is judged
     diff_models          Diff: how two models of any formats differ
     evaluate_models      Evaluate: a reference and its descendants, whatever their format, measured on one text
     export               Export: a model in another format, as a proven re-layout or a refusal
@@ -16,7 +18,7 @@ In this folder:
     finished_result      A result that is there already: a run was killed after its publication
     folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
     generate_text        Generate: a model of any format that is read continues a text or answers a conversation
-    given_options        Arguments that a program hands over: names of options that there are not
+    given_options        Arguments that a program hands over: names that there are not, other types
     imatrix              Importance of columns
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     join_variants        Join variants: processes that give the same command share them

@@ -43,12 +43,22 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run: where the result is, the plan, all events, whether an earlier run's work was kept."""
+    """Outcome of a run.
+
+    Attributes:
+        out: where the result is.
+        plan: what was planned.
+        events: all degradations.
+        resumed: whether an earlier run's work was kept.
+        scaled: for how many activations a transform found factors that are better than none, and for how many it
+            searched; None where none did, or the result was there already.
+    """
 
     out: Path
     plan: Plan
     events: tuple[Event, ...]
     resumed: bool
+    scaled: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Declarations:
 @checks_options()
 @torch_defaults()
 def derive_declarations(
-    model: str | Path, out: Path | None = None, *, offline: bool = False
+    model: str | Path, out: str | Path | None = None, *, offline: bool = False
 ) -> Declarations:
     """Derive the declarations of a model, declared or not, and write them to a file where one is given.
 
@@ -47,12 +47,13 @@ def derive_declarations(
         InputError: transformers does not build or run it, or its tensors have no place in it.
         RefusedError: it is built in a way that a stream of blocks does not follow; or ``out`` is there.
     """
-    if out is not None:
-        check_new(out)
+    place = None if out is None else Path(out)
+    if place is not None:
+        check_new(place)
     matched = derived_match(open_plain_source(resolve(str(model), offline)))
     assert matched.architecture is not None
     assert matched.dimensions is not None
     found = Declarations(matched.architecture, matched.dimensions)
-    if out is not None:
-        save(out, json_bytes(found.document()))
+    if place is not None:
+        save(place, json_bytes(found.document()))
     return found

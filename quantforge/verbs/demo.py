@@ -8,7 +8,9 @@ from pathlib import Path
 from quantforge.checkpoint.disk import DISK, folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, RefusedError
+from quantforge.verbs.demo_text import evaluation_text
 from quantforge.verbs.given_options import checks_options
+from quantforge.verbs.scored_text import OWN
 from quantforge_files.roles import TOKENIZER
 
 NAME = "demo"
@@ -17,6 +19,8 @@ NAME = "demo"
 @checks_options()
 def demo(out: str | Path = NAME) -> Path:
     """Copy the demo model (a llama of 4 million weights, trained on Python's standard library) to a new directory.
+
+    Beside it lies a text of the kind that it was trained on, which it has not seen: modules of the running Python.
 
     Args:
         out: the directory.
@@ -35,13 +39,16 @@ def demo(out: str | Path = NAME) -> Path:
     if not place.parent.is_dir():
         raise InputError(f"{place}: no directory {place.parent}", f"mkdir -p {place.parent}")
     part = place.with_name(f".{place.name}.part")
-    with writing(place, sum(path.stat().st_size for path in _packaged().iterdir())):
+    text = evaluation_text().encode()
+    with writing(place, len(text) + sum(path.stat().st_size for path in _packaged().iterdir())):
         try:
             folder(part)
             for path in sorted(_packaged().iterdir()):
                 save(
                     part / path.name, FILES.read(path, TOKENIZER, None), overwrite=True
                 )  # a few MB each
+            if text:
+                save(part / OWN, text, overwrite=True)
             DISK.rename(part, place)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)

@@ -24,7 +24,7 @@ from quantforge.verbs.measurement_options import (
     check_engine,
     check_measurement,
 )
-from quantforge.verbs.scored_text import BUILTIN, read_text, text_name
+from quantforge.verbs.scored_text import BUILTIN, own_text, read_text, text_name
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -121,7 +121,10 @@ def _measurement(
     given: Mapping[str, Any] = {**options}
     same = ("windows", "length", "speed", "engine")  # what is passed on as it is
     cache = options.get("cache", CACHES[0])
-    source = options.get("text", BUILTIN)
+    text = options.get("text")
+    source = own_text(reference) if text is None else text
+    if text is None and source != BUILTIN:
+        settings.note(f"--text {source}: the text that lies beside the reference")
     wanted = EvaluationOptions(
         text="",
         text_name=text_name(source),

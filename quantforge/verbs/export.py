@@ -52,7 +52,7 @@ class Exported:
         source_format, format: keys of the formats.
         layers: how many quantized layers were moved.
         verdict: how exactly.
-        output_bytes: of the weights.
+        output_bytes: of the weight files.
         coverage: share of the weights in blocks that is quantized; None where nothing stays so.
         events: degradations.
         notes: what a person should know.
@@ -94,7 +94,7 @@ def export(
     allow_inexact: bool = False,
     source: str | Path | None = None,
     requantize: bool = False,
-    imatrix: Path | None = None,
+    imatrix: str | Path | None = None,
     **options: Unpack[ExportOptions],
 ) -> Outcome | Exported:
     """Move a model into another format (`Exported`), or round one that is not quantized plainly into it (`Outcome`).

@@ -11,7 +11,13 @@ from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part, new_card
+from quantforge.evaluation.folder_card import (
+    FILES_PART,
+    FolderFile,
+    files_part,
+    new_card,
+    shown_file,
+)
 from quantforge.formats import FORMATS, format_of
 from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
 
 CONTEXT = 8192  # tokens, for which memory is told, as far as the model has positions
-_TYPICAL = 5.0  # bits per weight of the file that is loaded in the examples
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -115,7 +120,8 @@ def write_folder_card(
             sum(part.stat().st_size for part in _parts(path)), room.needed(context=context), divergence.get(path.name),
         ) for path, (_, room) in known.items()
     ]  # fmt: skip
-    shown = min(paths, key=lambda path: abs(_bits(documents[path]) - _TYPICAL))
+    name = shown_file(files).name
+    shown = next(path for path in paths if path.name == name)
     plan, document = known[shown][0], documents[shown]
     about = format_of(plan.format).ABOUT
     chat = any(name.startswith("chat_template") for name in side_data(open_model(shown)))

@@ -19,7 +19,7 @@ from quantforge.verbs.given_options import checks_options
 if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
-    from quantforge.runtime.speaker import Messages, Speaker
+    from quantforge.runtime.speaker import Speaker
 
 MAX_TOKENS = 256
 DRAFT_TOKENS = 8
@@ -50,7 +50,7 @@ class AnswerOptions(TypedDict, total=False):
 @torch_defaults()
 def generate(
     model: str | Path | Loaded,
-    prompt: str | Messages,
+    prompt: str | Sequence[Mapping[str, str]],
     settings: Settings | None = None,
     *,
     max_tokens: int = MAX_TOKENS,
@@ -83,8 +83,6 @@ def generate(
     from quantforge.runtime.speaker import checked
 
     checked(prompt)
-    if stream is not None and not callable(stream):
-        raise UsageError(f"stream = {stream!r}", "a function that takes a text")
     speaker = open_speaker(model, settings or Settings(), draft, draft_tokens)
     answer = speaker.answer(prompt, limits, raw=raw)
     for piece in answer:

@@ -1,4 +1,4 @@
-"""Arguments that a program hands over: names of options that there are not, and lists where one value was meant."""
+"""Arguments that a program hands over: names that there are not, other types, and lists where one value was meant."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from quantforge.errors import UsageError, check_options
+from quantforge.verbs.argument_types import check_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def checks_options(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that lets a verb refuse options that it has not, with the nearest one, as `check_options`.
+    """Return a decorator that lets a verb refuse what it does not take: as `check_options`, then `check_arguments`.
 
     Args:
         kinds: the typed dictionaries of the choices that it takes beside its own parameters.
     """
 
     def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        own = [
-            name
-            for name, one in inspect.signature(verb).parameters.items()
-            if one.kind is not one.VAR_KEYWORD
-        ]
+        parameters = inspect.signature(verb).parameters.values()
+        own = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
         known = {*own, *(name for kind in kinds for name in kind.__annotations__)}
 
         @wraps(verb)
         def checked(*given: P.args, **options: P.kwargs) -> R:
             check_options(options, known)
+            check_arguments(verb, {**dict(zip(own, given, strict=False)), **options})
             return verb(*given, **options)
 
         return checked

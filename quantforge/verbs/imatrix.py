@@ -23,11 +23,12 @@ from quantforge.verbs.plan import plan
 
 
 def with_importance(
-    model: str | Path, recipe: Recipe, settings: Settings, file: Path | None
+    model: str | Path, recipe: Recipe, settings: Settings, given: str | Path | None
 ) -> tuple[Recipe, Settings]:
     """Take importance from a file, which is made first where it is missing; errors as `plan` and `make_imatrix`."""
-    if file is None:
+    if given is None:
         return recipe, settings
+    file = Path(given)
     known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{file.name}"))
     if not file.exists():
         check_new(file, "--imatrix")
@@ -41,7 +42,7 @@ def with_importance(
 
 @checks_options()
 @torch_defaults()
-def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Settings) -> None:
+def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: Settings) -> None:
     """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
 
     Raises:
@@ -62,6 +63,6 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: Path, settings: Setting
     with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
         assert calibrated is not None
-        place = out.absolute().parent if settings.activations == "disk" else None
+        place = Path(out).absolute().parent if settings.activations == "disk" else None
         found = observe_importance(checkpoint, planned, calibrated.sample, settings.device, place)
-    write_imatrix(out, found)
+    write_imatrix(Path(out), found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from quantforge.errors import InputError
 from quantforge.formats import detect
 from quantforge.formats.gguf.parsing import is_gguf
 from quantforge.formats.opening import open_model
-from quantforge.plans import StoredTensor
+from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge.results import manifest
 from quantforge.verbs.given_options import checks_options
 
@@ -32,7 +32,7 @@ class Inspected:
         tensor_bytes, file_bytes: of all tensors, and of the weight files.
         quantized_bytes, quantized_weights: of the quantized layers alone.
         provenance: what the manifest says, if there is one, or that it is damaged.
-        tensors: every stored tensor.
+        tensors: every tensor, with the type and the shape in elements that its file states.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Inspected:
     quantized_bytes: int
     quantized_weights: int
     provenance: dict[str, Any]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[HeldTensor, ...]
 
     @property
     def bits_per_weight(self) -> float:
@@ -100,12 +100,12 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
                 f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
             )
         entries = read_header(path).entries
-        return _summary(path, "", "", [entry.stored() for entry in entries.values()], {}, [path])
+        return _summary(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
     checkpoint = open_model(path)
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     model_type = str(checkpoint.config.get("model_type", ""))
     key, layers = _understood(checkpoint.config, stored)
-    return _summary(path, key, model_type, stored, layers, list(checkpoint.shards))
+    return _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
 
 
 def _understood(
@@ -126,27 +126,31 @@ def _summary(
     path: Path,
     form: str,
     model_type: str,
-    stored: list[StoredTensor],
+    held: Sequence[HeldTensor],
     layers: dict[tuple[str, ...], tuple[str, int]],
     files: list[Path],
 ) -> Inspected:
     names = {name for group in layers for name in group}
-    plain = [tensor for tensor in stored if tensor.name not in names]
+    plain = [tensor for tensor in held if tensor.name not in names]
     schemes = Counter(scheme for scheme, _ in layers.values())
     schemes.update(tensor.dtype for tensor in plain)
+    blocks = [tensor for tensor in plain if tensor.dtype not in DTYPE_BITS]  # decoded alone
     quantized = sum(count for _, count in layers.values())
+    quantized += sum(math.prod(tensor.shape) for tensor in blocks)
+    names.update(tensor.name for tensor in blocks)
     return Inspected(
         path=path,
         format=form,
         model_type=model_type,
         schemes=dict(schemes),
-        weights=quantized + sum(math.prod(tensor.shape) for tensor in plain),
-        tensor_bytes=sum(tensor.nbytes for tensor in stored),
+        weights=quantized
+        + sum(math.prod(tensor.shape) for tensor in plain if tensor.name not in names),
+        tensor_bytes=sum(tensor.nbytes for tensor in held),
         file_bytes=sum(file.stat().st_size for file in files),
-        quantized_bytes=sum(tensor.nbytes for tensor in stored if tensor.name in names),
+        quantized_bytes=sum(tensor.nbytes for tensor in held if tensor.name in names),
         quantized_weights=quantized,
         provenance=_provenance(path),
-        tensors=tuple(stored),
+        tensors=tuple(held),
     )
 
 

@@ -46,7 +46,7 @@ class Released:
         variants: what it consists of, in the order of the file.
         made: names of those that this run made.
         reports: files of the evaluation.
-        left_out: variants beyond the budget, each with the bytes of its weights.
+        left_out: variants beyond the budget, each with the bytes of its files.
     """
 
     out: Path
@@ -88,7 +88,7 @@ def release(
         out: a directory, new or of an earlier run.
         settings: how to run.
         only: names of the variants that are made, and that the release then consists of; all when empty.
-        budget: bytes that the weights of a variant may take; larger variants are left out, too.
+        budget: bytes that the files of a variant may take; larger variants are left out, too.
 
     Raises:
         RefusedError: variants that cannot be made, all named, or none within the budget, or something else lies at

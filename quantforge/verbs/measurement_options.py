@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, TypedDict
 
 from quantforge.errors import UsageError, check_options, nearest
+from quantforge.verbs.argument_types import check_choices
 
 CACHES = ("16bit", "int8", "fp8", "int4")
 ENGINES = ("llama.cpp",)
@@ -20,9 +21,9 @@ _BESIDE = {
 
 
 class MeasurementOptions(TypedDict, total=False):
-    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it, the text is the built-in one."""
+    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it."""
 
-    text: str  # a source as for ``--calibration``
+    text: str | None  # a source as for ``--calibration``; None is `own_text`
     windows: int  # at most so many
     length: int  # tokens of a window
     speed: bool  # measure speed and memory too
@@ -46,9 +47,7 @@ def check_measurement(options: Mapping[str, Any]) -> None:
     if not isinstance(options, Mapping):
         raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
     check_options(options, MeasurementOptions.__annotations__)
-    for name, kind in get_type_hints(MeasurementOptions).items():
-        if kind is int and type(value := options.get(name, 0)) is not int:
-            raise UsageError(f"{name} = {value!a:.60}: a whole number is expected")
+    check_choices(MeasurementOptions, options)
     cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
     if cache not in CACHES:
         raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))

@@ -73,7 +73,7 @@ def plan_release(
 def within(
     planned: Sequence[PlannedVariant], budget: int | None
 ) -> tuple[list[PlannedVariant], dict[str, int]]:
-    """Return the variants whose weights take at most a budget of bytes, and the size of each of the others.
+    """Return the variants whose files take at most a budget of bytes, and the size of each of the others.
 
     Raises:
         UsageError: the budget is no number of bytes.
@@ -90,7 +90,7 @@ def within(
     if not kept:
         name = min(sizes, key=lambda one: sizes[one])
         raise RefusedError(
-            f"no variant has at most {budget} bytes of weights: the smallest, {name}, has {sizes[name]}",
+            f"no variant has at most {budget} bytes: the smallest, {name}, has {sizes[name]}",
             "add a smaller variant, or allow more",
         )
     return kept, {name: size for name, size in sizes.items() if size > budget}

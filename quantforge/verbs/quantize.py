@@ -59,7 +59,7 @@ def quantize(
     out: str | Path | None = None,
     settings: Settings | None = None,
     *,
-    imatrix: Path | None = None,
+    imatrix: str | Path | None = None,
     **options: Unpack[RecipeOptions],
 ) -> Outcome:
     """Quantize a model; the same call again goes on after any interruption.
@@ -164,7 +164,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
         raise
     claims.remove()
     work.remove()  # the last: by the journal the next command knows that this one had ended
-    one.outcome.append(Outcome(stage.out, plan, events, work.resumed))
+    one.outcome.append(Outcome(stage.out, plan, events, work.resumed, run.scaled()))
 
 
 def _join(

@@ -47,7 +47,7 @@ class ReleasedVariant:
         name: of the file.
         out: the directory or file.
         format, method: of its plan.
-        weight_bytes: of the weights.
+        weight_bytes: of the weight files.
         figures: measured ones; empty where nothing was scored.
         failed: the gates that it is beyond, in words.
     """

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from quantforge.errors import InputError, UsageError
 
 BUILTIN = "builtin"
+OWN = "evaluation.txt"  # beside a reference: the text that is scored where none is named
+
+
+def own_text(reference: Path) -> str:
+    """Return the source of the text that lies beside a reference, or `BUILTIN` where there is none."""
+    place = reference / OWN
+    return str(place) if reference.is_dir() and place.is_file() else BUILTIN
 
 
 def read_text(source: str, max_bytes: int, *, offline: bool) -> str:

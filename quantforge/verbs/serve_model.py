@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from quantforge.errors import RefusedError, UsageError, nearest
 from quantforge.http_api.server_limits import MIB, ServerLimits
 from quantforge.settings import Settings
+from quantforge.verbs.argument_types import check_choices
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import loaded_to_answer
 from quantforge.verbs.given_options import checks_options
@@ -184,6 +185,7 @@ def _checked(options: ServeOptions) -> ServerLimits:
     Raises:
         UsageError: a name or a value that means nothing, or a package is missing.
     """
+    check_choices(ServeOptions, options)
     if (kind := options.get("cache")) and kind not in CACHES:
         raise UsageError(f"cache = {kind!a:.60}", nearest(str(kind), CACHES))
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)

@@ -24,7 +24,7 @@ def verify(
     engine: str | None = None,
     forward: bool = True,
     device: str = "cpu",
-    key: Path | None = None,
+    key: str | Path | None = None,
     adapter: str | Path | None = None,
     offline: bool = False,
     progress: Listener = ignore,
@@ -53,6 +53,6 @@ def verify(
 
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
-    merged = Path(adapter) if adapter else None
+    merged, public = (Path(one) if one else None for one in (adapter, key))
     with followed(progress), phase("verifying", 1.0):
-        return check(place, VerificationOptions(original, engine, forward, device, key, merged))
+        return check(place, VerificationOptions(original, engine, forward, device, public, merged))

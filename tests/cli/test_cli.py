@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
-from quantforge.cli.app import Stopped
+from quantforge.cli.app import RESUMED, Stopped
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
+from quantforge.execution.record import scaled_of
 from quantforge.results.manifest import NAME
+from quantforge.results.significant import size, sized
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 
@@ -114,6 +117,14 @@ def test_without_arguments_it_shows_the_help(capsys):
     assert command(capsys).out == command(capsys, "--help").out
 
 
+def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    told = (
+        page.partition("### After a signal")[2].partition("## Events")[0].partition("All other")[0]
+    )
+    assert RESUMED | {"export", "eval"} == {*re.findall(r"`([a-z]+)`", told)}
+
+
 # ---- documents
 
 
@@ -129,6 +140,55 @@ def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
     odd = {"source": [], "calibration": {"sources": 5}, "event_counts": [1], "versions": None}
     (out / NAME).write_text(json.dumps(document | odd))
     assert command(capsys, "inspect", out).code == 0
+
+
+def test_tensors_of_a_file_of_blocks_have_its_types_and_the_shapes_of_their_elements(
+    tiny, tmp_path, capsys
+):
+    source, file = tiny("llama-wide"), tmp_path / "x.gguf"
+    assert command(capsys, "export", source, "--type", "Q8_0", "-o", file).code == 0
+    lines = command(capsys, "inspect", file, "--tensors", "*").out.splitlines()[1:]
+    listed = {line.split()[0]: line.split()[1:3] for line in lines}
+    plain = command(capsys, "inspect", source, "--tensors", "*").out.splitlines()[1:]
+    assert {name: shape for name, (_, shape) in listed.items()} == {
+        line.split()[0]: line.split()[2] for line in plain
+    }
+    assert {kind for kind, _ in listed.values()} == {"q8_0", "F32"}
+    found = json.loads(command(capsys, "inspect", file, "--json").out)
+    held = next(one for one in found["tensors"] if one["dtype"] == "q8_0")
+    assert held["bytes"] * 32 == 34 * math.prod(held["shape"])
+    assert found["tensor_bytes"] == sum(one["bytes"] for one in found["tensors"])
+
+
+def test_sizes_of_weights_and_of_files_have_their_own_words_everywhere(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    asked = (model, "--method", "rtn", "--bits", "4", "--calibration", "none")
+    planned, made = command(capsys, "plan", *asked), command(capsys, "quantize", *asked, "-o", out)
+    files = (out / "model.safetensors").stat().st_size
+    assert f", files {size(files)}, " in made.err
+    assert re.search(rf"^files +{re.escape(sized(files))} in 1$", planned.out, re.M)
+    assert f"- files: {sized(files)} in 1\n" in (out / "README.md").read_text()
+    found = json.loads(command(capsys, "inspect", out, "--json").out)
+    weights = found["tensor_bytes"]
+    assert weights < files == found["file_bytes"]
+    told = f"; weights {size(weights)}, files {size(files)}"
+    assert told in command(capsys, "inspect", out).out
+    measured = ("--windows", "1", "--length", "8", "--no-speed")
+    shown = command(capsys, "eval", model, out, *measured).out
+    assert "weights" in shown.splitlines()[1]
+    assert "closest: out (KL 0." in shown
+    assert f", weights {size(weights)})" in " ".join(shown.split())
+
+
+def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tmp_path, capsys):
+    asked = ("quantize", model, "--bits", "4", *ROWS)
+    said = command(capsys, *asked, "--method", "awq", "-o", tmp_path / "a").err
+    (told,) = re.findall(r"^columns scaled for (\d+) of (\d+) activations; ", said, re.M)
+    assert 0 <= int(told[0]) <= int(told[1]) > 0
+    assert "scaled" not in command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
+    records = [{"transform": {"a": {"family": "none"}, "b": {"family": "duo"}}}, {"events": []}]
+    assert scaled_of(records) == (1, 2)
+    assert scaled_of([{"transform": {"a": {"error": 0.5}}}]) is None
 
 
 def test_tensors_are_chosen_in_the_document_too(model, capsys):

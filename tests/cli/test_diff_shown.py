@@ -69,3 +69,28 @@ def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
 def test_a_second_model_before_the_prompt_is_told_of_compare():
     assert "--compare MODEL" in for_extra(["Explain json."], "generate")
     assert for_extra(["out"], "quantize") == "the result is an option: -o out"
+
+
+def test_every_field_that_differs_has_its_line(capsys):
+    source = {"model": "wren", "files": {"a.json": {"bytes": 5, "sha256": 64 * "a"}, "same": 1}}
+    other = {
+        "model": "lark",
+        "files": {"a.json": {"bytes": 5, "sha256": 64 * "b"}, "same": 1, "new": {"bytes": 7}},
+    }
+    stated = {
+        "manifest.source": [source, other],
+        "config.rope": [{"f": {str(n): n for n in range(SHOWN + 3)}}, {"f": {}}],
+    }
+    models = {"first": Path("a"), "second": Path("b")}
+    found = Difference(
+        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={}, unstated={}
+    )
+    _show(Console(), found)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines[:3] == [
+        "manifest.source, model: wren | lark",
+        f"manifest.source, files, a.json, sha256: {12 * 'a'} | {12 * 'b'}",
+        "manifest.source, files, new: not stated | bytes 7",
+    ]
+    assert lines[3] == "config.rope, f, 0: 0 | not stated"
+    assert "config.rope: 3 more fields differ (--json lists all)" in lines

@@ -14,6 +14,9 @@ import torch
 import quantforge
 from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.verbs.generate_text import AnswerOptions
+from quantforge.verbs.measurement_options import MeasurementOptions
+from quantforge.verbs.serve_model import ServeOptions
 from tests.conftest import Tiny
 
 
@@ -93,13 +96,87 @@ def test_an_option_that_there_is_not_is_refused_with_the_nearest(name: str) -> N
     assert refused.value.hint == f"did you mean '{last}'?"
 
 
+OTHERS: dict[str, Any] = {
+    "measured": {"windows": 4},
+    "over": {"bits": [4]},
+    "target": "4bpw",
+    "prompt": "a",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_of_other_types_are_refused_with_what_is_expected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb = getattr(quantforge, name)
+    own = [
+        one
+        for one in inspect.signature(verb).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    for one in own:
+        needed = {
+            other.name: OTHERS.get(other.name, "absent")
+            for other in own
+            if other.default is other.empty and other is not one
+        }
+        for value in (3.5, object(), b"out", {3: 4}, [3]):
+            if (one.name, type(value)) in {("over", dict), ("measured", dict)}:
+                continue  # a mapping, whose contents are refused by themselves
+            with pytest.raises(quantforge.QuantForgeError) as refused:
+                verb(**{one.name: value, **needed})
+            if not isinstance(value, list | dict):  # what a list holds may be named instead
+                assert f"{one.name} = " in refused.value.message, (one.name, value)
+                assert refused.value.hint.startswith("give "), (one.name, value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_settings_of_other_types_are_refused_by_every_verb_that_takes_them() -> None:
+    for given in ({"offline": "yes"}, {"sign": "key.pem"}, {"progress": 3}, {"policy": {}}):
+        settings = quantforge.Settings(**given)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=f"settings.{next(iter(given))} = "):
+            quantforge.plan("./absent", settings=settings)
+
+
+def test_options_of_other_types_are_refused_before_a_model_is_looked_for() -> None:
+    for name, kind in (
+        ("evaluate", MeasurementOptions),
+        ("serve", ServeOptions),
+        ("generate", AnswerOptions),
+    ):
+        for option in kind.__annotations__:
+            for value in (object(), b"x"):
+                given: dict[str, Any] = {"prompt": "a"} if name == "generate" else {}
+                given |= (
+                    {"generated": "builtin"}
+                    if option in {"generated_tokens", "chat_template"}
+                    else {}
+                )
+                with pytest.raises(UsageError, match=option):
+                    getattr(quantforge, name)("./absent", **given, **{option: value})
+
+
+def test_a_plan_is_shown_in_a_line(tiny: Tiny) -> None:
+    made = quantforge.plan(tiny("llama"), method="rtn", bits=4, calibration="none")
+    shown = repr(made)
+    assert len(shown) < 400
+    for text in (
+        made.model,
+        "method='rtn'",
+        f"output_bytes={made.output_bytes}",
+        f"of {len(made.tensors)} tensors",
+    ):
+        assert text in shown
+
+
 def test_options_of_an_evaluation_are_refused_before_a_sweep_makes_anything(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     model, out = str(tiny("llama")), tmp_path / "sweep"
     with pytest.raises(UsageError, match="no option 'window'") as refused:
         quantforge.evaluate(model, ["x"], window=4)  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="windows = '4': a whole number"):
+    with pytest.raises(UsageError, match="windows = '4'"):
         quantforge.evaluate(model, ["x"], windows="4")  # type: ignore[arg-type]
     assert "'windows'" in refused.value.hint
     with pytest.raises(UsageError, match="no option 'window'"):

@@ -15,7 +15,7 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
-from quantforge.evaluation.columns import EXPERT, Column, fitting, folded
+from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.figures import _MEASURED
 from quantforge.evaluation.windows import Protocol
@@ -175,3 +175,27 @@ def test_what_is_too_wide_is_broken_where_words_end():
         "layers.*.\nself_attn.\nk_proj",
         "a\nreason\nto\nwait",
     ]
+
+
+def test_what_a_table_leaves_out_is_named_with_the_option_that_shows_it(found, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    answers = {"kl_mean": 0.1, "kl_se": 0.01, "same_tokens": 9.0, "length_ratio": 1.0}
+    rows = tuple({**row, "generated": answers} for row in found.rows)
+    show_tables(Console(), replace(found, rows=rows), wide=False)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "left out, too wide: perplexity, " in told
+    assert "(--wide)" in told
+    show_tables(Console(), replace(found, rows=rows), wide=True)
+    assert "too wide" not in capsys.readouterr().out
+
+
+def test_columns_that_are_left_out_are_told_by_their_ranks():
+    columns = [
+        Column("model", ("a",)), Column("third", ("3",), 3), Column("second", ("2",), 2), Column("none", ("-",), 1),
+        Column("expert", ("9",), EXPERT),
+    ]  # fmt: skip
+    assert left_out(columns, fitting(columns, 5)) == "left out, too wide: second, third (--wide)"
+    assert left_out(columns, fitting(columns, None)) == "with --wide also: expert"
+    assert left_out(columns, fitting(columns, None, wide=True)) == ""
+    many = [Column(str(number), ("1",), number) for number in range(1, 12)]
+    assert left_out(many, many[:1]).endswith("8, 9, and 2 more (--wide)")

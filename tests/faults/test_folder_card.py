@@ -7,8 +7,8 @@ import json
 import pytest
 
 from quantforge.errors import InputError
-from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part
-from quantforge.evaluation.significant import size
+from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part, shown_file
+from quantforge.results.significant import size
 from quantforge.verbs import evaluate, evaluate_models, release
 from tests.faults.test_release import Q8, written
 from tests.runs import quantize, recipe
@@ -34,6 +34,7 @@ def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
     first = card.read_text()
     assert first.count("| `x-Q8_0.gguf` |") == 3  # files, which one, figures
     assert first.count("| `x-Q4_0.gguf` |") == 1  # not measured
+    assert "llama-server -m x-Q8_0.gguf" in first
     card.write_text(first.replace(FILES_PART.begin, f"Mine.\n\n{FILES_PART.begin}"))
     files = sorted(folder.glob("*.gguf"))
     evaluate(model, files, card=folder, **MEASURED)
@@ -41,7 +42,7 @@ def test_a_measured_folder_gets_a_card_and_a_persons_words_stay(model, folder):
     assert "\nMine.\n" in second
     assert second.count("| `x-Q4_0.gguf` |") == 2  # no machine is so small that it is the one
     assert "least divergence" in second
-    assert "llama-server -m x-Q4_0.gguf" in second
+    assert "llama-server -m x-Q8_0.gguf" in second  # which fits into every memory, and is closest
     data = ModelCard(second).data
     assert data.library_name == "gguf"
     assert {result.metric_type for result in data.eval_results} >= {"perplexity", "kl_divergence"}
@@ -134,3 +135,15 @@ def test_which_one_is_what_fits_and_is_closest():
     assert "| 12 GB | `b` |" in unmeasured
     assert "most bits per weight" in unmeasured
     assert "closer" not in unmeasured
+
+
+def test_the_examples_load_a_file_that_is_advised_and_measured():
+    def file(name, bits, kl, needed=1.0):
+        nbytes = int(bits * 1e9)
+        return FolderFile(name, "gptq", bits, nbytes, None if needed is None else nbytes * 1.1, kl)
+
+    small, bad, good = file("2", 2.5, 0.5), file("5", 5.0, 0.9), file("6", 6.5, 0.01)
+    assert shown_file([small, bad, good]).name == "6"  # the one of 5 bits is advised to nobody
+    assert shown_file([small, file("5", 5.0, None), good]).name == "6"  # not measured
+    assert shown_file([file("2", 2.5, None), file("5", 5.0, None)]).name == "5"
+    assert shown_file([file("4", 4.0, None, None), file("8", 8.5, None, None)]).name == "8"

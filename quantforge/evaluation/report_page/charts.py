@@ -21,7 +21,7 @@ from quantforge.evaluation.report_page.drawing import (
     Chart,
     draw,
 )
-from quantforge.evaluation.significant import significant
+from quantforge.results.significant import significant
 
 Row = Mapping[str, Any]
 Figures = Sequence[tuple[str, float, float | None]]  # name, value, standard error

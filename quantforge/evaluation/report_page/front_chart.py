@@ -12,8 +12,8 @@ from typing import Any
 
 from quantforge.evaluation.report_page.charts import Row, log_axis
 from quantforge.evaluation.report_page.drawing import ACCENT, INK, MUTED, Chart, draw
-from quantforge.evaluation.significant import significant
 from quantforge.evaluation.verdict import Verdict
+from quantforge.results.significant import significant
 
 LETTER, APART = 6.3, 17  # pixels: of a letter, at most, and between names
 LEFT, BELOW, ABOVE = 62, 40, 10
@@ -81,7 +81,7 @@ def _specification(points: Sequence[Row], width: int) -> dict[str, Any]:
          "label_kl": 10 ** (high - top / height * (high - low)), "edge": max(sizes) + room}
         for point, top in zip(ordered, spread(tops, APART, 6, height - 6), strict=True)
     ]  # fmt: skip
-    x = {"type": "quantitative", "title": "size of the weights (MB)",
+    x = {"type": "quantitative", "title": "weights (MB)",
          "axis": {"tickCount": plot // 70, "format": ".4~g"},
          "scale": {"domain": [min(sizes) - room, max(sizes) + room], "nice": False, "zero": False}}  # fmt: skip
     y = {"type": "quantitative", "title": "KL divergence (nats per token)",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.columns import ABSENT, Column, fitting
 from quantforge.evaluation.report_page.differing_words import Part, marked
-from quantforge.evaluation.significant import UNITS, significant
 from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
+from quantforge.results.significant import UNITS, significant
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import EvaluationOptions

@@ -27,7 +27,7 @@ from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.grids import SUPERBLOCKS
-from quantforge.plans import DTYPE_BITS
+from quantforge.plans import DTYPE_BITS, HeldTensor
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,10 @@ class GgufCheckpoint(Checkpoint):
         if place.heads or place.transposed:
             return self.read(name)[first:last]
         return _restored(place, safetensors.read_rows(place.entry, first, last))
+
+    def held(self) -> tuple[HeldTensor, ...]:
+        """Return the tensors with their types in the file: a block type stands for its elements."""
+        return tuple(_held(entry, self.places[name]) for name, entry in self.entries.items())
 
     def sealed(self, seals: Mapping[Path, Seal]) -> Self:
         """Return the checkpoint with seals on its files (as `Checkpoint`)."""
@@ -162,10 +166,7 @@ def _shown(name: str, place: _Place) -> TensorEntry:
     """Return the entry that others see: with the model's name, type and shape."""
     entry = replace(place.entry, name=name)
     if place.type.lower() not in SUPERBLOCKS and TYPES[place.type].columns > 1:
-        rows, row_bytes = entry.shape
-        layout = TYPES[place.type]
-        columns = row_bytes // layout.block_bytes * layout.columns
-        entry = replace(entry, dtype="F32", shape=(rows, columns))
+        entry = replace(entry, dtype="F32", shape=_elements(place))
     if place.transposed and entry.dtype != "U8":
         entry = replace(entry, shape=entry.shape[::-1])
     if place.heads and entry.shape[0] % (2 * place.heads):
@@ -177,6 +178,19 @@ def _shown(name: str, place: _Place) -> TensorEntry:
     assert entry.dtype in DTYPE_BITS
     assert math.prod(entry.shape) > 0
     return entry
+
+
+def _elements(place: _Place) -> tuple[int, int]:
+    """Return rows and columns of what is held in blocks."""
+    rows, row_bytes = place.entry.shape
+    layout = TYPES[place.type]
+    return rows, row_bytes // layout.block_bytes * layout.columns
+
+
+def _held(entry: TensorEntry, place: _Place) -> HeldTensor:
+    if TYPES[place.type].columns == 1:
+        return HeldTensor(entry.name, place.type, entry.shape, place.entry.nbytes)
+    return HeldTensor(entry.name, place.type.lower(), _elements(place), place.entry.nbytes)
 
 
 def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:

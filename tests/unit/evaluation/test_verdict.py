@@ -2,8 +2,8 @@
 
 import pytest
 
-from quantforge.evaluation.significant import significant, size, with_error
 from quantforge.evaluation.verdict import judge, pareto_front
+from quantforge.results.significant import significant, size, with_error
 
 
 def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):
@@ -54,8 +54,8 @@ def test_a_difference_within_the_error_is_no_difference():
 def test_winners_by_size_quality_and_speed():
     rows = [REFERENCE, row("q8", 6_000_000, 0.0001, 700.0), row("q4", 2_000_000, 0.0063, 3000.0)]
     assert [(one.aspect, one.row, one.model, one.figure) for one in judge(rows).winners] == [
-        ("size", 2, "q4", "2.00 MB, 4.00 times smaller than wren"),
-        ("quality", 1, "q8", "KL 0.000100, 6.00 MB"),
+        ("size", 2, "q4", "weights 2.00 MB, 4.00 times smaller than wren"),
+        ("quality", 1, "q8", "KL 0.000100, weights 6.00 MB"),
         ("speed", 2, "q4", "3000 tokens/s, 3.00 times faster than wren"),
     ]
     slower = judge([REFERENCE, row("q8", 6_000_000, 0.0001, 500.0)]).winners[-1]
@@ -115,6 +115,19 @@ def test_speeds_within_the_spread_of_the_steps_are_no_difference():
 def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner():
     rows = [REFERENCE, row("a", kl=0.0063, kl_se=0.001), row("b", kl=0.0064, kl_se=0.001)]
     assert judge(rows).sentences[1:] == (
-        "smallest: a (4.00 MB, 2.00 times smaller than wren; as small: b)",
-        "closest: a (KL 0.00630, 4.00 MB; not told apart: b)",
+        "smallest: a (weights 4.00 MB, 2.00 times smaller than wren; as small: b)",
+        "closest: a (KL 0.00630, weights 4.00 MB; not told apart: b)",
     )
+
+
+def test_a_reference_that_is_smaller_or_faster_is_not_passed_over():
+    rows = [row("q4", 3_000_000, pace=1000.0), row("wren", 8_000_000, 0.01, 500.0)]
+    assert judge(rows).sentences == (
+        "smallest after the reference: wren (weights 8.00 MB, 2.67 times larger than q4)",
+        "closest: wren (KL 0.0100, weights 8.00 MB)",
+        "fastest after the reference: wren (500 tokens/s, 2.00 times slower than q4)",
+    )
+    rows = [row("q4", 8_001_000, pace=510.0), row("wren", 8_000_000, 0.01, 500.0)]
+    assert not any("after the reference" in text for text in judge(rows).sentences)
+    rows[0] = row("q4", 3_000_000)  # whose speed was not measured
+    assert judge(rows).sentences[-1] == "fastest: wren (500 tokens/s)"

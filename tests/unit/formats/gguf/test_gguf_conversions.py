@@ -225,6 +225,12 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
     assert torch.equal(found.read("model.layers.1.mlp.up_proj.weight"), expected)
     assert torch.equal(found.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9])
     assert "quantization_config" not in found.config
+    shown = verbs.inspect(tmp_path / "y.gguf")
+    (held,) = (one for one in shown.tensors if one.name == "model.layers.1.mlp.up_proj.weight")
+    assert (held.dtype, held.shape, held.nbytes) == ("nvfp4", (512, 256), 512 * 4 * 36)
+    assert (shown.quantized_weights, shown.quantized_bytes) == (512 * 256, held.nbytes)
+    assert shown.schemes["nvfp4"] == 1
+    assert shown.tensor_bytes < shown.file_bytes
 
 
 @pytest.mark.parametrize("kind", ["IQ1_S", "IQ2_XXS", "IQ2_M", "IQ3_XXS"])

@@ -30,6 +30,11 @@ def with_error(value: float, error: float | None) -> str:
     return f"{text} ± {error:.{len(text.partition('.')[2])}f}"
 
 
+def sized(nbytes: int) -> str:
+    """Return a number of bytes as `size` does, and exactly: ``3.72 MB (3,724,224 bytes)``."""
+    return f"{size(nbytes)} ({nbytes:,} bytes)"
+
+
 def size(nbytes: float) -> str:
     """Return a number of bytes with three significant digits, in decimal units."""
     value = float(nbytes)
