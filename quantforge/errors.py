@@ -7,12 +7,13 @@ escapes is a bug of ours and exits with 1.
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
@@ -58,7 +59,7 @@ class UsageError(QuantForgeError):
 
 
 class UnknownNameError(UsageError):
-    """There is no method, format or engine of that name, whatever else is asked for (exit 2)."""
+    """There is no such method, format, engine, type, scheme or value, whatever else is asked for (exit 2)."""
 
 
 class InputError(QuantForgeError):
@@ -107,20 +108,49 @@ class BusyError(QuantForgeError):
     code = "busy"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean 'x'?`` for the closest known word, those that begin so, or the known words."""
-    words = sorted(known)
-    longer = [one for one in words if one.startswith(word)] if len(word) > 1 else []
-    close = (
-        longer
-        if 0 < len(longer) <= SAME_BEGINNING
-        else get_close_matches(word, words, n=1, cutoff=0.5)
-    )
+def nearest(word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return what to type in place of an unknown word.
+
+    Args:
+        word: what was typed.
+        known: the words that there are.
+        elsewhere: hints by words of other tools, in small letters without signs, several to a key.
+
+    Returns:
+        ``did you mean 'x'?`` for the word that only signs and letters of the other case tell apart; else what it
+        means elsewhere; else the closest words, or the known ones.
+    """
+    words, bare = sorted(known), _bare(word)
+    close: Sequence[str] = [one for one in words if _bare(one) == bare][:1]
+    said = next((hint for names, hint in (elsewhere or {}).items() if bare in names.split()), "")
+    if said and not close:
+        return said
+    close = close or _close(word, words)
     if close:
         quoted = [f"'{one}'" for one in close]
         return f"did you mean {' or '.join(quoted)}?"
     shown = ", ".join(words[:12]) + (" ..." if len(words) > 12 else "")
     return f"known: {shown}"
+
+
+def _close(word: str, words: Sequence[str]) -> Sequence[str]:
+    """Return the words that begin as ``word``, if they are few, or the most like it, with its digits if one has."""
+    longer = [one for one in words if one.startswith(word)] if len(word) > 1 else []
+    if 0 < len(longer) <= SAME_BEGINNING:
+        return longer
+    found = get_close_matches(word, words, n=4, cutoff=0.5)
+    same = [one for one in found if re.findall(r"\d+", one) == re.findall(r"\d+", word)]
+    return (same or found)[:1]
+
+
+def _bare(word: str) -> str:
+    return re.sub(r"[\W_]", "", word.lower())
+
+
+def either(values: Iterable[object]) -> str:
+    """Return alternatives in words: ``2, 3 or 4``."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def check_options(given: Iterable[str], known: Iterable[str]) -> None:

@@ -37,6 +37,19 @@ ALIASES: dict[str, str] = {
     "MXFP4A16": "mxfp4",
     "MXFP8A16": "mxfp8",
 }
+# Words of other tools: for schemes as `quantforge.errors.nearest` looks them up; widths, as w4a16_g128; types of GGUF.
+_ELSEWHERE: dict[str, str] = {
+    "w8a8int8 int8dynamic int8w8a8 w8a8dynamic int8int8": "write W8A8",
+    "w8a8fp8 fp8w8a8 fp8pertensor float8 fp8dynamicpertoken": "write FP8_DYNAMIC",
+    "w4a8 w4a8int8 int4w4a8": "write int4:g128:sym+int8:token:dynamic",
+    "w4a4": "write NVFP4_W4A4",
+    "bnb4bit nf4doublequant nf4double": "write nf4:g64:sym:double",
+    "fp16 bf16 float16 bfloat16 f16 none": "--ignore PATTERN leaves layers as they are",
+}
+_WIDTH = re.compile(
+    r"(?:w|u?int|q|b)?([2-8])(?:bits?|w|a16)?(?:(?:groupsize|group|gs|g)([1-9]\d*))?(a?sym)?"
+)
+_TYPE = re.compile(r"i?q[1-8](?:[01]|k?[sml]|k|x+s|nl)+")
 _GROUP = re.compile(r"g([1-9][0-9]{0,6})")
 _LARGEST_RUN = 32  # neighbours in a pattern of zeros
 SPARSITY_HINT = "a share of every row, e.g. 50%, or how many of neighbours stay, e.g. 2:4"
@@ -78,10 +91,21 @@ def _grid_of(text: str, field: str) -> str:
     shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
     grid = shorts.get(field, field)
     if grid not in GRIDS:
-        raise InputError(
-            f"scheme '{text}': unknown grid '{field}'", nearest(field, [*GRIDS, *shorts, *ALIASES])
-        )
+        hint = _meant(text) or nearest(field, [*GRIDS, *shorts, *ALIASES], _ELSEWHERE)
+        raise InputError(f"scheme '{text}': unknown grid '{field}'", hint)
     return grid
+
+
+def _meant(text: str) -> str:
+    """Return the scheme that a width, a group and a zero point mean in the words of another tool, or no text."""
+    bare = re.sub(r"[\W_]", "", text.lower())
+    if _TYPE.fullmatch(bare):
+        return f"types of GGUF files are an option of their own: --type {text.upper()}"
+    found = _WIDTH.fullmatch(bare)
+    if not found:
+        return ""
+    bits, group, zero = found[1], found[2] or "128", found[3] or "sym"
+    return f"write int{bits}:g{group}:{zero}"
 
 
 def _fixed(text: str, fields: list[str]) -> Scheme:

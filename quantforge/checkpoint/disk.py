@@ -18,12 +18,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantforge.errors import DeniedError, InputError, RefusedError, ResourceError
+from quantforge.errors import DeniedError, InputError, RefusedError, ResourceError, UsageError
 from quantforge_files import system
 
 
@@ -155,6 +156,18 @@ def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None 
             raise
 
 
+def check_name(path: Path, option: str) -> None:
+    """Refuse a name for a new file or directory that would break the lines of cards, lists and terminals.
+
+    Raises:
+        UsageError: its last part holds a control character or a separator of lines; ``option`` names it.
+    """
+    if any(unicodedata.category(c) in {"Cc", "Zl", "Zp"} for c in path.name):
+        raise UsageError(
+            f"{option} {path.name!a}: a control character in a name", "a name without it"
+        )
+
+
 def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bool = False) -> None:
     """Refuse to write what a person has named where something else is; ask this before the work too.
 
@@ -165,10 +178,12 @@ def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bo
         adds: whether it is added to, for which the file and not its directory has to be writable.
 
     Raises:
+        UsageError: as `check_name`.
         InputError: its directory is missing; DeniedError: this user may not write there.
         RefusedError: it is there and not to be replaced, or a link, or no file.
     """
     said = f"{option} {path}".strip()
+    check_name(path, option or "output")
     if not path.parent.is_dir():
         raise InputError(f"{said}: no directory {path.parent}", f"mkdir -p {path.parent}")
     changed = path if adds and path.is_file() else path.parent

@@ -19,6 +19,7 @@ from quantforge_files.roles import RECIPE
 
 # Reading a key takes the square of its parts; a line is what no string of it counts for.
 MAX_PARTS, MAX_LINE = 32, 20_000
+_SHOWN = 60  # characters of a value in a message
 # Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
 _STRING = re.compile(
     r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
@@ -124,6 +125,40 @@ def _check_type(hint: Any, value: Any, origin: str) -> None:
             _check_type(get_args(hint)[0], item, origin)
     else:
         _convert(hint, value, origin)
+
+
+def differences(there: str, here: str) -> list[str]:
+    """Return the keys in which two recipes differ, each with both values; ``recipe`` where one cannot be read."""
+    try:
+        found = [_flat(read_toml(text, "recipe"), "") for text in (there, here)]
+    except InputError:
+        return ["recipe"]
+    told = []
+    for key in dict.fromkeys(key for values in found for key in values):
+        values = [values.get(key, "unset") for values in found]
+        if values[0] != values[1]:
+            told.append(key if key.endswith("sha256") else both(key, *values))
+    return told
+
+
+def both(key: str, there: str, here: str) -> str:
+    """Return a line about a value that differs between what is there and what is asked for."""
+    return f"{key}: {_short(there)} there, {_short(here)} here"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the values of a table and its tables as they are read by people, by dotted keys."""
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = (value or '""') if isinstance(value, str) else json.dumps(value)
+    return flat
 
 
 def lines(data: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quantforge.checkpoint.disk import check_name
 from quantforge.checkpoint.earlier import Earlier, earlier
 from quantforge.errors import InputError, RefusedError, UsageError
 
@@ -21,11 +22,12 @@ def absolute(out: Path) -> Path:
     """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen.
 
     Raises:
-        UsageError: ``out`` is no name for a directory.
+        UsageError: ``out`` is no name for a directory, or as `check_name`.
         InputError: its parent is missing.
     """
     if out.name in {"", ".."}:
         raise UsageError(f"--output {out}: no name for a directory", "e.g. --output quantized")
+    check_name(out, "--output")
     try:
         parent = Path(os.path.realpath(out.parent, strict=True))
     except OSError as error:
@@ -39,8 +41,10 @@ def check_folder(place: Path) -> None:
     """Refuse a place where no directory of several results can be made or gone on with.
 
     Raises:
+        UsageError: as `check_name`.
         InputError: its parent is missing, or it is a link or a file.
     """
+    check_name(place, "--output")
     if not place.parent.is_dir():
         raise InputError(
             f"{place}: no directory {place.parent}", f"mkdir -p {place.parent}", file=str(place)

@@ -57,6 +57,7 @@ def allocate(
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
+    verbose: options.Reasons = False,
     json_progress: options.JsonProgress = False,
 ) -> None:  # fmt: skip
     """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
@@ -66,7 +67,9 @@ def allocate(
     """
     from quantforge.settings import Settings
 
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    console = Console(
+        as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
+    )
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
@@ -87,6 +90,13 @@ def allocate(
     )
 
 
+def _left_out(found: Allocated) -> str:
+    """Return a line on the usual schemes that are no candidates."""
+    count, takes = len(found.left_out), found.recipe.engine or found.recipe.format
+    said = "scheme is no candidate" if count == 1 else "schemes are no candidates"
+    return f"{count} usual {said}: {takes} does not take them for this model (-v says why of each)"
+
+
 def _show(console: Console, found: Allocated) -> None:
     rows = [
         (name, significant(bits), size(nbytes), significant(nats))
@@ -99,8 +109,10 @@ def _show(console: Console, found: Allocated) -> None:
     weights = sum(found.shares.values())
     for scheme, count in sorted(found.shares.items()):
         console.entry(scheme, f"{100 * count / weights:.0f} % of the weights inside of blocks")
+    if found.left_out:
+        console.footer(_left_out(found))
     for scheme, why in found.left_out.items():
-        console.note(f"{scheme} is no candidate: {why}")
+        console.detail(f"{scheme} is no candidate: {why}")
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
     console.text()
     console.table(

@@ -72,7 +72,7 @@ def ask_all(
     for one in found:
         label = f"{one.model}: " if len(models) > 1 else ""
         parting = _parting(found[0], one) if one is not found[0] else ""
-        console.note(f"{label}{speed_of(one)}{parting}")
+        console.footer(f"{label}{speed_of(one)}{parting}")
     return found
 
 

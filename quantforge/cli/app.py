@@ -246,4 +246,4 @@ def _check_environment() -> None:
     try:
         features.switched_on()
     except ValueError as error:
-        raise UsageError(str(error), "docs/cli.md lists the variables") from error
+        raise UsageError(str(error), f"export {features.SWITCH}=off, or unset it") from error

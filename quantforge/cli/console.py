@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
-from quantforge.cli.typed_paths import as_typed, path_as_typed
+from quantforge.cli.typed_paths import as_typed, in_one_line, path_as_typed
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.execution.progress import Progress
@@ -78,7 +78,7 @@ class Console:
 
     def wrapped(self, text: str) -> None:
         """Write a paragraph of data to stdout, broken into lines where words end."""
-        self.text(textwrap.fill(text, self.width, break_long_words=False, break_on_hyphens=False))
+        self.text(self._filled(text))
 
     def entry(self, name: str, text: str) -> None:
         """Write a line of data under a name; a terminal gets as many as it takes, broken where words end."""
@@ -136,6 +136,15 @@ class Console:
         elif not self.quiet:
             self._meter.write(told(text))
 
+    def footer(self, text: str) -> None:
+        """Write a note broken into lines where words end: what nobody copies into a shell."""
+        self.note(text if self._machine else self._filled(text, indent="  "))
+
+    def _filled(self, text: str, indent: str = "") -> str:
+        return textwrap.fill(
+            told(text), self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )  # fmt: skip
+
     def detail(self, text: str) -> None:
         """Write a note that only ``-v`` shows."""
         if self.verbose:
@@ -185,8 +194,8 @@ def printable(text: str) -> str:
 
 
 def told(text: str) -> str:
-    """Return a text as it is printed: `printable`, its paths as they were typed."""
-    return printable(as_typed(text))
+    """Return a text as it is printed: `printable`, its paths as they were typed, each in one line."""
+    return printable(in_one_line(as_typed(text)))
 
 
 def spoken(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -45,5 +46,9 @@ def saved() -> str:
     """Save the traceback of the present error; return the file."""
     place = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
     with os.fdopen(create(place, 0o600), "wb") as file:
-        file.write(f"{sys.argv}\n\n{traceback.format_exc()}".encode("utf-8", "backslashreplace"))
+        file.write(
+            f"{shlex.join(sys.argv)}\n\n{traceback.format_exc()}".encode(
+                "utf-8", "backslashreplace"
+            )
+        )
     return str(place)

@@ -78,7 +78,7 @@ def export(
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
         serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
-        sign=sign, base_model=base_model, progress=run_log.progress, announce=run_log.announce,
+        sign=sign, base_model=base_model, progress=run_log.progress, announce=run_log.announce, note=console.note,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:

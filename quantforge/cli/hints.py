@@ -6,6 +6,7 @@ Hugging Face's command line (2026-11), and what people type who have not read th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,13 +14,18 @@ from pathlib import Path
 VERBS: Mapping[str, str] = {
     "list ls": "`quantforge formats` and `quantforge recipes` list what there is",
     "convert to-gguf save": "`quantforge export PATH --format gguf` converts; `formats` lists the others",
-    "llama-quantize compress quant": "`quantforge quantize MODEL --bits 4`",
+    "llama-quantize compress quant oneshot gptq awq auto-round autoround": "`quantforge quantize MODEL --bits 4`",
     "evaluate ppl perplexity kl bench benchmark compare test score lm-eval": "`quantforge eval REFERENCE MODEL`",
-    "info show describe": "`quantforge inspect PATH`",
+    "llama-perplexity lm-evaluation-harness": "`quantforge eval REFERENCE MODEL`",
+    "info show describe dump gguf-dump": "`quantforge inspect PATH`",
     "check validate": "`quantforge verify PATH`",
-    "chat run complete": "`quantforge generate PATH`",
+    "chat run complete llama-cli llama-run": "`quantforge generate PATH`",
     "server api openai llama-server": "`quantforge serve PATH`; `plan MODEL --for ENGINE` prints what an engine needs",
     "imatrix llama-imatrix calibrate": "`quantforge quantize MODEL --imatrix FILE` makes the file where it is missing",
+    "dequantize unquantize": "`quantforge export PATH --format plain`",
+    "prune sparsify": "`quantforge quantize MODEL --method wanda --sparsity 50%`",
+    "mixed optimize": "`quantforge allocate MODEL --target 3.5bpw -o mixed.toml`",
+    "grid ablate": "`quantforge sweep MODEL --over bits=3,4`",
     "merge lora": "`quantforge quantize MODEL --adapter DIR`",
     "dry-run estimate": "`quantforge plan MODEL`",
     "pull download get": "`quantforge quantize org/name` reads a model of the hub",
@@ -51,6 +57,17 @@ OPTIONS: Mapping[str, str] = {
     "dryrun simulate plan": "--dry-run, or `quantforge plan`",
     "damp damp-percent dampening-frac percdamp desc-act act-order batch-size bs":
         "a recipe file: `quantforge recipes balanced-4bit` prints one to start from",
+    "iters lr minmax-lr": "nothing: no rounding is learned here; without --method what measured best is taken",
+    "static-groups true-sequential": "a recipe file: `quantforge recipes balanced-4bit` prints one to start from",
+    "double-quant bnb-4bit-use-double-quant bnb-4bit-quant-type": "--scheme, e.g. nf4:g64:sym:double",
+    "max-shard-size split-max-size shard-size": "--max-shard-bytes N",
+    "allow-requantize": "`quantforge export FILE --type Q4_K_M --requantize`",
+    "leave-output-tensor": "--head keep",
+    "cache-type-k cache-type-v kv-cache-dtype kv-bits kv-cache-scheme": "--kv-cache fp8",
+    "ngl n-gpu-layers gpu-layers": "--device cuda",
+    "low-gpu-mem-usage low-cpu-mem-usage offload offload-folder": "--activations disk",
+    "local-files-only": "--offline",
+    "dequantize de-quantize": "`quantforge export PATH --format plain`",
     "lora peft adapter-path": "--adapter DIR",
     "upload-repo push-to-hub": "nothing: `hf upload ORG/NAME PATH` afterwards",
     "trust-remote-code": "nothing: code of a model is never run",
@@ -104,18 +121,33 @@ def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[
     return f"`quantforge help {verb}` lists what it takes"
 
 
-def for_extra(words: Sequence[str], verb: str) -> str:
-    """Return what to type in place of words that no argument takes: a file to make, or a type."""
+def for_extra(words: Sequence[str], verb: str, model: str = "") -> str:
+    """Return what to type in place of words that no argument takes: a file to make, a type, or the model itself.
+
+    Args:
+        words: that are left.
+        verb: the verb.
+        model: the word that was taken for the model.
+    """
     from quantforge.formats.gguf.mixture import MIXTURES
 
     for word in words:
         if word.upper() in MIXTURES:
             return f"a type is an option: --type {word.upper()}"
     if verb in {"quantize", "export"}:
+        if _is_model(words[0]) and not _is_model(model):
+            return f"the model comes first: quantforge {verb} {shlex.quote(words[0])} -o {shlex.quote(model)}"
         return f"the result is an option: -o {words[0]}"
     if verb == "generate":
         return "put the whole prompt in quotes; a further model is an option: --compare MODEL"
     return f"`quantforge help {verb}` lists what it takes"
+
+
+def _is_model(word: str) -> bool:
+    try:
+        return Path(word).is_dir() or (word.endswith(".gguf") and Path(word).is_file())
+    except (OSError, ValueError):  # too long for a name, or a null
+        return False
 
 
 def _elsewhere(word: str, table: Mapping[str, str]) -> str:

@@ -188,6 +188,9 @@ Verbose = Annotated[
     bool,
     _shown("-v", "--verbose", help="A line for each finished part: error, time, memory."),
 ]
+Reasons = Annotated[
+    bool, _shown("-v", "--verbose", help="Also why usual schemes are no candidates.")
+]
 JsonProgress = Annotated[
     bool,
     _shown("--json-progress", help="Progress, notes and errors as lines of JSON on stderr."),

@@ -69,7 +69,7 @@ def quantize(
     run_log = RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=policy, progress=run_log.progress, announce=run_log.announce,
+        policy=policy, progress=run_log.progress, announce=run_log.announce, note=console.note,
         serving=serving_of(context, cache, draft, given.get("engine")),
         modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
         join=join or ranks.shared(),

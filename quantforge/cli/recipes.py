@@ -10,7 +10,7 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.completion import OF_CHOICES
 from quantforge.cli.console import Console
-from quantforge.errors import InputError, nearest
+from quantforge.errors import UsageError, nearest
 from quantforge.planning.recipe_options import builtin_recipes
 
 
@@ -28,7 +28,7 @@ def recipes(
     known = builtin_recipes()
     if name is not None:
         if name not in known:
-            raise InputError(f"no recipe '{name}'", nearest(name, known))
+            raise UsageError(f"no recipe '{name}'", nearest(name, known))
         text = known[name].read_text(encoding="utf-8").rstrip()
         if as_json:
             console.document({"schema": "quantforge.recipe/1", "name": name, "toml": text})
@@ -47,7 +47,7 @@ def recipes(
     ]
     console.table(("recipe", "engine", "bits", "quality", "needs"), rows)
     console.note(
-        "quality: KL divergence from the source in nats per token, of a small model\n"
-        "(docs/results); 'weights': without rounded inputs\n"
+        "quality: KL divergence from the source in nats per token, of a small model;\n"
+        "'weights': without rounded inputs\n"
         "quantforge recipes NAME prints one"
     )

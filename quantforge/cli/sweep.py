@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from quantforge.cli import jobs as processes
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import REPORTS, check_reports, show_tables
 from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.run_log import from_here, shown
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,6 +104,8 @@ def sweep(
     _save(found.evaluation, report or [], overwrite=overwrite)
     write_summary(summary, found.evaluation)
     _show(console, found, wide=wide)
+    for path in (*(report or []), *([summary] if summary else [])):
+        console.note(f"report: {path}")
 
 
 def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
@@ -118,6 +122,17 @@ def _show(console: Console, found: Swept, *, wide: bool) -> None:
         console.document({"schema": "quantforge.sweep/1", **found.document()})
     else:
         show_tables(console, found.evaluation, wide=wide)
+        _tell_results(console, found)
+
+
+def _tell_results(console: Console, found: Swept) -> None:
+    """Say where the results are, and what is done with the closest of those that no other beats."""
+    rows = found.evaluation.rows
+    best = [rows[index]["path"] for index in found.evaluation.verdict.front]
+    chosen = Path(best[-1]) if best else next(iter(found.results.values()))
+    place = from_here(found.out)
+    console.note(f"results: {len(found.results)} in {shown(place)}, under the names of their rows")
+    console.note(f"next: quantforge generate {shlex.quote(str(place / chosen.name))}")
 
 
 def _grid(over: list[str]) -> dict[str, list[str]]:

@@ -31,6 +31,22 @@ def path_as_typed(text: str) -> str:
     return as_typed(text) if text.startswith("/") and "\n" not in text else text
 
 
+def in_one_line(text: str) -> str:
+    """Return a text with the line breaks escaped that are in names of files which were typed."""
+    if "\n" in text:
+        for name in _broken_names(tuple(sys.argv[1:])):
+            text = text.replace(name, name.replace("\n", "\\n"))
+    return text
+
+
+@lru_cache(maxsize=4)
+def _broken_names(arguments: tuple[str, ...]) -> Sequence[str]:
+    """Return the parts with line breaks of the paths among arguments; a text that is typed is none."""
+    words = [word for one in arguments for word in (one, one.partition("=")[2]) if "\n" in word]
+    there = [word for word in words if len(word) < _LONGEST and os.path.lexists(word)]
+    return [part for word in there for part in word.split("/") if "\n" in part]
+
+
 def _here() -> str:
     try:
         return str(Path.cwd())

@@ -51,8 +51,16 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
     extra = getattr(getattr(error, "ctx", None), "args", None) or _extra(error)
     if extra:
         said = " ".join(extra)
-        return UsageError(f"{verb}: nothing takes '{said}'", hints.for_extra(extra, verb))
+        return UsageError(
+            f"{verb}: nothing takes '{said}'", hints.for_extra(extra, verb, _model(arguments, verb))
+        )
     return UsageError(error.format_message(), more)
+
+
+def _model(arguments: list[str], verb: str) -> str:
+    """Return the word that directly follows the verb, "" for an option."""
+    following = arguments[arguments.index(verb) + 1 :][:1]
+    return "" if following[:1] and following[0].startswith("-") else "".join(following)
 
 
 def _flags(command: Any) -> list[str]:

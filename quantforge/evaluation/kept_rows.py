@@ -3,6 +3,9 @@
 The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
 numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an
 evaluation ends well the rows of its models are removed, and those that nobody came back for after `DAYS`.
+
+Each run writes a file of its own, so that two of one evaluation at a time lose nothing to each other. It begins with
+the rows of all files of the evaluation, and then removes those files that nobody has written to since.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,27 +43,27 @@ class KeptRows:
     """Rows of one evaluation.
 
     Args:
-        place: their file; None keeps nothing.
+        place: of their files, which are called so and something more; None keeps nothing.
         paths: the reference and the models, whose rows are asked for by their places in this list.
     """
 
     def __init__(self, place: Path | None, paths: Sequence[Path]) -> None:
-        self._place = place
+        self._place = place and place.with_name(f"{place.name}.{secrets.token_hex(8)}.json")
         # The row of the reference is another than that of the same model among the others.
         self._names = [
             f"{_fingerprint(path)} {'model' if n else 'reference'}" for n, path in enumerate(paths)
         ]
         self._rows: dict[str, dict[str, Any]] = {}
         self._before: Mapping[str, dict[str, Any]] = {}
-        if self._place is None:
+        self._taken: dict[Path, int] = {}  # files whose rows are among these, as of a time
+        if place is None:
             return
-        _forget_old(self._place.parent)
-        with suppress(QuantForgeError, OSError, *SHAPELESS):  # damaged: measured again
-            known = read_object(self._place, MANIFEST, None)
-            rows = {str(name): {**row} for name, row in known["rows"].items()}
-            if known["digest"] == _digest(rows):
-                rows = {name: row for name, row in rows.items() if row.keys() == KEYS}
-                self._before, self._rows = rows, {**rows}
+        _forget_old(place.parent)
+        for file in sorted(place.parent.glob(f"{place.name}.*.json")):
+            with suppress(QuantForgeError, OSError, *SHAPELESS):  # damaged: measured again
+                self._taken[file] = file.stat().st_mtime_ns
+                self._rows |= _rows_of(file)
+        self._before = {**self._rows}
 
     def of(self, number: int) -> dict[str, Any] | None:
         """Return a row of an earlier run, None if none is kept."""
@@ -93,13 +97,32 @@ class KeptRows:
             if self._rows.keys() - {reference}:
                 self._write(self._place)
                 return
-            self._place.unlink()
+            self._drop_taken()
+            self._place.unlink(missing_ok=True)
             self._place.parent.rmdir()  # if it was the last
 
     def _write(self, place: Path) -> None:
         text = json.dumps({"digest": _digest(self._rows), "rows": self._rows})
         place.parent.mkdir(parents=True, exist_ok=True)
         save(place, text.encode(), overwrite=True)
+        self._drop_taken()
+
+    def _drop_taken(self) -> None:
+        """Remove the files that the rows were taken from, but for those that another run has written to since."""
+        for file, seen in self._taken.items():
+            with suppress(FileNotFoundError):
+                if file.stat().st_mtime_ns == seen:
+                    file.unlink()
+        self._taken.clear()
+
+
+def _rows_of(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the rows of a file that are whole; none where it is damaged."""
+    known = read_object(file, MANIFEST, None)
+    rows = {str(name): {**row} for name, row in known["rows"].items()}
+    if known["digest"] != _digest(rows):
+        return {}
+    return {name: row for name, row in rows.items() if row.keys() == KEYS}
 
 
 @contextmanager
@@ -121,7 +144,7 @@ def keeping(
         told = [protocol.to_json(), prompts, options.speed, options.cache, manifest.versions()]
         machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
         key = _digest([told, machine, _fingerprint(paths[0])])
-        place = user_cache() / "evaluations" / f"{key}.json"
+        place = user_cache() / "evaluations" / key
     kept = KeptRows(place, paths)
     if count := kept.count():
         options.note(f"{count} of {len(paths)} models were measured before the interruption")

@@ -76,7 +76,7 @@ def observe_importance(
             total.add(states.reshape(-1, states.shape[-1]))
     if matched.architecture is not None and not matched.tied:
         add(matched.by_name[f"{matched.architecture.head}.weight"].stored.name, total.result())
-    return Imatrix(entries, options.source, options.samples, options.length)
+    return Imatrix(entries, options.source, len(sample.ids), options.length)
 
 
 def known_importance(planned: Planned, settings: Settings) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +21,17 @@ from typing import Any
 from quantforge.checkpoint.disk import DISK, create, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object, read_object
+from quantforge.checkpoint.recipe_toml import both, differences
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files import system
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 FINGERPRINT = "fingerprint.json"
+RECIPE = "recipe"  # the key of its TOML in a fingerprint
 JOURNAL = "journal.jsonl"
 _AT_ONCE = 1 << 30  # bytes; Linux writes no more than 2 GB in one call
 _DIGEST = 16  # hex digits at the beginning of a line
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Workspace:
@@ -134,14 +138,28 @@ def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | Non
         earlier = read_object(path, JOURNAL_ROLE, path.parent)
     except InputError as error:
         raise damaged(path, path.parent) from error
-    keys = sorted({*earlier, *fingerprint})
-    differ = [key for key in keys if earlier.get(key) != fingerprint.get(key)]
-    if differ:
+    if differ := _differences(earlier, fingerprint):
         raise IntegrityError(
-            f"{path.parent}: holds an unfinished run that differs in: {', '.join(differ)}",
-            f"finish it with its own command, or start afresh: rm -r {directory or path.parent}",
+            f"{path.parent}: holds an unfinished run that differs in: {'; '.join(differ)}",
+            "finish it with its own command, or start afresh: with --overwrite, or after "
+            f"rm -r {directory or path.parent}",
             file=str(path),
         )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, str]) -> list[str]:
+    """Return in what two fingerprints differ, with both values where they tell a person anything."""
+    told = []
+    for key in sorted({*there, *here}):
+        values = [str(found.get(key, "")) for found in (there, here)]
+        if values[0] == values[1]:
+            continue
+        if key == RECIPE:
+            told += differences(*values)
+        else:
+            plain = not any(_SHA256.fullmatch(value) for value in values)
+            told.append(both(key, *(value or "none" for value in values)) if plain else key)
+    return told
 
 
 def line_of(entry: Mapping[str, Any]) -> bytes:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.stage import Stage
-from quantforge.execution.journal import FINGERPRINT, Workspace, check_same, written
+from quantforge.errors import IntegrityError
+from quantforge.execution.journal import FINGERPRINT, RECIPE, Workspace, check_same, written
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
 from quantforge.results import manifest
+from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge.execution.calibration import Calibrated
+    from quantforge.execution.claims import Claims
 
 
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
@@ -27,6 +29,33 @@ def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     work = Workspace(stage.journal, fingerprint)
     if not work.resumed:
         stage.clear()
+    return work
+
+
+def begun(
+    stage: Stage, claims: Claims, fingerprint: Mapping[str, str], settings: Settings
+) -> Workspace:
+    """Return the journal of this run, or of the unfinished one that it goes on with.
+
+    An overwrite ends an unfinished run that it cannot go on with. The caller holds the lock of the output.
+
+    Raises:
+        IntegrityError: another run is unfinished here, or its journal is damaged, and nothing is to be overwritten.
+    """
+    work = None
+    try:
+        work = workspace_of(stage, fingerprint)
+        claims.check(fingerprint)
+    except IntegrityError as error:
+        if work is not None:
+            work.close()
+        if not settings.overwrite:
+            raise
+        settings.note(f"{error.message}; it is ended, because --overwrite is given")
+        claims.remove()
+        shutil.rmtree(stage.journal, ignore_errors=True)
+        stage.clear()
+        work = workspace_of(stage, fingerprint)
     return work
 
 
@@ -53,7 +82,7 @@ def fingerprint_of(
     ``recipe`` is its TOML.
     """
     return {
-        "recipe": hashlib.sha256(recipe.encode()).hexdigest(),
+        RECIPE: recipe,
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device.partition(":")[0],  # of several GPUs each rank has its own
         **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),

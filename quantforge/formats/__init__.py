@@ -46,6 +46,7 @@ In this folder:
     plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
     storage             Storage of a plan's tensors in the files of a format
     targets             Targets of a quantization: each engine with its format of choice, what it refuses
+    unknown_names       Words that other tools have for formats, engines and types, with what they mean here
     gguf/               GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
     sources/            Sources in low precision: models that are published in 4 or 8 bits
 """
@@ -60,6 +61,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quantforge.errors import InputError, UnknownNameError, nearest
 from quantforge.formats.engines import Engine
+from quantforge.formats.unknown_names import FORMAT_WORDS
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -220,7 +222,7 @@ def format_of(key: str) -> Format:
         UsageError: no such format; the hint names the nearest.
     """
     if key not in FORMATS:
-        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS))
+        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS, FORMAT_WORDS))
     return cast("Format", import_module(FORMATS[key]))
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import Fault, InputError
+from quantforge.errors import Fault, InputError, either
 from quantforge.formats import Fit, ModuleLayout, Verdict
 from quantforge.formats.agreement import agreement
 from quantforge.formats.checks import by_group_index, sound
@@ -54,7 +54,7 @@ def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST
         return refusal
     if scheme.bits not in WIDTHS:
         wider = Scheme("int8", scheme.granularity, scheme.zero)
-        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {WIDTHS} bits", str(wider))
+        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {either(WIDTHS)} bits", str(wider))
     if any(size * scheme.bits % 32 for size in shape):
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
         return Fit(Verdict.IMPOSSIBLE, reason)
@@ -165,7 +165,7 @@ def layout_of(
     if bits not in WIDTHS or not isinstance(size, int):
         raise InputError(
             f"{module}: GPTQ with bits = {bits!r}, group_size = {size!r}",
-            f"{WIDTHS} bits and a number are read",
+            f"{either(WIDTHS)} bits and a number are read",
             tensor=module,
         )
     scale = scale_of(tensors, f"{module}.scales")

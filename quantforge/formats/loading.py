@@ -31,7 +31,7 @@ class Snippet:
 def snippets(
     about: About, verdicts: Iterable[EngineVerdict], name: str, *, chat: bool
 ) -> list[Snippet]:
-    """Return code for every engine that loads a result.
+    """Return code for every engine that loads a result; none for a name that no line can hold.
 
     Args:
         about: facts of the format.
@@ -40,6 +40,8 @@ def snippets(
         chat: whether it has a chat template.
     """
     found = []
+    if not name.isprintable():  # a line of it could end the block that the code stands in
+        return []
     for engine in (verdict.engine for verdict in verdicts if verdict.loads):
         if engine not in TARGETS:
             continue

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import finite, sound
 from quantforge.formats.configuration import (
@@ -74,7 +74,7 @@ def scale_type(model_dtype: str) -> ScaleType:
 def default_scheme(bits: int) -> str:
     """Return groups of 64 with a minimum, as mlx-lm makes them; raise `RefusedError` for other widths."""
     if bits not in WIDTHS:
-        raise RefusedError(f"--bits {bits}: MLX has {WIDTHS} bits", f"--bits {min(bits + 1, 8)}")
+        raise RefusedError(f"--bits {bits}: MLX has {either(WIDTHS)}", f"--bits {min(bits + 1, 8)}")
     return f"int{bits}:g64:min"
 
 
@@ -89,7 +89,7 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
         nearest = "int8:g64:min" if scheme.bits > 6 else "int4:g64:min"
         return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
     if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in SIZES:
-        reason = f"groups of {SIZES} are read, not {scheme.granularity} of {shape[1]} columns"
+        reason = f"groups of {either(SIZES)}, not {scheme.granularity} of {shape[1]} columns"
         return Fit(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
     if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
         return Fit(Verdict.IMPOSSIBLE, f"scales of 16 bits are read, not {scheme.scale}",
@@ -233,7 +233,7 @@ def _layout(
     else:
         raise InputError(
             f"config.json: MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
-            f"affine with {WIDTHS} bits, and {', '.join(READ)} are",
+            f"affine with {either(WIDTHS)} bits, and {', '.join(READ)} are",
             tensor=module,
         )
     rows, words = matrix(tensors, f"{module}.weight")

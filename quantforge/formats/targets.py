@@ -16,6 +16,7 @@ from quantforge.errors import RefusedError, UnknownNameError, UsageError, neares
 from quantforge.formats import DEFAULT, GGUF, format_of, libraries
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
+from quantforge.formats.unknown_names import ENGINE_WORDS
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Serving, TensorPlan
 
@@ -88,7 +89,9 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 def target_of(engine: str) -> Target:
     """Return the entry of an engine, in letters of either case, or raise `UsageError` naming the nearest."""
     if engine.lower() not in TARGETS:
-        raise UnknownNameError(f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS))
+        raise UnknownNameError(
+            f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS, ENGINE_WORDS)
+        )
     return TARGETS[engine.lower()]
 
 

@@ -25,16 +25,31 @@ def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
     """Return the note of a plan on rows that will not come; none where only the run knows."""
     if options.source != CalibrationOptions().source or _takes_what_there_is(options):
         return ()
+    there = _builtin_rows(options.length, model)
+    said = "" if there is None else few_rows(options, there, options.samples)
+    return (f"calibration: {said}",) if said else ()
+
+
+def coming_rows(options: CalibrationOptions, model: Path) -> int:
+    """Return how many rows a run observes, 0 where only it knows: of a mixture, or of a file of importance."""
+    if options.importance_file or "," in options.source or "=" in options.source:
+        return 0
+    if options.source != CalibrationOptions().source:
+        return options.samples  # or it is refused
+    return min(_builtin_rows(options.length, model) or 0, options.samples)
+
+
+def _builtin_rows(length: int, model: Path) -> int | None:
+    """Return how many rows the builtin text gives, None where only the run can say what is wrong."""
     from quantforge_calibration import SourceError
     from quantforge_calibration.row_count import (
         builtin_rows,
     )  # tokenizers, which planning does without
 
     try:
-        said = few_rows(options, builtin_rows(model, options.length), options.samples)
-    except SourceError:  # the run says what is wrong
-        return ()
-    return (f"calibration: {said}",) if said else ()
+        return builtin_rows(model, length)
+    except SourceError:
+        return None
 
 
 def _takes_what_there_is(options: CalibrationOptions) -> bool:

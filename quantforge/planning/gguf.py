@@ -25,6 +25,7 @@ from quantforge.formats.gguf.metadata import general, merged, provenance
 from quantforge.formats.gguf.parameters import parameters
 from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
 from quantforge.grids import SUPERBLOCKS
+from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choices
 from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
 from quantforge.planning.gguf_types import GivenTypes, MixtureTypes, stored_shape
@@ -76,12 +77,13 @@ def draft(
     weights = sum(math.prod(tensor.shape) for tensor in tensors)
     kind = mixture.file_type(types.label)
     linears = sum(item.tensor.role is Role.LINEAR for item in targets)
-    seen = (recipe.calibration.source, linears) if observed else ("", 0)
+    text = recipe.calibration
+    seen = (text.source, linears, coming_rows(text, checkpoint.path)) if observed else ("", 0, 0)
     keys = merged(
         general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
         found.keys,
         tokens.keys(),
-        provenance(recipe.to_toml(), *seen, recipe.calibration.samples),
+        provenance(recipe.to_toml(), *seen),
     )
     return Draft(
         tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),

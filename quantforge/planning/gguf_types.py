@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.errors import InputError, RefusedError, nearest
+from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
 from quantforge.formats.format_choice import holders
 from quantforge.formats.gguf import blocks_of, mixture
 from quantforge.formats.gguf.families import Named
 from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.formats.unknown_names import TYPE_WORDS
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices.lattice_types import LATTICES
@@ -143,9 +144,8 @@ def _label(wanted: LayerChoices) -> str:
     """Return the name of the mixture, or the grid that all linears get."""
     if wanted.type is not None:
         if wanted.type.upper() not in mixture.MIXTURES:
-            raise InputError(
-                f"--type {wanted.type}: unknown", nearest(wanted.type.upper(), mixture.MIXTURES)
-            )
+            hint = nearest(wanted.type.upper(), mixture.MIXTURES, TYPE_WORDS)
+            raise UnknownNameError(f"--type {wanted.type}: unknown", hint)
         return wanted.type.upper()
     if wanted.scheme is not None:
         return type_of(LayerScheme(parse(wanted.scheme)), "--scheme")

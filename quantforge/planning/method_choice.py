@@ -49,7 +49,7 @@ def chosen_method(
     method, reason = PLAIN, _obstacle(grids, scales, calibration, checkpoint, matched)
     if not reason:
         method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
-        reason = f"what measured best (docs/results); --method {PLAIN} is faster, and worse"
+        reason = f"what measured best; --method {PLAIN} is faster, and worse"
     return method, (f"{CHOSEN}--method {method}: {reason}",)
 
 

@@ -12,8 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from quantforge.errors import InputError, UsageError, check_options, nearest
-from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
+from quantforge.errors import InputError, UnknownNameError, UsageError, check_options, nearest
+from quantforge.formats import KEEP
+from quantforge.notation import parse_layer
+from quantforge.recipe import VALUES, Recipe, Rule, from_toml, read_recipe
 
 PLACES: Mapping[str, str] = {
     "adapter": "adapter.source",
@@ -117,7 +119,8 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
 
     Raises:
         UsageError: choices contradict each other, or there is none of that name.
-        InputError: a value that no recipe may have, or as `load_recipe`.
+        UnknownNameError: a value that no recipe may have.
+        InputError: as `load_recipe`.
     """
     recipe = load_recipe(base)
     given = {
@@ -134,6 +137,7 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         from quantforge.formats.targets import filled  # all formats: --help needs none
 
         given = filled(given["engine"], given)
+    _check_words(given)
     if {"bits", "scheme"} <= given.keys():
         raise UsageError(
             "--bits and --scheme are both given", "--bits is the dial, --scheme the expert's form"
@@ -142,26 +146,51 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         given["rules"] = (*(_rule(text) for text in given["rules"]), *recipe.rules)
     if "ignore" in given:
         given["ignore"] = (*recipe.ignore, *given["ignore"])
-    tables: dict[str, dict[str, Any]] = {"": {}}
-    for name, value in given.items():
-        table, _, field = place_of(name)[0].rpartition(".")
-        tables.setdefault(table, {})[field] = value
+    tables = _by_table(given)
     top = tables.pop("")
-    if "bits" in top:
-        top["scheme"] = None
-    elif "scheme" in top:
-        top["bits"] = None
-    if "source" in (text := tables.get("calibration", {})):
-        text["sha256"] = ()  # those of a recipe are of its own text
-    if "source" in (merged := tables.get("adapter", {})):
-        merged["sha256"] = ()
     inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
-    made = replace(recipe, **top, **inner)
+    try:
+        made = replace(recipe, **top, **inner)
+    except InputError as error:  # not of the recipe, which was one before
+        raise UnknownNameError(error.message, error.hint) from error
     if made.tensor_parallel > 1 and made.engine is None:
         raise UsageError(
             f"--tensor-parallel {made.tensor_parallel}: of which engine", "add --for ENGINE"
         )
     return made
+
+
+def _by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of choices by table and field of a recipe; those of no table under the empty name."""
+    tables: dict[str, dict[str, Any]] = {"": {}}
+    for name, value in given.items():
+        inside, _, field = place_of(name)[0].rpartition(".")
+        tables.setdefault(inside, {})[field] = value
+    if "bits" in tables[""]:
+        tables[""]["scheme"] = None
+    elif "scheme" in tables[""]:
+        tables[""]["bits"] = None
+    for name in ("calibration", "adapter"):
+        if "source" in (table := tables.get(name, {})):
+            table["sha256"] = ()  # those of a recipe are of its own files
+    return tables
+
+
+def _check_words(given: Mapping[str, Any]) -> None:
+    """Refuse words that an option does not take and texts that are no scheme, as `UnknownNameError`."""
+    for name, value in given.items():
+        known = VALUES.get(place_of(name)[0], ())
+        if known and isinstance(value, str) and value.lower() not in known:
+            option = f"--{name.replace('_', '-')}"
+            raise UnknownNameError(f"{option} {value}: unknown", nearest(value.lower(), known))
+    schemes = [given.get(name) for name in ("scheme", "head", "embedding")]
+    schemes += [_rule(text).scheme for text in given.get("rules", ())]
+    for text in schemes:
+        if isinstance(text, str) and text != KEEP:
+            try:
+                parse_layer(text)
+            except InputError as error:
+                raise UnknownNameError(error.message, error.hint) from error
 
 
 def _rule(text: str | Rule) -> Rule:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.recipe_toml import differences
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import RefusedError
 from quantforge.formats import format_of
@@ -38,8 +39,9 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     document = manifest.read(out)
     stated = {} if document is None else document
     source: Any = stated.get("source", {})
+    recipe = planned.recipe.to_toml()
     same = {
-        "recipe": stated.get("recipe") == planned.recipe.to_toml(),
+        "recipe": stated.get("recipe") == recipe,
         "source": source.get("files") == files,
         "versions": stated.get("versions") == manifest.versions(),
         "files": document is not None and _whole(document, out),
@@ -49,7 +51,10 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     }
     if all(same.values()) or settings.overwrite:
         return all(same.values())
-    other = ", ".join(name for name, equal in same.items() if not equal)
+    other = "; ".join(
+        "; ".join(differences(str(stated.get("recipe", "")), recipe)) if name == "recipe" else name
+        for name, equal in same.items() if not equal
+    )  # fmt: skip
     raise RefusedError(
         f"{out}: is there, and differs from what would be made in: {other}",
         "replace it with --overwrite, move it away, or choose another place",

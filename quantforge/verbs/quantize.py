@@ -20,7 +20,7 @@ from quantforge.errors import DeniedError, InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.resumption import check_journal, done_tensors, workspace_of
+from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
@@ -130,11 +130,10 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
 
     checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
     plan, source = planned.plan, prepared.source
-    work = workspace_of(stage, prepared.fingerprint)
     units = units_of(plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
+    work = begun(stage, claims, prepared.fingerprint, settings)
     try:
-        claims.check(prepared.fingerprint)
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
         with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:

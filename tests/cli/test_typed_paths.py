@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from quantforge.cli import allocate
+from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import as_typed
 from tests.conftest import Tiny
 from tests.runs import command
@@ -93,3 +97,55 @@ def test_the_rule(typed, text, told, monkeypatch):
     monkeypatch.setenv("HOME", "/h/u")
     monkeypatch.setattr("quantforge.cli.typed_paths._here", lambda: "/h/u/w")
     assert as_typed(text) == told
+
+
+def test_a_line_break_in_a_name_ends_no_line(
+    place: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "two\nlines").symlink_to(tiny("llama-wide"), target_is_directory=True)
+    shown = command(capsys, "inspect", "two\nlines")
+    assert shown.out.startswith("two\\nlines  llama  plain\n")
+    missing = command(capsys, "inspect", "two\nlines/absent")
+    assert missing.code == 3
+    planned = command(capsys, "plan", "two\nlines", "--scheme", "int4:g0")
+    assert planned.code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("quantize", "wren", "--bits", "4", "-o", "a\nb"),
+        ("quantize", "wren", "--type", "Q8_0", "-o", "a\x1b.gguf"),
+        ("sweep", "wren", "--over", "bits=4", "-o", "a\rb"),
+        ("eval", "wren", "--no-speed", "--report", "a\u2028b.md"),
+        ("allocate", "wren", "--target", "4bpw", "-o", "a\nb.toml"),
+    ],
+)
+def test_a_name_with_a_control_character_is_not_made(
+    place: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {*place.iterdir()}
+    ended = command(capsys, *arguments)
+    assert ended.code == 2, ended.err
+    assert "a control character in a name" in ended.err
+    assert "\n" not in ended.err.partition("\nhint: ")[0]
+    assert {*place.iterdir()} == before
+
+
+def test_what_nobody_copies_is_broken_into_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    Console().footer("some words " * 30)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 80
+    assert all(line.startswith("  ") for line in lines[1:])
+
+
+def test_schemes_that_are_no_candidates_are_counted() -> None:
+    left = {f"int{bits}": f"vllm does not load int{bits}" for bits in range(2, 8)}
+    found: Any = SimpleNamespace(left_out=left, recipe=SimpleNamespace(engine="vllm", format=""))
+    said = allocate._left_out(found)
+    assert "6 usual schemes are no candidates: vllm does not take them" in said
+    assert "int2" not in said

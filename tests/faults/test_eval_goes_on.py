@@ -21,7 +21,7 @@ from quantforge.evaluation import kept_rows
 from quantforge.evaluation.evaluate import EvaluationOptions
 from quantforge.evaluation.figures import KEYS
 from quantforge.evaluation.harness import Tasks
-from quantforge.evaluation.kept_rows import keeping
+from quantforge.evaluation.kept_rows import KeptRows, keeping
 from quantforge.evaluation.windows import Protocol
 from quantforge.settings import Settings
 from quantforge.verbs import evaluate
@@ -168,6 +168,26 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     times = file.stat()
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     assert kept_rows._fingerprint(first) != before
+
+
+def test_two_runs_at_a_time_lose_nothing_to_each_other(model, models, cache):
+    """A later run has the rows of both, and its end leaves those of a run that goes on."""
+    place, paths, row = cache / "key", [model, *models], dict.fromkeys(KEYS, 1.0)
+    first, second = KeptRows(place, paths), KeptRows(place, paths)
+    first.keep(0, row)
+    first.keep(1, row)
+    second.keep(2, row)
+    first.keep(0, row)
+    later = KeptRows(place, paths)
+    assert [later.of(number) for number in range(3)] == [row] * 3
+    later.keep(0, row)
+    assert len([*cache.iterdir()]) == 1  # it has what was in the others
+    second.keep(1, row)
+    later.remove()
+    assert KeptRows(place, paths).count() == 2
+    for one in (first, second):
+        one.remove()
+    assert not cache.exists()
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(

@@ -379,9 +379,16 @@ def test_another_recipe_is_not_shared(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, progress=crash_after("outer"))
     for shared in (True, False):
-        with pytest.raises(IntegrityError, match="differs in: recipe"):
+        with pytest.raises(IntegrityError, match="differs in: bits: "):
             quantize(model, out, recipe(scales="absmax", bits=8), join=shared)
     join(model, out)
+
+
+def test_an_overwrite_ends_a_shared_run_of_another_recipe(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        join(model, out, progress=crash_after("outer"))
+    quantize(model, out, recipe(scales="absmax", bits=8), overwrite=True)
+    assert leftovers(out) == {"out"}
 
 
 def test_another_recipe_does_not_spoil_an_interrupted_run(
@@ -390,7 +397,7 @@ def test_another_recipe_does_not_spoil_an_interrupted_run(
     quantize(model, tmp_path / "m", GPTQ)
     with pytest.raises(StopError):
         quantize(model, out, GPTQ, progress=crash_after("block 0"))
-    with pytest.raises(IntegrityError, match="differs in: recipe") as refused:
+    with pytest.raises(IntegrityError, match="differs in: bits: ") as refused:
         join(model, out, recipe("gptq", bits=3))
     assert refused.value.hint.endswith(f"rm -r {out.with_name('.out.qf')}")
     join(model, out, GPTQ)
@@ -400,7 +407,7 @@ def test_another_recipe_does_not_spoil_an_interrupted_run(
 def test_the_hint_about_a_run_of_another_recipe_can_be_followed(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, GPTQ, progress=crash_after("block 0"))
-    with pytest.raises(IntegrityError, match="differs in: calibration, recipe") as refused:
+    with pytest.raises(IntegrityError, match="differs in: calibration; ") as refused:
         join(model, out, PLAIN)
     shutil.rmtree(refused.value.hint.partition("rm -r ")[2])
     join(model, out, PLAIN)

@@ -199,9 +199,40 @@ def refused(model: Path, out: Path, **changes: object) -> QuantForgeError:
 def test_resume_with_another_recipe_is_refused(model, out):
     begun(model, out)
     error = refused(model, out, bits=3)
-    assert "differs in: recipe" in error.message
-    assert f"rm -r {out.parent / JOURNAL}" in error.hint
+    assert error.message.endswith("differs in: bits: unset there, 3 here")
+    assert f"with --overwrite, or after rm -r {out.parent / JOURNAL}" in error.hint
     assert quantize(model, out, recipe("gptq")).resumed  # with the first it goes on
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damaged):
+    begun(model, out)
+    if damaged:
+        with (out.parent / JOURNAL / "journal.jsonl").open("ab") as file:
+            file.write(b"?\n")
+    notes: list[str] = []
+    wanted = recipe("gptq", bits=None if damaged else 3)
+    assert not quantize(model, out, wanted, overwrite=True, note=notes.append).resumed
+    said = "the interrupted run is damaged" if damaged else "bits: unset there, 3 here"
+    assert [
+        note.endswith(f"{said}; it is ended, because --overwrite is given") for note in notes
+    ] == [True]
+    afresh = out.with_name("afresh")
+    quantize(model, afresh, wanted)
+    assert tree(out) == tree(afresh)
+    assert leftovers(out) == {"out", "afresh"}
+
+
+def test_a_person_is_told_of_a_run_that_is_ended(model, out, capsys):
+    begun(model, out)
+    ended = command(capsys, "quantize", model, "--method", "rtn", "-o", out, "--overwrite")
+    assert ended.code == 0
+    assert "it is ended, because --overwrite is given" in ended.err
+
+
+def test_an_overwrite_goes_on_with_its_own_run(model, out):
+    begun(model, out)
+    assert quantize(model, out, recipe("gptq"), overwrite=True).resumed
 
 
 def test_resume_with_another_text_is_refused(model, out):
@@ -241,7 +272,7 @@ def test_resume_with_another_importance_is_refused(model, out):
         name: Entry(entry.means * 2 + 1, entry.rows) for name, entry in found.entries.items()
     }
     write_imatrix(file, replace(found, entries=entries))
-    with pytest.raises(IntegrityError, match="differs in: imatrix"):
+    with pytest.raises(IntegrityError, match=r"differs in: imatrix; calibration\.sha256$"):
         quantize(model, place, wanted, imatrix=file)
     file.unlink()
     write_imatrix(file, found)

@@ -38,7 +38,7 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
         assert tree(path) == tree(tmp_path / name)
     rows = found.evaluation.rows
     assert [row["kl_mean"] is None for row in rows] == [True, False, False, False, False]
-    with pytest.raises(RefusedError, match="differs from what would be made in: recipe"):
+    with pytest.raises(RefusedError, match=r"made in: calibration\.samples: "):
         swept(model, tmp_path / "s", over, samples=5)
 
 
@@ -108,7 +108,7 @@ def test_what_a_method_or_an_engine_does_not_take_is_left_out(
         ({"method": ["rtn", "gtpq"]}, {}, UsageError, "^unknown method 'gtpq'"),
         ({"format": ["awq", "awk"]}, {}, UsageError, "^unknown format 'awk'"),
         ({"engine": ["vllm", "vlm"]}, {}, UsageError, "^--for vlm: unknown engine"),
-        ({"bits": [4, 77]}, {}, InputError, "^recipe: bits = 77 is too large"),
+        ({"bits": [4, 77]}, {}, UsageError, "^recipe: bits = 77 is too large"),
         ({"bits": [3, 4]}, {"method": "magnitude"}, UsageError, "^--method magnitude: no --sparsity"),
         ({"bits": [3, 5]}, {"engine": "vllm"}, RefusedError, "^2 of 2 .*bits5: --for vllm --bits 5"),
         ({"bits": [3, 4]}, {"scheme": "int4:g32:sym"}, UsageError, "^--bits and --scheme are both"),
@@ -202,6 +202,10 @@ def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsy
     assert [*found["results"]] == ["bits4-rtn"]
     assert (tmp_path / f"{model.name}-sweep/bits4-rtn/config.json").is_file()
     assert "bits4-rtn" in (tmp_path / "s.md").read_text()
+    assert "results:" not in ended.err  # the document says it
+    again = command(capsys, *asked, *rows)
+    assert f"results: 1 in ./{model.name}-sweep, under the names of their rows\n" in again.err
+    assert f"next: quantforge generate {model.name}-sweep/bits4-rtn\n" in again.err
     both = command(capsys, *asked, "--bits", 4)
     assert both.code == 2
     assert "--bits is given too" in both.err

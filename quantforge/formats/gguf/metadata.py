@@ -39,14 +39,22 @@ def general(
 
 
 def provenance(recipe: str, dataset: str, entries: int, chunks: int) -> dict[str, Value]:
-    """Return keys that say what made the file; ``dataset`` is empty where no importance was observed."""
+    """Return keys that say what made the file.
+
+    Args:
+        recipe: its TOML.
+        dataset: that importance was observed on; empty where none was.
+        entries: tensors of which it was observed.
+        chunks: rows of the dataset, 0 where that is unknown.
+    """
     found = {"quantforge.version": text(__version__), RECIPE: text(recipe)}
     if dataset:
         found |= {
             "quantize.imatrix.dataset": text(dataset),
             "quantize.imatrix.entries_count": u32(entries),
-            "quantize.imatrix.chunks_count": u32(chunks),
         }
+    if chunks:
+        found["quantize.imatrix.chunks_count"] = u32(chunks)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, either, nearest
 from quantforge_kernels.kv import PAGE
 
 BATCHING = ("continuous", "static")
@@ -51,7 +51,7 @@ class EngineOptions:
         for name, known in (("batching", BATCHING), ("admission", ADMISSION)):
             value = getattr(self, name)
             if value not in known:
-                raise UsageError(f"{name} = {value!r}, not one of {known}", nearest(value, known))
+                raise UsageError(f"{name} = {value!r}: {either(known)}", nearest(value, known))
         for name in ("rows", "tokens", "pages", "token_budget", "chunk"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -10,7 +10,10 @@ from quantforge import verbs
 from quantforge.errors import RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
-from quantforge.recipe import CalibrationOptions
+from quantforge.planning.calibration_rows import coming_rows
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.settings import Settings
+from quantforge.verbs.plan import planned_for
 from quantforge_calibration.row_count import builtin_rows
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -53,3 +56,30 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
 def test_a_plan_says_nothing_of_text_that_is_not_needed():
     plan = verbs.plan(DEMO, method="rtn", scales="absmax", bits=8, samples=500)
     assert not [note for note in plan.notes if "asked for" in note]
+
+
+@pytest.mark.parametrize(
+    ("options", "coming"),
+    [
+        ({}, THERE), ({"samples": 500}, THERE), ({"samples": 3}, 3), ({"source": "text.txt"}, 128),
+        ({"source": "builtin=9,a.txt=1"}, 0), ({"source": "imatrix:m"}, 0),
+    ],
+)  # fmt: skip
+def test_rows_that_come_are_known_before_the_run(options, coming):
+    assert coming_rows(CalibrationOptions(**options), DEMO) == coming
+
+
+def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():
+    planned = planned_for(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
+    stated = [read(planned, name) for name in ("chunks_count", "dataset")]
+    assert stated == [THERE, "builtin"]
+
+
+def read(planned, name):
+    """Read a value from the header that a GGUF file will have."""
+    header = planned.files[0].fixed[0][1]
+    at = header.index(f"quantize.imatrix.{name}".encode()) + len(f"quantize.imatrix.{name}") + 4
+    if name == "chunks_count":
+        return int.from_bytes(header[at : at + 4], "little")
+    size = int.from_bytes(header[at : at + 8], "little")
+    return header[at + 8 : at + 8 + size].decode()

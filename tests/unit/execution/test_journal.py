@@ -32,7 +32,7 @@ from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
 from tests.runs import recipe
 
-SAME = {"recipe": "r", "device": "cpu"}
+SAME = {"recipe": "", "device": "cpu"}
 
 
 @pytest.fixture
@@ -144,9 +144,10 @@ def test_a_disk_that_takes_half_a_line_is_full(
     ("other", "named"),
     [
         ({**SAME, "recipe": "s"}, "recipe"),
-        ({"recipe": "r"}, "device"),
-        ({**SAME, "imatrix": "i"}, "imatrix"),
-        ({"device": "gpu", "recipe": "s"}, "device, recipe"),
+        ({"recipe": ""}, "device: cpu there, none here"),
+        ({**SAME, "imatrix": "0" * 64}, "imatrix"),
+        ({"device": "gpu", "recipe": "s"}, "device: cpu there, gpu here; recipe"),
+        ({**SAME, "recipe": "bits = 3"}, "bits: unset there, 3 here"),
     ],
 )
 def test_a_run_that_differs_is_refused_and_said_in_what(

@@ -130,6 +130,11 @@ def test_a_card_names_the_calibration_text_and_a_name_that_the_hub_takes(
     assert "ORG/wren-awq-gptq-int4\n" in code
 
 
+def test_a_name_that_no_line_can_hold_gets_no_code() -> None:
+    about = format_of("gguf").ABOUT
+    assert snippets(about, [EngineVerdict("llama.cpp", True)], "a\n```\nb.gguf", chat=True) == []
+
+
 def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
     name = """it's "a" $(b)|`c`.gguf"""
     about = format_of("gguf").ABOUT

@@ -1,0 +1,160 @@
+"""Words of other tools: what is typed there for methods, formats, engines, types and schemes is answered with ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quantforge.errors import QuantForgeError, either, nearest
+from quantforge.formats import FORMATS, format_of
+from quantforge.formats.gguf.mixture import MIXTURES
+from quantforge.formats.targets import TARGETS, target_of
+from quantforge.formats.unknown_names import ENGINE_WORDS, FORMAT_WORDS, TYPE_WORDS
+from quantforge.notation import parse_layer
+from quantforge.quantizers import METHODS
+from quantforge.quantizers.unknown_methods import METHOD_WORDS
+from tests.conftest import Tiny
+from tests.runs import command
+
+TYPED = [
+    # formats
+    ("--format ggml", "--format gguf"),
+    ("--format llama.cpp", "--format gguf"),
+    ("--format gguf:q4_k_m", "--type Q4_K_M"),
+    ("--format q4_k_m", "--format gguf"),
+    ("--format auto_gptq", "--format gptq"),
+    ("--format GPTQModel", "--format gptq"),
+    ("--format marlin", "--format gptq"),
+    ("--format gptqv2", "'gptq_v2'"),
+    ("--format auto_awq", "--format awq"),
+    ("--format gemm", "--format awq"),
+    ("--format bitsandbytes", "--format bnb"),
+    ("--format nf4", "--format bnb"),
+    ("--format llm_compressor", "--format compressed-tensors"),
+    ("--format pack-quantized", "--format compressed-tensors"),
+    ("--format compressed_tensors", "'compressed-tensors'"),
+    ("--format mlx-lm", "--format mlx"),
+    ("--format auto_round", "--format gptq"),
+    ("--format exl2", "quantforge formats"),
+    ("--format safetensors", "--format plain"),
+    ("--format w4a16", "--scheme W4A16"),
+    # methods
+    ("--method gtpq", "'gptq'"),
+    ("--method GPTQModifier", "--method gptq"),
+    ("--method auto-round", "awq+gptq"),
+    ("--method AutoAWQ", "--method awq"),
+    ("--method smoothquant", "--method smooth+gptq"),
+    ("--method nearest", "--method rtn"),
+    ("--method bnb", "--format bnb"),
+    ("--method imatrix", "--imatrix FILE"),
+    ("--method int4", "--bits 4"),
+    ("--method dynamic_quant", "quantforge allocate"),
+    # engines
+    ("--for hf", "--for transformers"),
+    ("--for trtllm", "--for tensorrt-llm"),
+    ("--for llamacpp", "'llama.cpp'"),
+    ("--for lmstudio", "--for llama.cpp"),
+    ("--for mlx_lm", "--for mlx"),
+    # types
+    ("--type Q4KM", "'Q4_K_M'"),
+    ("--type q4-k-m", "'Q4_K_M'"),
+    ("--type Q4_K_L", "--type Q4_K_M"),
+    ("--type UD-Q4_K_XL", "--embedding q8_0"),
+    ("--type q4", "--type Q4_K_M"),
+    ("--type q8", "'Q8_0'"),
+    ("--type fp16", "--type F16"),
+    ("--type int8", "--type Q8_0"),
+    ("--type tq1_0", "--type IQ1_S"),
+    ("--type w4a16", "--scheme"),
+    # schemes
+    ("--scheme w4a16g128", "int4:g128:sym"),
+    ("--scheme W4A16_G128", "int4:g128:sym"),
+    ("--scheme w4g64", "int4:g64:sym"),
+    ("--scheme int4-g128-asym", "int4:g128:asym"),
+    ("--scheme 4bit", "int4:g128:sym"),
+    ("--scheme uint8", "int8:g128:sym"),
+    ("--scheme w8a8-int8", "W8A8"),
+    ("--scheme FP8-Dynamic", "'FP8_DYNAMIC'"),
+    ("--scheme w4a8", "int4:g128:sym+int8:token:dynamic"),
+    ("--scheme bnb-4bit", "nf4:g64:sym:double"),
+    ("--scheme q4_k_m", "--type Q4_K_M"),
+    ("--head fp16", "--ignore PATTERN"),
+    ("--rule down_proj=w8g64", "int8:g64:sym"),
+    # words that take few
+    ("--scales mse", "known: absmax, reference, search"),
+    ("--kv-cache int8", "known: fp8"),
+    ("--experts every", "known: all, routed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "meant"), TYPED)
+def test_a_word_of_another_tool_is_answered_with_ours(
+    typed: str, meant: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rule for all of them: exit 2, as of any word that an option does not take."""
+    ended = command(capsys, "plan", tiny("llama"), *typed.split(" ", 1))
+    assert ended.code == 2, ended.err
+    assert meant in ended.err.partition("hint: ")[2], ended.err
+
+
+@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_WORDS, METHOD_WORDS, TYPE_WORDS])
+def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> None:
+    words = [word for key in table for word in key.split()]
+    assert len({*words}) == len(words)
+    assert all(word.isalnum() and word == word.lower() for word in words)
+    for option, known in (
+        ("--format ", FORMATS), ("--method ", METHODS), ("--for ", TARGETS), ("--type ", MIXTURES),
+    ):  # fmt: skip
+        for said in table.values():
+            for named in re.findall(rf"(?:^|: ){option}(\S+)", said):
+                assert {*named.rstrip(",:").split("+")} <= {*known}, said
+
+
+def test_schemes_that_hints_name_are_schemes() -> None:
+    for typed, _ in TYPED:
+        option, word = typed.split()
+        if option == "--scheme":
+            with pytest.raises(QuantForgeError) as refused:
+                parse_layer(word)
+            kind, _, scheme = refused.value.hint.partition("write ")
+            if scheme and not kind:
+                parse_layer(scheme)
+
+
+def test_the_most_alike_word_has_the_same_digits() -> None:
+    assert nearest("IQ3_X", ["IQ2_XS", "IQ3_M", "IQ3_S"]) == "did you mean 'IQ3_S'?"
+    assert nearest("Q4_K_X", MIXTURES).startswith("did you mean 'Q4_K_")
+
+
+def test_what_a_program_asks_is_answered_too() -> None:
+    for ask, word, said in ((format_of, "ggml", "gguf"), (target_of, "hf", "transformers")):
+        with pytest.raises(QuantForgeError) as refused:
+            ask(word)
+        assert said in refused.value.hint
+
+
+@pytest.mark.parametrize("typed", [["out.gguf", "demo"], ["out", "demo"]])
+def test_a_model_behind_its_result_is_put_first(
+    typed: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    ended = command(capsys, "export", *typed, "--format", "gguf")
+    assert ended.code == 2
+    assert f"quantforge export demo -o {typed[0]}" in ended.err
+
+
+def test_a_recipe_that_there_is_not_is_a_word_like_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended = command(capsys, "recipes", "fast")
+    assert (ended.code, "'fast-8bit'" in ended.err) == (2, True)
+
+
+def test_alternatives_are_told_in_words() -> None:
+    assert [either((2, 3, 4)), either(["a"])] == ["2, 3 or 4", "a"]
