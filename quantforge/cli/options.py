@@ -70,14 +70,9 @@ Join = Annotated[
 ]
 Jobs = Annotated[
     int,
-    _run(
-        "--jobs",
-        metavar="N",
-        min=1,
-        help="Processes that share the results to be made, each in memory of its own.",
-        callback=check_jobs,
-    ),
-]
+    _run("--jobs", metavar="N", min=1, callback=check_jobs,
+         help="Processes that share the results to be made, each in memory of its own."),
+]  # fmt: skip
 Device = Annotated[
     str,
     _run(

@@ -104,8 +104,7 @@ def sweep(
     _save(found.evaluation, report or [], overwrite=overwrite)
     write_summary(summary, found.evaluation)
     _show(console, found, wide=wide)
-    for path in (*(report or []), *([summary] if summary else [])):
-        console.note(f"report: {path}")
+    _tell_files(console, report, summary)
 
 
 def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
@@ -113,6 +112,11 @@ def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> Non
 
     for path in reports:
         save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+
+
+def _tell_files(console: Console, reports: Sequence[Path] | None, summary: Path | None) -> None:
+    for path in (*(reports or ()), *([summary] if summary else ())):
+        console.note(f"report: {path}")
 
 
 def _show(console: Console, found: Swept, *, wide: bool) -> None:

@@ -186,5 +186,7 @@ def test_variants_beyond_the_budget_are_left_out_by_name(spec, tmp_path, capsys)
     assert said.code == 4
     assert "the smallest, int2, has" in said.err
     assert not (tmp_path / "none").exists()
-    with pytest.raises(UsageError, match="number of bytes"):
+    with pytest.raises(UsageError, match="budget = '8GB'"):
         release(spec, out, budget="8GB")
+    with pytest.raises(UsageError, match="number of bytes"):
+        release(spec, out, budget=0)
