@@ -12,8 +12,7 @@ import signal
 import sys
 import traceback
 from functools import cache
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +41,7 @@ from quantforge.cli import (
 from quantforge.cli.console import Console
 from quantforge.cli.error_types import as_ours, saved
 from quantforge.cli.ranks import check_ranks
+from quantforge.cli.stopping import Stopped, stop
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
@@ -147,19 +147,6 @@ def version(
         raise typer.Exit
 
 
-class Stopped(BaseException):
-    """A signal asked the process to stop."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
-    raise Stopped(number)
-
-
 def main() -> None:
     """Run the command line and exit with its code."""
     if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
@@ -177,7 +164,7 @@ def main() -> None:
     try:
         for number in system.stopping():
             if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
-                signal.signal(number, _stop)
+                signal.signal(number, stop)
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:

@@ -92,7 +92,7 @@ def release(
     if dry_run:
         _show_plan(console, spec, output, settings, only or (), most)
         return
-    with console.watch(), processes.started(jobs):
+    with console.watch(), processes.started(jobs, console.note):
         from quantforge import verbs
 
         made = verbs.release(spec, output, settings, only or (), most)

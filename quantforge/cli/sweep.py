@@ -90,7 +90,7 @@ def sweep(
     )  # fmt: skip
     grid = _grid(over)
     out = output or Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
-    with console.watch(), processes.started(jobs):
+    with console.watch(), processes.started(jobs, console.note):
         from quantforge import verbs
         from quantforge.verbs.sweep_recipes import make_results
 

@@ -100,6 +100,7 @@ def release(
         check_new_output(overwrite=settings.overwrite)
     names = [*map(str, listed(only, "only", '["demo-Q4_K_M"]'))]
     asked, place = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
+    asked_by = FILES.read(Path(spec), RECIPE, None)
     settings = replace(settings, base_model=settings.base_model or asked.card.base_model)
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
@@ -114,9 +115,10 @@ def release(
             folder(place)
         with turn(place / SPEC):
             check_place(place)
-            _lay_out(place, planned, spec)
+            _lay_out(place, planned, asked_by)
         made = _make(asked.model, [one for one in planned if not one.there], place, files, settings)
         with turn(place / SPEC), phase("publishing", 1.0):
+            save(place / SPEC, asked_by, overwrite=True)  # another release may have begun here
             finished = finish(
                 place,
                 asked,
@@ -127,10 +129,10 @@ def release(
     return Released(place, finished, made, tuple(reports_of(place, asked)), left_out)
 
 
-def _lay_out(place: Path, planned: Sequence[PlannedVariant], spec: str | Path) -> None:
+def _lay_out(place: Path, planned: Sequence[PlannedVariant], asked_by: bytes) -> None:
     """Make the directories, and keep the file that was asked by."""
     with writing(place, 0):
-        save(place / SPEC, FILES.read(Path(spec), RECIPE, None), overwrite=True)
+        save(place / SPEC, asked_by, overwrite=True)
         for one in planned:
             folder(one.out.parent)
             if one.there:

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
-from quantforge.cli.app import RESUMED, Stopped
+from quantforge.cli.app import RESUMED
 from quantforge.cli.console import Console
+from quantforge.cli.stopping import Stopped
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
 from quantforge.execution.record import scaled_of

@@ -1,0 +1,130 @@
+"""Further processes that die, orphans, accidents of the environment, and signals that come while modules load."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.cli import jobs, stopping
+from quantforge.errors import ResourceError
+from quantforge.settings import Settings
+from quantforge.verbs import make_release, release
+from quantforge.verbs.release_files import SPEC
+
+ORPHAN = """
+import time
+from quantforge.cli import jobs
+jobs.TAKING_PART.set()
+with jobs.started(2, print):
+    print("works", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_further_process_ends_when_its_parent_has_been_killed() -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"works\n"
+        other.stdin.close()  # as the system does for a process that is killed
+        assert other.wait(30) == -signal.SIGTERM
+
+
+def test_a_variable_of_the_environment_silences_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTFORGE_JOB", "1")
+    assert not jobs.silent()
+
+
+def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quantforge", "no-such-verb"])
+    said: list[str] = []
+    with jobs.started(3, said.append):
+        pass
+    assert said == ["2 of 3 processes failed (exit code 2, 2); others did their part"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_modules_of_the_directory_of_the_call_are_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "quantforge.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(path).absolute()) for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["quantforge", "--version"])
+    said: list[str] = []
+    with jobs.started(2, said.append):
+        pass
+    assert said == []
+
+
+def test_where_one_cannot_be_started_those_that_were_are_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def popen(*_: Any, **how: Any) -> subprocess.Popen[bytes]:
+        if begun:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        begun.append(start([sys.executable, "-c", "import time; time.sleep(60)"], **how))
+        return begun[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(ResourceError, match="no further process"), jobs.started(3, print):
+        pass
+    assert begun[0].returncode == -signal.SIGTERM
+
+
+@pytest.fixture
+def _handled() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, stopping.stop)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_handled")
+def test_a_signal_that_comes_while_a_module_loads_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    swallows = "import signal\ntry:\n    signal.raise_signal(signal.SIGTERM)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "swallowing_module.py").write_text(swallows)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(stopping.Stopped):
+        _load_and_wait("swallowing_module")
+
+
+def _load_and_wait(module: str) -> None:
+    __import__(module)
+    time.sleep(10)
+
+
+def test_a_release_holds_the_file_that_it_was_made_by_although_another_began_there_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
+) -> None:
+    spec, out = tmp_path / "own.toml", tmp_path / "out"
+    recipe = '{method = "rtn", scheme = "int4:g32:sym"}'
+    head = f'model = "{model}"\n[[variant]]\nname = "a"\nformat = "compressed-tensors"\n'
+    text = f"{head}recipe = {recipe}\n"
+    spec.write_text(text)
+    make = make_release._make
+
+    def other_begins(*given: Any) -> Any:
+        (out / SPEC).write_text(text.replace('"a"', '"b"'))
+        spec.write_text("edited since")
+        return make(*given)
+
+    monkeypatch.setattr(make_release, "_make", other_begins)
+    release(spec, out, Settings(join=True))
+    assert (out / SPEC).read_text() == text
