@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -24,6 +25,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import AskedVariant, asked_variants, quantize_variants
 
 POLL_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
 TRIES = 3  # of a task whose machine has died, or whose variant a dying process still holds
 
 
@@ -86,8 +88,9 @@ def _cluster(address: str) -> Iterator[Any]:
 
     with redirect_stdout(sys.stderr):  # to which Ray tells of machines that die
         try:
+            _check_answers(address)
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"--ray {address}: no Ray cluster answers there",
                 "start one with: ray start --head; or name another address",
@@ -96,6 +99,13 @@ def _cluster(address: str) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Try to reach a cluster: Ray itself goes on trying for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
 def _needs(asked: Sequence[AskedVariant], settings: Settings) -> Mapping[str, float]:

@@ -93,5 +93,5 @@ def test_no_cluster_and_no_library_are_told(model, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_variants.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed"):
         ray_variants.ray_variants(model, wanted, Settings(ray="auto"))
-    with pytest.raises(UsageError, match="leave one"):
+    with pytest.raises(UsageError, match="processes that share"):
         Settings(ray="auto", join=True)
