@@ -45,6 +45,7 @@ class Settings:
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = False  # share the work with processes that give the same command
+    ray: str = ""  # the address of a Ray cluster that makes the variants of a release or a sweep
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
     adapter: Path | None = None  # where the adapter is that a recipe names
@@ -66,6 +67,8 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
+        if self.ray and self.join:
+            raise UsageError("--ray, and processes that share the work", "leave one of them out")
         if self.base_model:
             check_hub_name(self.base_model, "--base-model")
         check_device_name(self.device)

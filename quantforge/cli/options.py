@@ -73,6 +73,9 @@ Jobs = Annotated[
     _run("--jobs", metavar="N", min=1, callback=check_jobs,
          help="Processes that share the results to be made, each in memory of its own."),
 ]  # fmt: skip
+Ray = Annotated[
+    str, _run("--ray", metavar="ADDRESS", help="Make them on this Ray cluster: auto, or HOST:PORT.")
+]
 Device = Annotated[
     str,
     _run(

@@ -63,6 +63,7 @@ def sweep(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
+    ray: options.Ray = "",
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -85,11 +86,10 @@ def sweep(
         check_new(summary, "--summary", overwrite=True, adds=True)
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs),
-        join=join or jobs > 1 or ranks.shared(), activations=activations, offline=offline, overwrite=overwrite,
+        join=join or jobs > 1 or ranks.shared(), ray=ray, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
-    grid = _grid(over)
-    out = output or Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
+    grid, out = _grid(over), output or _place(model)
     with console.watch(), processes.started(jobs, console.note):
         from quantforge import verbs
         from quantforge.verbs.sweep_recipes import make_results
@@ -105,6 +105,10 @@ def sweep(
     write_summary(summary, found.evaluation)
     _show(console, found, wide=wide)
     _tell_files(console, report, summary)
+
+
+def _place(model: str) -> Path:
+    return Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
 
 
 def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:

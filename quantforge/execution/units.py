@@ -146,6 +146,6 @@ def check_new_output(*, overwrite: bool) -> None:
     """
     if overwrite:
         raise UsageError(
-            "--join: with --overwrite a process that begins late would replace the result of the others",
+            "--overwrite, and processes that share the work: one that begins late would replace what the others made",
             "write to a new directory, or remove the earlier result first",
         )

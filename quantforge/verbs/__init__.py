@@ -25,12 +25,14 @@ In this folder:
     kept_variant         One of several results that an earlier command has finished
     load_model           Load: a model of any format that is read, ready to compute with its weights still packed
     make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
+    make_variants        Make variants: in this process, with others that give the same command, or on a cluster
     measurement_options  Choices of an evaluation by their names
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     plan_release         Plan of a release: every variant planned, those that cannot be made named at once
     quantize             Quantize: a plan carried out and published, or gone on with after any interruption
     quantize_variants    Quantize variants: several recipes of one model
+    ray_variants         Ray: variants made by tasks of a cluster, which places them by the processors
     release_files        Files of a release beside its variants: report, figures in cards, manifest
     reproduce            Making a result again from its manifest, and comparing every byte
     requantize           Quantizing a model again: from the source that its manifest names

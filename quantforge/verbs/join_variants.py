@@ -66,7 +66,9 @@ def join_variants(
                         made += carry_out(group)
                     continue
             if vacancies.missing:
-                tell(f"{len(vacancies.missing)} variants are made by other processes")
+                tell(
+                    f"made by other processes: {len(vacancies.missing)} of {len(variants)} variants"
+                )
                 time.sleep(POLL_SECONDS)
     return sorted(made)
 

@@ -29,10 +29,10 @@ from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
-from quantforge.verbs.join_variants import join_variants, turn
+from quantforge.verbs.join_variants import turn
 from quantforge.verbs.kept_variant import clear_run, kept
+from quantforge.verbs.make_variants import make_variants
 from quantforge.verbs.plan_release import PlannedVariant, check_place, plan_release, within
-from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
 from quantforge_files.roles import RECIPE
 
@@ -147,20 +147,20 @@ def _make(
     settings: Settings,
 ) -> tuple[str, ...]:
     """Make the variants that are not there, and return the names of those that this process made."""
-    wanted = [Variant(one.variant.recipe, one.out) for one in missing]
-    if settings.join:
+    if not missing:
+        return ()
+    if not settings.join:  # else another process may have written figures by now
+        for one in missing:
+            if one.out.is_dir() and manifest.read(one.out) is not None:
+                write_figures(
+                    one.out, "", ""
+                )  # as it was published: figures are no edit of a person
 
-        def is_there(number: int) -> bool:
-            one = missing[number]
-            return kept(one.out, one.planned, files, settings)
+    def is_there(number: int) -> bool:
+        one = missing[number]
+        return kept(one.out, one.planned, files, settings)
 
-        with phase("variants", 0.8):
-            made = join_variants(model, wanted, is_there, place / SPEC, settings)
-        return tuple(missing[number].variant.name for number in made)
-    for one in missing:
-        if one.out.is_dir() and manifest.read(one.out) is not None:
-            write_figures(one.out, "", "")  # as it was published: figures are no edit of a person
-    if missing:
-        with phase("variants", 0.8):
-            quantize_variants(model, wanted, settings)
-    return tuple(one.variant.name for one in missing)
+    with phase("variants", 0.8):
+        wanted = [Variant(one.variant.recipe, one.out) for one in missing]
+        made = make_variants(model, wanted, is_there, place / SPEC, settings)
+    return tuple(missing[number].variant.name for number in made)

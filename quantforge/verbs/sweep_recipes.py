@@ -35,11 +35,10 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.join_variants import join_variants
 from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
+from quantforge.verbs.make_variants import make_variants
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
-from quantforge.verbs.quantize_variants import quantize_variants
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
@@ -164,18 +163,15 @@ def _make(
     settings: Settings,
 ) -> None:
     """Make results that are not there, with other processes where they take part."""
-    wanted = [variant for variant, _ in missing]
+
+    def is_there(number: int) -> bool:
+        variant, planned = missing[number]
+        assert variant.out is not None
+        return kept(variant.out, planned, files, settings)
+
     with phase("variants", 0.7):
-        if not settings.join:
-            quantize_variants(model, wanted, settings)
-            return
-
-        def is_there(number: int) -> bool:
-            variant, planned = missing[number]
-            assert variant.out is not None
-            return kept(variant.out, planned, files, settings)
-
-        join_variants(model, wanted, is_there, place / "sweep", settings)
+        wanted = [variant for variant, _ in missing]
+        make_variants(model, wanted, is_there, place / "sweep", settings)
 
 
 def _check(planned: Planned, settings: Settings) -> None:

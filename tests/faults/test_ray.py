@@ -1,0 +1,97 @@
+"""A release on a Ray cluster: the bytes of one process, also where a machine dies; what cannot run there is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quantforge.errors import InputError, UsageError
+from quantforge.settings import Settings
+from quantforge.verbs import ray_variants, release
+from quantforge.verbs.asked_result import Variant
+from quantforge.verbs.ray_variants import shares
+from tests.runs import CALIBRATION, recipe, tree
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 240
+HEAD = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+"""
+VARIANT = """[[variant]]
+name = "int{bits}"
+recipe = {{method = "gptq", scheme = "int{bits}:g32:sym"}}
+format = "compressed-tensors"
+"""
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    yield found
+    found.shutdown()
+
+
+def test_a_machine_dies_and_the_release_has_the_bytes_of_one_process(
+    cluster, model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    spec, out = tmp_path / "release.toml", tmp_path / "out"
+    spec.write_text(
+        HEAD.format(model=model) + "".join(VARIANT.format(bits=bits) for bits in (2, 3, 4, 8))
+    )
+    release(spec, tmp_path / "whole")
+    second = cluster.add_node(num_cpus=1)
+    command = [sys.executable, "-m", "quantforge", "release", spec, "-o", out, "--threads", "1"]
+    run = subprocess.Popen(
+        [*command, "--ray", cluster.address, "--json"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE
+    while len([*out.glob("compressed-tensors/.*.qf/journal")]) < 2:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    cluster.remove_node(second, allow_graceful=False)
+    said, errors = run.communicate(timeout=DEADLINE)
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert json.loads(said)["made"] == ["int2", "int3", "int4", "int8"]
+    assert tree(out) == tree(tmp_path / "whole")
+
+    wanted = [Variant(recipe("gptq", bits=4), tmp_path / "other")]
+    with pytest.raises(InputError, match="no machine of the cluster has CPU 2"):
+        ray_variants.ray_variants(model, wanted, Settings(ray=cluster.address, threads=2))
+    assert not (tmp_path / "other").exists()
+
+
+def test_variants_of_one_calibration_are_dealt_out():
+    rtn = recipe(calibration=CALIBRATION)
+    other = recipe("gptq", calibration=CALIBRATION.__class__(samples=2))
+    variants = [Variant(one, None) for one in (rtn, rtn, other, rtn, rtn, rtn)]
+    assert shares(variants, 2) == [[0, 3, 5], [1, 4], [2]]
+    assert shares(variants, 99) == [[0], [1], [3], [4], [5], [2]]
+
+
+def test_no_cluster_and_no_library_are_told(model, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    wanted = [Variant(recipe(), tmp_path / "out")]
+    with pytest.raises(InputError, match="no Ray cluster answers"):
+        ray_variants.ray_variants(model, wanted, Settings(ray="127.0.0.1:1"))
+    monkeypatch.setattr(ray_variants.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="not installed"):
+        ray_variants.ray_variants(model, wanted, Settings(ray="auto"))
+    with pytest.raises(UsageError, match="processes that share"):
+        Settings(ray="auto", join=True)
