@@ -24,6 +24,7 @@ OPTIONAL = {  # by the extra of our package that asks for it
     "gpu": ("triton", "kernels on a GPU"),
     "datasets": ("datasets", "calibration text of the hub, and parquet"),
     "interop": ("compressed_tensors", "compressed-tensors results in transformers"),
+    "ray": ("ray", "release --ray and sweep --ray"),
     "signing": ("model-signing", "--sign and verify --key"),
 }
 
