@@ -97,6 +97,7 @@ def generate(
         )
         raise UsageError(f"--compare and {other}", "leave one out")
     _check_effect(given, draft, draft_tokens, as_json=as_json)
+    console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
     if text is None:

@@ -31,6 +31,22 @@ def _readable(name: str, text: str) -> tuple[str, str]:
     return name, text.replace("]  [", "; ")
 
 
+def _completed(command: Any, args: list[str]) -> list[str]:
+    """Give ``*`` to each option that may stand without a value (its name in help has brackets) and does."""
+    bare = {
+        flag
+        for one in command.params
+        if one.param_type_name == "option" and str(one.metavar).startswith("[")
+        for flag in one.opts
+    }
+    found: list[str] = []
+    for word, following in zip(args, [*args[1:], "--"], strict=False):
+        found.append(word)
+        if word in bare and following.startswith("-") and "--" not in found:
+            found.append("*")
+    return found
+
+
 class Verbs(TyperGroup):
     """``quantforge`` itself."""
 
@@ -44,7 +60,11 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return what is left of the arguments."""
-        return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
+        return (
+            _sorted(self, ctx, args)
+            if ctx.resilient_parsing
+            else super().parse_args(ctx, _completed(self, args))
+        )
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what stands behind the verb in the line of its usage."""

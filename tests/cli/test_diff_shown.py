@@ -22,6 +22,7 @@ def test_what_is_left_out_is_counted(capsys):
     said = capsys.readouterr().out
     assert f"t{SHOWN - 1} " in said
     assert f"t{SHOWN} " not in said
+    assert "dB: signal to noise of the decoded values, larger is closer" in said
     assert "and 3 more, closer than these" in said
     assert "only in the first: 2 more" in said
     assert "differs: the file a.json" in said
