@@ -86,9 +86,8 @@ def generate(
         _check_order(model, prompt)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
-        raise UsageError(
-            "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
-        )
+        needing = "--json, --compare and -n need a PROMPT"
+        raise UsageError(needing, 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare and (draft or given["n"] > 1):
