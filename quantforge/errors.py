@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
+K = TypeVar("K")
 SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
 
 
@@ -151,6 +153,20 @@ def either(values: Iterable[object]) -> str:
     """Return alternatives in words: ``2, 3 or 4``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def named_fields(kind: type[K]) -> type[K]:
+    """Let a dataclass refuse names of fields that it has not, as `check_options`; a decorator."""
+    made: Any = kind.__init__
+    known = [*kind.__annotations__]
+
+    @wraps(made)
+    def checked(self: K, *given: Any, **named: Any) -> None:
+        check_options(named, known)
+        made(self, *given, **named)
+
+    kind.__init__ = checked  # type: ignore[method-assign,assignment]
+    return kind
 
 
 def check_options(given: Iterable[str], known: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml, write_small
-from quantforge.errors import InputError, nearest
+from quantforge.errors import InputError, named_fields, nearest
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
@@ -145,6 +145,7 @@ class LayerChoices:
     mtp: str = "keep"
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
@@ -184,8 +185,7 @@ class Recipe:
                 raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
         self.pruned_share, self.zeros  # noqa: B018 - raise
         if self.bits is not None and self.scheme is not None:
-            both = "recipe: 'bits' and 'scheme' are both given"
-            raise InputError(both, "--bits is the dial, --scheme the expert's")
+            raise InputError("recipe: 'bits' and 'scheme' are both given", "--bits or --scheme")
         for name, (least, most) in LIMITS.items():
             value = attrgetter(name)(self)
             if value is not None and not least <= value <= most:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import check_hub_name
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, named_fields, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan, Serving
 
@@ -25,6 +25,7 @@ INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Choices of where and how a run happens.

@@ -20,15 +20,11 @@ ROOT = Path(__file__).parents[1]
 PAGE, NOTEBOOK = ROOT / "docs/python.md", ROOT / "docs/python.ipynb"
 BLOCK = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SETUP = """\
-# An empty directory with the small trained model of the package, so that this runs anywhere.
+# An empty directory, so that this runs anywhere.
 import os
 import tempfile
 
-import quantforge
-
-os.chdir(tempfile.mkdtemp())
-os.mkdir("models")
-quantforge.demo("models/demo");
+os.chdir(tempfile.mkdtemp());
 """
 
 

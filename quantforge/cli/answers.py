@@ -59,6 +59,8 @@ def ask_all(
     for model in models:
         if len(models) > 1 and not hidden:
             console.text(f"== {model}")
+        if found:  # the first was told of before all imports
+            console.note(f"loading {model}")
         speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens)
         tell(console, speaker, raw=asked.raw)
         prompt = opening(speaker, asked.text, asked.system)

@@ -70,6 +70,7 @@ def _show(console: Console, found: Difference) -> None:
     rows = [(name, f"{value:.1f}") for name, value in changed[:SHOWN]]
     if rows:
         console.table(("tensor", "dB"), rows)
+        console.text("dB: signal to noise of the decoded values, larger is closer")
     if len(changed) > SHOWN:
         console.text(f"and {len(changed) - SHOWN} more, closer than these (--json lists all)")
     lone = {name: f"only the {side} has" for side, names in found.alone.items() for name in names}

@@ -86,9 +86,8 @@ def generate(
         _check_order(model, prompt)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
-        raise UsageError(
-            "--json, --compare and -n need a PROMPT", 'quantforge generate MODEL "..."'
-        )
+        needing = "--json, --compare and -n need a PROMPT"
+        raise UsageError(needing, 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare and (draft or given["n"] > 1):
@@ -97,6 +96,7 @@ def generate(
         )
         raise UsageError(f"--compare and {other}", "leave one out")
     _check_effect(given, draft, draft_tokens, as_json=as_json)
+    console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
     if text is None:

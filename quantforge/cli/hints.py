@@ -6,6 +6,7 @@ Hugging Face's command line (2026-11), and what people type who have not read th
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -33,25 +34,32 @@ VERBS: Mapping[str, str] = {
     "env system": "`quantforge doctor`",
     "version": "`quantforge --version`",
 }
+YES, NO = {"yes", "true", "on"}, {"no", "false", "off"}  # of flags
 OPTIONS: Mapping[str, str] = {
     "wbits w-bit w-bits bit nbits num-bits q-bits qbits load-in-4bit load-in-8bit": "--bits N",
     "q-group-size group-size groupsize group sym asym zero-point q-mode": "--scheme, e.g. int4:g128:sym",
     "quant quantization outtype ftype qtype preset": "--type for GGUF, e.g. --type Q4_K_M; --scheme otherwise",
     "algorithm algo quant-method q-method": "--method",
     "output-format save-format to export-to": "--format",
-    "model model-path model-id model-name model-name-or-path hf-path pretrained": "MODEL itself, without an option",
+    "m model model-path model-id model-name model-name-or-path hf-path pretrained": "MODEL itself, without an option",
     "out outfile output-dir output-path out-dir save-dir save-path mlx-path dest": "-o PATH",
     "nsamples n-samples num-samples num-calibration-samples max-samples": "--samples N",
-    "seqlen seq-len max-seq-length max-seq-len sequence-length ctx-size": "--length N",
+    "seqlen seq-len max-seq-length max-seq-len sequence-length": "--length N",
     "dataset data data-path calib-data calibration-dataset calibration-data": "--calibration SOURCE",
     "target engine backend runtime": "--for ENGINE",
     "exclude skip modules-to-not-convert ignore-layers fp-layers": "--ignore PATTERN",
     "layer-config tensor-type dynamic overrides mixed": "--rule PATTERN=SCHEME",
     "lm-head quant-lm-head output-tensor-type": "--head SCHEME",
     "embeddings token-embedding-type quant-embedding": "--embedding SCHEME",
+    "ctx-size max-model-len context-length": "--length N",
+    "c ctx-size n-ctx max-model-len context-length num-ctx": "--context N",
+    "c ctx-size n-ctx max-model-len context-length num-ctx context":
+        "nothing: the context is as long as the model has positions",
+    "p prompt": 'the prompt itself, without an option: `quantforge generate MODEL "..."`',
+    "dtype torch-dtype": "nothing: what is not quantized keeps the type that the model has",
     "tp tensor-parallel-size tp-size": "--tensor-parallel N, with --for ENGINE",
     "gpu cuda device-map": "--device cuda",
-    "nthreads num-threads jobs n-threads": "--threads N",
+    "t nthreads num-threads jobs n-threads": "--threads N",
     "force f y yes replace overwrite-output-dir": "--overwrite",
     "resume continue": "nothing: the same command again goes on",
     "dryrun simulate plan": "--dry-run, or `quantforge plan`",
@@ -80,6 +88,8 @@ OPTIONS: Mapping[str, str] = {
     "best-of num-return-sequences num-completions": "-n N",
     "top-logprobs n-probs": "--logprobs N, with --json",
     "max-new-tokens n-predict predict num-predict max-completion-tokens": "--max-tokens N",
+    "max-tokens max-new-tokens n-predict predict num-predict output-len": "--new-tokens N..M",
+    "input-len": "--prompt-tokens N..M",
     "reverse-prompt stop-strings stop-sequence stop-sequences until": "--stop TEXT",
     "ppl-text text-file f-text": "--text SOURCE",
 }  # fmt: skip
@@ -112,13 +122,33 @@ def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[
         return f"it is an option of {elsewhere[word]}"
     bare = word.lstrip("-").lower().replace("_", "-")
     close = get_close_matches(f"--{bare}", known, n=1, cutoff=0.82)
-    said = _elsewhere(bare, OPTIONS)
-    if not close and said and (not said.startswith("-") or said.split(",")[0].split()[0] in known):
-        return f"here it is {said}"
+    said = [one for words, one in OPTIONS.items() if bare in words.split()]
+    said = [one for one in said if not one.startswith("-") or re.split("[ ,]", one)[0] in known]
+    if said and (not close or said[0].startswith("nothing: ")):
+        return f"here it is {said[0]}"
     close = close or get_close_matches(f"--{bare}", known, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"`quantforge help {verb}` lists what it takes"
+
+
+def typed_option(short: str, typed: Sequence[str]) -> str:
+    """Return the option of several letters behind one dash that was read as ``short``; ``short`` where none was."""
+    read = [one for one in typed if one.startswith(short) and _elsewhere(one[1:], OPTIONS)]
+    return read[0] if read and len(short) == 2 else short
+
+
+def for_flag(flag: str, value: str, pair: Sequence[str]) -> str:
+    """Return what to type in place of a value behind a flag.
+
+    Args:
+        flag: what was typed.
+        value: behind it.
+        pair: the flag that says yes and the one that says no, where there are both.
+    """
+    if value.lower() in NO:
+        return pair[1] if len(pair) == 2 else f"leave {flag} out"
+    return pair[0] if len(pair) == 2 else f"{flag} alone"
 
 
 def for_extra(words: Sequence[str], verb: str, model: str = "") -> str:

@@ -27,7 +27,7 @@ def inspect(
         str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.", autocompletion=models)
     ],
     tensors: Annotated[
-        str | None, typer.Option("--tensors", metavar="GLOB", help="List the tensors that match.")
+        str | None, typer.Option("--tensors", metavar="[GLOB]", help="List tensors: those that match, or all.")
     ] = None,
     derive: Annotated[
         bool, typer.Option("--derive", help="Run one block of each kind: what reads the same activation, what absorbs.")
@@ -89,6 +89,8 @@ def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, 
     """
     from quantforge.errors import UsageError, nearest
 
+    if pattern == "all":
+        pattern = "*"
     chosen = tuple(one for one in tensors if fnmatch.fnmatchcase(one.name, pattern))
     if chosen:
         return chosen

@@ -22,7 +22,8 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
         group: the command that has the verbs.
     """
     verb = next((word for word in arguments if not word.startswith("-")), "")
-    option = getattr(error, "option_name", None)
+    option, param = getattr(error, "option_name", None), getattr(error, "param", None)
+    kind = type(error).__name__
     if verb not in group.commands:
         if option is not None and not verb:
             return UsageError(
@@ -31,7 +32,9 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
         return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
     known = _flags(group.commands[verb])
     more = f"`quantforge help {verb}` lists what it takes"
-    param, kind = getattr(error, "param", None), type(error).__name__
+    flag = str(option or "") if param is None else min(param.opts, key=len)
+    if (several := hints.typed_option(flag, arguments)) != flag:
+        kind, option = "NoSuchOption", several
     if kind == "NoSuchOption":
         others: dict[str, str] = {}
         for name, one in group.commands.items():
@@ -42,7 +45,7 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
             f"{verb} has no option {option}", hints.for_option(str(option), verb, known, others)
         )
     if kind == "BadOptionUsage":
-        return UsageError(f"{option} needs a value", more)
+        return _valueless(group.commands[verb], str(option), arguments, more)
     if kind == "MissingParameter" and param is not None:
         name = _name(param)
         return UsageError(f"{verb}: {name} is missing", _example(group.commands[verb]) or more)
@@ -61,6 +64,16 @@ def _model(arguments: list[str], verb: str) -> str:
     """Return the word that directly follows the verb, "" for an option."""
     following = arguments[arguments.index(verb) + 1 :][:1]
     return "" if following[:1] and following[0].startswith("-") else "".join(following)
+
+
+def _valueless(command: Any, option: str, arguments: list[str], more: str) -> UsageError:
+    """Return the refusal of a flag that was given a value, or of an option that was given none."""
+    for one in command.params:
+        if option in {*one.opts, *one.secondary_opts} and getattr(one, "is_flag", False):
+            value = _typed_for(one, arguments).strip()
+            pair = (*one.opts[:1], *one.secondary_opts[:1])
+            return UsageError(f"{option} takes no value", hints.for_flag(option, value, pair))
+    return UsageError(f"{option} needs a value", more)
 
 
 def _flags(command: Any) -> list[str]:

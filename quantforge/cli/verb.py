@@ -7,9 +7,13 @@ only a run needs.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from quantforge.cli import hints
+from quantforge.errors import UsageError
 
 OTHERS = "Options"  # the group of options that name none
 
@@ -31,6 +35,36 @@ def _readable(name: str, text: str) -> tuple[str, str]:
     return name, text.replace("]  [", "; ")
 
 
+def _completed(command: Any, args: list[str]) -> list[str]:
+    """Give ``*`` to each option that may stand without a value (its name in help has brackets) and does."""
+    bare = {
+        flag
+        for one in command.params
+        if one.param_type_name == "option" and str(one.metavar).startswith("[")
+        for flag in one.opts
+    }
+    found: list[str] = []
+    for word, following in zip(args, [*args[1:], "--"], strict=False):
+        found.append(word)
+        if word in bare and following.startswith("-") and "--" not in found:
+            found.append("*")
+    return found
+
+
+def _check_pairs(command: Any, args: list[str]) -> None:
+    """Refuse a word for yes or no behind a flag that has another one for no, as `UsageError`."""
+    pairs = {
+        flag: (one.opts[0], one.secondary_opts[0])
+        for one in command.params
+        if one.secondary_opts
+        for flag in (*one.opts, *one.secondary_opts)
+    }
+    for word, following in pairwise(args):
+        if word in pairs and following.lower() in {*hints.YES, *hints.NO}:
+            hint = hints.for_flag(word, following, pairs[word])
+            raise UsageError(f"{word} {following}: a flag takes no value", hint)
+
+
 class Verbs(TyperGroup):
     """``quantforge`` itself."""
 
@@ -44,7 +78,10 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return what is left of the arguments."""
-        return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
+        if ctx.resilient_parsing:
+            return _sorted(self, ctx, args)
+        _check_pairs(self, args)
+        return super().parse_args(ctx, _completed(self, args))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what stands behind the verb in the line of its usage."""

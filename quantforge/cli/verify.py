@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,10 +84,11 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         console.text(f"{item.severity}: {item.check}: {item.where}: {item.detail}")
     if report.tensors:
         worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
-        console.text(
-            f"{len(report.tensors)} tensors compared; the noisiest is {worst['name']}"
-            f" at {worst['snr_db']:.1f} dB ({worst['scheme']})"
+        noisiest = (
+            f"the noisiest is {worst['name']} at {worst['snr_db']:.1f} dB ({worst['scheme']})"
         )
+        found = "all equal" if worst["snr_db"] == math.inf else noisiest
+        console.text(f"{len(report.tensors)} tensors compared; {found}")
     if report.tuned:
         console.text(
             f"tuned: {len(report.tuned)} modules carry factors that nothing records and that cancel,"

@@ -15,6 +15,12 @@ from quantforge.results.significant import significant
 
 FOREIGN = 100  # perplexity of a reference from which on the text is none that it was trained for
 
+ANSWERS = {  # columns on answers
+    "KL of answers": "as KL, along these answers, ± over prompts",
+    "parts after": "mean tokens for which a model's own answer is the reference's",
+    "length": "of a model's own answers, 1 is as long as the reference's",
+}
+
 
 def render(evaluation: Evaluation, kind: str) -> str:
     """Return the report as ``markdown``, ``html`` or ``json``, with `short_names` in place of paths: others read it."""
@@ -41,6 +47,7 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
         found.append("bits: of a quantized weight")
     lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
     lines += ["; ".join(found)] if found else []
+    lines += _of_answers(evaluation, shown)
     reference = evaluation.rows[0]["perplexity"]
     if "perplexity" in shown and reference is not None and reference > FOREIGN:
         lines.append(
@@ -50,6 +57,22 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
     if protocol.speed_dtype:
         lines.append(_of_speed(evaluation, shown))
     return tuple(lines)
+
+
+def _of_answers(evaluation: Evaluation, shown: Collection[str]) -> list[str]:
+    """Return the line on prompts and answers, none where there are none or no figure of them is shown."""
+    asked, explained = (
+        evaluation.prompts,
+        [f"{one}: {ANSWERS[one]}" for one in ANSWERS if one in shown],
+    )
+    if asked is None or not explained:
+        return []
+    answers = evaluation.rows[0]["generated"]["answers"]
+    count, tokens = len(answers), sum(one["tokens"] for one in answers)
+    prompts = f"{count} prompt{'s' * (count > 1)} ({asked.name})"
+    said = f"answers: the reference's, always its most likely token, to {prompts}"
+    said += f", {tokens} tokens in all, at most {asked.new_tokens} each"
+    return ["; ".join([said, *explained])]
 
 
 def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:

@@ -112,5 +112,5 @@ ENGINES = by_engine(
         mixture="it reads one group of the configuration, for all layers",
         note=UNTRIED,
     ),
-    mlx=Engine(never="knows the tensors of this format in single families only"),
+    mlx=Engine(never="reads this format of a few model families only, others not: take --for mlx"),
 )

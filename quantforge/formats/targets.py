@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantforge.errors import RefusedError, UnknownNameError, UsageError, nearest
+from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT, GGUF, format_of, libraries
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
@@ -46,7 +46,8 @@ def _packed(scheme: str) -> dict[str, str]:
     return {"format": DEFAULT, "scheme": scheme}
 
 
-_GGUF = {4: {"format": GGUF, "type": "Q4_K_M"}, 8: {"format": GGUF, "type": "Q8_0"}}
+_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
+_GGUF = {bits: {"format": GGUF, "type": name} for bits, name in _TYPES.items()}
 _SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
 _TENSORRT = {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}
 _BLACKWELL = "nvfp4 needs a Blackwell GPU; according to its source, not run"
@@ -73,7 +74,7 @@ TARGETS: Mapping[str, Target] = {
     "llama.cpp": Target(_GGUF, "llama.cpp", port=8080),
     "ollama": Target(_GGUF, "llama.cpp"),
     "mlx": Target(
-        {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (4, 8)}, "mlx",
+        {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (2, 3, 4, 5, 6, 8)}, "mlx",
         packages="mlx-lm", library=libraries.MLX,
     ),
     "tgi": Target(
@@ -99,16 +100,17 @@ def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options, with the engine's format and scheme where they name no format, scheme or type.
 
     Raises:
-        UsageError: no such engine, or bits that it has no fast kernel for.
+        UsageError: no such engine, or bits that nothing is made for it in.
     """
     target, options = target_of(engine), dict(given)
     if options.get("format") or options.get("scheme") or options.get("type"):
         return options
     bits = options.pop("bits", None) or 4
     if bits not in target.wanted:
-        known = " and ".join(map(str, target.wanted))
+        close = min(target.wanted, key=lambda known: (abs(known - bits), known))
         raise UsageError(
-            f"--for {engine} --bits {bits}: fast kernels are for {known} bits", "--bits 4"
+            f"--for {engine} --bits {bits}: it is fast with {either(target.wanted)} bits",
+            f"--bits {close}",
         )
     return options | dict(target.wanted[bits])
 
@@ -140,7 +142,7 @@ def check(
         _check_unasked(serving)
         return ()
     target = target_of(engine)
-    wanted = " or ".join(f"--bits {bits}" for bits in target.wanted)
+    wanted = f"--bits {either(target.wanted)}"
     for verdict in verdicts:
         if verdict.engine == target.judged and not verdict.loads:
             raise RefusedError(

@@ -140,7 +140,8 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     _check_words(given)
     if {"bits", "scheme"} <= given.keys():
         raise UsageError(
-            "--bits and --scheme are both given", "--bits is the dial, --scheme the expert's form"
+            "--bits and --scheme are both given",
+            "give one: --bits N takes the usual scheme of that width, --scheme names any",
         )
     if "rules" in given:
         given["rules"] = (*(_rule(text) for text in given["rules"]), *recipe.rules)
@@ -197,7 +198,7 @@ def _rule(text: str | Rule) -> Rule:
     if isinstance(text, Rule):
         return text
     if not isinstance(text, str):
-        raise InputError(f"rule = {text!r}: PATTERN=SCHEME or a Rule is expected")
+        raise UsageError(f"rule = {text!r}: PATTERN=SCHEME or a Rule is expected")
     pattern, separator, scheme = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(

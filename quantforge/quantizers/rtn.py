@@ -220,5 +220,8 @@ def _outshone(
     lost = errors.square().sum(1) > LOST * groups.square().sum(1)
     if not bool(lost.any()):
         return ()
-    what = f"{int(lost.sum())} groups of {size} hold a weight beside which the others are lost"
+    what = (
+        f"{int(lost.sum())} groups of {size} hold a weight beside which the others are lost:"
+        " smaller groups or more bits keep them"
+    )
     return (Event("group-outshone", name, what),)

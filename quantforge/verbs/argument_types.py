@@ -16,7 +16,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, is_typeddict
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
 from quantforge.errors import UsageError
 from quantforge.settings import Settings
@@ -24,6 +24,9 @@ from quantforge.settings import Settings
 _WORDS: Mapping[object, str] = {
     str: "a text", bytes: "bytes", bool: "True or False", int: "a whole number", float: "a number", NoneType: "None",
     Path: "a path", Mapping: "a mapping", Sequence: "a list", Callable: "a function", "dtype": "a type of torch",
+}  # fmt: skip
+_EXAMPLES = {
+    "target": ', e.g. "4.5bpw"', "rules": ', e.g. ["down_proj=int8:g128:sym"]', "ignore": ', e.g. ["lm_head"]',
 }  # fmt: skip
 
 
@@ -58,7 +61,8 @@ def _check(name: str, value: object, expected: Sequence[object]) -> None:
         return
     words = dict.fromkeys(_WORDS.get(one, getattr(one, "__name__", str(one))) for one in expected)
     raise UsageError(
-        f"{name} = {value!a:.60}: {type(value).__name__} is no type for it", f"give {' or '.join(words)}"
+        f"{name} = {value!a:.60}: {type(value).__name__} is no type for it",
+        f"give {' or '.join(words)}{_EXAMPLES.get(name, '')}",
     )  # fmt: skip
 
 
@@ -123,7 +127,7 @@ def _expanded(found: Any) -> Iterator[object]:
     if isinstance(found, UnionType):
         for one in get_args(found):
             yield from _expanded(one)
-    elif found is Any:
+    elif found is Any or found is Literal:  # its values are checked where they are used
         yield object
     elif is_typeddict(found):
         yield Mapping

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from quantforge.errors import UsageError, check_options
-from quantforge.verbs.argument_types import check_arguments
+from quantforge.verbs.argument_types import check_arguments, check_choices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +30,8 @@ def checks_options(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
         @wraps(verb)
         def checked(*given: P.args, **options: P.kwargs) -> R:
             check_options(options, known)
+            for kind in kinds:
+                check_choices(kind, options)
             check_arguments(verb, {**dict(zip(own, given, strict=False)), **options})
             return verb(*given, **options)
 

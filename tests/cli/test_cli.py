@@ -201,6 +201,17 @@ def test_tensors_are_chosen_in_the_document_too(model, capsys):
     assert [line.split()[0] for line in listed] == names
 
 
+def test_tensors_without_a_pattern_are_all(model, capsys):
+    every = command(capsys, "inspect", model, "--tensors", "*").out
+    assert ".q_proj." in every
+    for asked in (
+        (model, "--tensors"),
+        ("--tensors", "--offline", model),
+        (model, "--tensors", "all"),
+    ):
+        assert command(capsys, "inspect", *asked).out == every
+
+
 def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
     assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
     place_of_run(tmp_path / "g").mkdir()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from quantforge.cli.console import Console
 from quantforge.cli.diff import SHOWN, _show
 from quantforge.cli.hints import for_extra
+from quantforge.cli.verify import _show as show_report
 from quantforge.verification.difference import Difference
+from quantforge.verification.findings import Report
 
 
 def test_what_is_left_out_is_counted(capsys):
@@ -22,10 +25,22 @@ def test_what_is_left_out_is_counted(capsys):
     said = capsys.readouterr().out
     assert f"t{SHOWN - 1} " in said
     assert f"t{SHOWN} " not in said
+    assert "dB: signal to noise of the decoded values, larger is closer" in said
     assert "and 3 more, closer than these" in said
     assert "only in the first: 2 more" in said
     assert "differs: the file a.json" in said
     assert "only the second has the file b.json" in said
+
+
+def test_an_exact_export_is_said_to_be_equal(capsys):
+    def said(*decibels: float) -> str:
+        tensors = [{"name": "w", "snr_db": one, "scheme": "int4"} for one in decibels]
+        found = Report(path=Path("a"), model_type="", format="plain", tensors=tensors)
+        show_report(Console(), found, strict=False)
+        return capsys.readouterr().out
+
+    assert "2 tensors compared; all equal" in said(math.inf, math.inf)
+    assert "the noisiest is w at 9.0 dB" in said(math.inf, 9.0)
 
 
 def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):

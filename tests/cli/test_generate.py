@@ -135,13 +135,28 @@ def test_the_command_streams_text_and_says_its_speed(capsys, tmp_path: Path) -> 
     assert result.code == 0
     assert result.out == quantforge.generate(DEMO, "Explain json.", max_tokens=8).text + "\n"
     assert "tokens/s" in result.err
-    assert "cut by --max-tokens" in result.err
+    assert "cut by --max-tokens" in " ".join(result.err.split())
+    assert result.err.startswith(f"loading {DEMO}\n")
     quiet = command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "8", "-q")
     assert (quiet.out, quiet.err) == (result.out, "")
     bare = copied(DEMO, tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     base = command(capsys, "generate", bare, "one", "--max-tokens", "2")
     assert "no chat template: it completes the prompt as text" in base.err
+
+
+def test_a_model_is_said_to_load_before_torch_is_there() -> None:
+    code = (
+        "import sys; from quantforge.cli.console import Console as C; from quantforge.cli import app; "
+        "C.note = lambda self, text: sys.exit(text + str('torch' in sys.modules)); app.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", DEMO, "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == f"loading {DEMO}False"
 
 
 def test_standard_input_is_the_prompt(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +209,7 @@ def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
     heads = [line for line in result.out.splitlines() if line.startswith("== ")]
     assert heads == [f"== {DEMO}", f"== {DEMO}", f"== {worse}"]
     assert "the same answer as" in result.err
+    assert result.err.count("loading ") == 3
     assert "parts from" in result.err
     answers = json.loads(command(capsys, *asked, "--json").out)["answers"]
     assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]

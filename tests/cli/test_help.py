@@ -181,6 +181,54 @@ HINTS = [
 ]  # fmt: skip
 
 
+ELSEWHERE = [
+    ("generate x -p hi", "the prompt itself"),
+    ("generate x --prompt hi", "the prompt itself"),
+    ("generate -m x hi", "MODEL itself"),
+    ("generate --model x hi", "MODEL itself"),
+    ("generate x hi -t 4", "--threads N"),
+    ("generate x hi -c 4096", "nothing: the context"),
+    ("generate x hi --ctx-size 4096", "nothing: the context"),
+    ("generate x hi --n-predict 8", "--max-tokens N"),
+    ("generate x hi --n-gpu-layers 99", "--device cuda"),
+    ("generate x hi -ngl 99", "--device cuda"),
+    ("generate x hi --max-model-len 9", "nothing: the context"),
+    ("generate x hi --host 0.0.0.0", "an option of serve"),
+    ("generate x hi --dtype bfloat16", "nothing: what is not quantized"),
+    ("serve -m x", "MODEL itself"),
+    ("serve x -c 4096", "--context N"),
+    ("serve x --ctx-size 4096", "--context N"),
+    ("serve x --max-model-len 4096", "--context N"),
+    ("serve x -ngl 99", "--device cuda"),
+    ("serve x -t 4", "--threads N"),
+    ("serve x --dtype auto", "nothing: what is not quantized"),
+    ("quantize x --dtype bfloat16", "nothing: what is not quantized"),
+    ("quantize x --ctx-size 512", "--length N"),
+    ("quantize -m x", "MODEL itself"),
+    ("quantize x -t 4", "--threads N"),
+    ("eval x --ctx-size 512", "--length N"),
+    ("eval x -ngl 9", "--device cuda"),
+    ("eval x --speed no", "hint: --no-speed"),
+    ("eval x --speed=false", "hint: --no-speed"),
+    ("eval x --no-speed yes", "hint: --speed"),
+    ("eval x --wide=yes", "hint: --wide alone"),
+    ("verify x --forward off", "hint: --no-forward"),
+    ("bench x -n 8", "an option of generate"),
+    ("bench x --n-predict 8", "--new-tokens N..M"),
+    ("bench x --max-model-len 8", "nothing: the context"),
+    ("bench x -p 8", "the prompt itself"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), ELSEWHERE)
+def test_options_of_other_tools_are_answered_with_ours(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, *typed.split())
+    assert result.code == 2
+    assert said in result.err, result.err
+
+
 @pytest.mark.parametrize(("arguments", "said"), HINTS)
 def test_a_hint_names_what_to_type(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
@@ -212,7 +260,8 @@ def test_no_word_of_a_library_reaches_a_person(
 
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
-        command(capsys, "help", verb).out for verb in ("quantize", "export", "eval", "generate")
+        command(capsys, "help", verb).out
+        for verb in ("quantize", "export", "eval", "generate", "bench", "serve")
     )
     for said in hints.OPTIONS.values():
         if said.startswith("-"):

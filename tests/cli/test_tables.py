@@ -18,6 +18,8 @@ from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.figures import _MEASURED
+from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.report import notes
 from quantforge.evaluation.windows import Protocol
 from tests.runs import command
 
@@ -187,6 +189,25 @@ def test_what_a_table_leaves_out_is_named_with_the_option_that_shows_it(found, m
     assert "(--wide)" in told
     show_tables(Console(), replace(found, rows=rows), wide=True)
     assert "too wide" not in capsys.readouterr().out
+
+
+def test_what_was_measured_of_answers_is_told(found, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    compared = {"kl_mean": 0.1, "kl_se": 0.01, "same_tokens": 9.0, "length_ratio": 1.0}
+    own = {
+        "answers": [
+            {"text": "a", "tokens": 100, "ended": True},
+            {"text": "b", "tokens": 28, "ended": False},
+        ]
+    }
+    first, *others = found.rows
+    rows = ({**first, "generated": own}, *({**row, "generated": compared} for row in others))
+    asked = replace(found, rows=rows, prompts=Prompts("builtin", ("x", "y")))
+    show_tables(Console(), asked, wide=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "to 2 prompts (builtin), 128 tokens in all, at most 128 each" in told
+    assert all(f"; {title}: " in told for title in ("KL of answers", "parts after", "length"))
+    assert "answers: " not in " ".join(notes(asked, {"KL"}))
 
 
 def test_columns_that_are_left_out_are_told_by_their_ranks():

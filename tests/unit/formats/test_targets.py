@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from quantforge.errors import RefusedError, UsageError
@@ -10,8 +12,9 @@ from quantforge.formats.engines import verdicts
 from quantforge.formats.targets import TARGETS, check, filled
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
-from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.recipe_options import build_recipe, builtin_recipes
 from quantforge.plans import Action, Serving, TensorPlan
+from quantforge.recipe import read_recipe
 from quantforge.scheme import LayerScheme
 
 MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx", "awq"}
@@ -31,13 +34,29 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
     given = filled(engine, {"engine": engine, "bits": bits})
     assert "bits" not in given
     if given["format"] not in MODULE_FORMATS:
-        assert given["type"] in {"Q4_K_M", "Q8_0"}
+        assert given["type"].startswith(f"Q{bits}_")
         return
     tensor = planned("mlp.up_proj", given["scheme"])
     found = verdicts(format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
     said = check(engine, ALONE, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
     assert "OUT" in said[-1]
+
+
+def test_an_engine_takes_the_bits_of_every_recipe_that_is_made_for_it():
+    for name, path in builtin_recipes().items():
+        recipe, named = read_recipe(path), re.fullmatch(r"(.+)-(\d)bit", name)
+        if recipe.engine is None or named is None:
+            continue
+        made = build_recipe(None, engine=recipe.engine, bits=int(named[2]))
+        if made.format == recipe.format:
+            assert (made.type, made.scheme) == (recipe.type, recipe.scheme)
+
+
+def test_bits_that_an_engine_is_not_fast_with_are_answered_with_the_nearest():
+    with pytest.raises(UsageError, match="2, 3, 4, 5, 6 or 8 bits") as caught:
+        build_recipe(None, engine="mlx", bits=7)
+    assert caught.value.hint == "--bits 6"
 
 
 def test_what_an_engine_does_not_load_is_refused():
@@ -87,5 +106,5 @@ def test_what_is_given_wins_and_what_is_unknown_is_named():
     assert any("archived" in line for line in check("tgi", ALONE, [], (), "gptq"))
     with pytest.raises(UsageError, match="unknown engine"):
         filled("vlm", {})
-    with pytest.raises(UsageError, match="4 and 8 bits"):
+    with pytest.raises(UsageError, match="4 or 8 bits"):
         filled("vllm", {"bits": 3})
