@@ -23,6 +23,7 @@ _WANTED = [
     "*.safetensors", "*.json", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model*", "*.model",
     "README.md", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*",
 ]  # fmt: skip
+_FILES = (".gguf", ".safetensors", ".toml", ".json")  # endings of what is no directory
 _UNWANTED = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
@@ -57,9 +58,14 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
                 "type the command that was interrupted again: it goes on",
             )
         raise InputError(
-            f"{model}: no such directory", "give a directory, or org/name[@revision] of the hub"
+            f"{model}: {_missing(model)}", "give a directory, or org/name[@revision] of the hub"
         )
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
+
+
+def _missing(name: str) -> str:
+    """Return that there is no such thing, of the kind that its name tells."""
+    return f"no such {'file' if Path(name).suffix.lower() in _FILES else 'directory'}"
 
 
 def _unfinished(path: Path) -> bool:
@@ -124,14 +130,14 @@ def _snapshot(name: str, revision: str | None, offline: bool, cache_dir: Path | 
         raise InputError(f"{where}: no such revision", f"try {name} without @{revision}") from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(
-            f"{where}: no such directory, and no such model on the hub",
+            f"{where}: {_missing(name)}, and no such model on the hub",
             "check the name; for a private model type: hf auth login; for a directory write ./...",
         ) from error
     except (errors.HFValidationError, *errors.HfHubHTTPError.__bases__) as error:
         # The bases: OSError, and the root of what the HTTP library of this version raises.
         if offline:
             raise InputError(
-                f"{where}: no such directory, and not (or not whole) in the cache while offline",
+                f"{where}: {_missing(name)}, and not (or not whole) in the cache while offline",
                 f"where there is a network, type: hf download {name}"
                 + (f" --revision {revision}" if revision else ""),
             ) from error

@@ -22,13 +22,15 @@ from quantforge.formats.gguf import ABOUT, mixture
 from quantforge.formats.gguf.carried import Carried, carried
 from quantforge.formats.gguf.families import Named, family_of, names, read_families
 from quantforge.formats.gguf.metadata import general, merged, provenance
+from quantforge.formats.gguf.nearest_mixture import file_type
 from quantforge.formats.gguf.parameters import parameters
+from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
 from quantforge.grids import SUPERBLOCKS
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choices
 from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
-from quantforge.planning.gguf_types import GivenTypes, MixtureTypes, stored_shape
+from quantforge.planning.gguf_types import FileTypes, GivenTypes, MixtureTypes, stored_shape
 from quantforge.plans import Action, Draft, TensorPlan
 from quantforge.recipe import LayerChoices, Recipe
 from quantforge.scheme import Scheme
@@ -71,11 +73,11 @@ def draft(
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     if given is None and not observed:
         _refuse_unobserved(targets)
-    embedding = next(item for item in targets if item.named.name == _EMBEDDING)
-    tokens = _tokens(checkpoint.path, embedding.shape[0], matched.config, recipe.pre)
+    rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
+    tokens = _tokens(checkpoint.path, rows, matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
-    weights = sum(math.prod(tensor.shape) for tensor in tensors)
-    kind = mixture.file_type(types.label)
+    weights, label = sum(math.prod(tensor.shape) for tensor in tensors), _label(targets, types)
+    kind = file_type(types.label, {one.name: (one.type, one.shape) for one in tensors}, shape)
     linears = sum(item.tensor.role is Role.LINEAR for item in targets)
     text = recipe.calibration
     seen = (text.source, linears, coming_rows(text, checkpoint.path)) if observed else ("", 0, 0)
@@ -89,10 +91,10 @@ def draft(
         tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),
         files=split(keys, tensors, recipe.max_shard_bytes),
         engines=verdicts(ABOUT.engines, ()),
-        label=types.label,
+        label=label,
         substitutions=(*choices.substitutions, *found.events),
         notes=(
-            f"{types.label}: {_summary(targets)}",
+            f"{label}: {_summary(targets)}",
             *choices.notes,
             *([LANGUAGE_ONLY] if len(matched.foreign) > len(matched.heads) else []),
             *([] if family in read_families().values() else [UNREAD]),
@@ -177,6 +179,23 @@ def _tied(wanted: LayerChoices, matched: Matched, kept: Sequence[MatchedTensor])
             f"--embedding {wanted.head} for both, or drop --head",
         )
     return replace(wanted, head=KEEP)
+
+
+def _label(targets: Sequence[FileTensor], types: FileTypes) -> str:
+    """Return the kind of a file: its mixture or type, or how many bits a weight has where rules mix others in."""
+    linears = [
+        item for item in targets
+        if item.tensor.role is Role.LINEAR and item.type.lower() in SUPERBLOCKS
+    ]  # fmt: skip
+    if all(
+        item.type == mixture.fitting(types.meant(item.tensor), item.shape[-1]) for item in linears
+    ):
+        return types.label
+    weights = sum(math.prod(item.shape) for item in linears)
+    nbytes = sum(
+        TYPES[item.type].row_bytes(item.shape[-1]) * math.prod(item.shape[:-1]) for item in linears
+    )
+    return f"{mixture.MIXED}-{8 * nbytes / weights:.2f}bpw"
 
 
 def _summary(targets: Iterable[FileTensor]) -> str:

@@ -41,6 +41,10 @@ class FileTypes(ABC):
     def default(self, tensor: MatchedTensor) -> Decision[str]:
         """Return the type of a tensor of which nothing is said."""
 
+    def meant(self, tensor: MatchedTensor) -> str:
+        """Return the type by which a file is of the kind that it is called after, before its blocks are fitted."""
+        return self.default(tensor).form
+
     def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
         """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""
         shape = stored_shape(tensor)
@@ -114,6 +118,11 @@ class GivenTypes(FileTypes):
         if module not in self._given:
             return Decision(tensor.stored.dtype, "kept")
         return Decision(self._given[module], "re-laid out")
+
+    def meant(self, tensor: MatchedTensor) -> str:
+        """Return the type of most tensors."""
+        del tensor
+        return self.label
 
 
 def stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 One rule, stated in ``docs/cli.md``: the name of the original model, the method, the scheme, and the format where it is
 not the default (a method that is called as the format is said once). A GGUF file is called after its mixture, as
-llama.cpp's tools do. The original model is the one that the first manifest of a chain of exports names, so that no name
-grows by an export of an export. Every part is a name for files on any system; what exists is never replaced.
+llama.cpp's tools do, or after its bits for a weight where rules mix types (``wren-mixed-4.06bpw.gguf``). The original
+model is the one that the first manifest of a chain of exports names, so that no name grows by an export of an export.
+Every part is a name for files on any system; what exists is never replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import DEFAULT, PLAIN, format_of
 from quantforge.formats.format_choice import format_of_name
-from quantforge.formats.gguf.mixture import MIXTURES
+from quantforge.formats.gguf.mixture import MIXED, MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
 from quantforge.plans import TensorPlan
@@ -68,7 +69,7 @@ def derived(
     known = method is not None or bool(first)
     moved = method is None
     scheme = _scheme(schemes.most_common(1)[0][0], key, moved=moved) if schemes and known else ""
-    parts = (origin, "" if word == key else _safe(word), scheme, "mixed" if mixed else "")
+    parts = (origin, "" if word == key else _safe(word), scheme, MIXED if mixed else "")
     return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
 
 
@@ -114,7 +115,8 @@ def _zeros(pattern: Sparsity | None) -> tuple[str, ...]:
 
 
 def _without_type(stem: str) -> str:
-    """Return a name without its type: ``wren`` for ``wren-Q8_0`` and ``wren.Q8_0``."""
+    """Return a name without its type: ``wren`` for ``wren-Q8_0``, ``wren.Q8_0`` and ``wren-mixed-4.06bpw``."""
+    stem = re.sub(rf"(?<=.)-{MIXED}-[0-9.]+bpw$", "", stem)
     base, kind = re.fullmatch(r"(.*?)(?:[-.]([^-.]+))?", stem, re.DOTALL).groups()  # type: ignore[union-attr]
     return base if base and kind and kind.upper() in MIXTURES else stem
 

@@ -23,11 +23,16 @@ def significant(value: float, *, sign: bool = False) -> str:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Return a number as `significant` does, and its standard error in as many decimals."""
+    """Return a number as `significant` does, and its standard error in as many decimals, or in one digit of its own."""
     text = significant(value)
-    if error is None or "e" in text:
-        return text if error is None else f"{text} ± {error:.0e}"
-    return f"{text} ± {error:.{len(text.partition('.')[2])}f}"
+    if error is None:
+        return text
+    rounded = f"{error:.{len(text.partition('.')[2])}f}"
+    if "e" in text or (error and not float(rounded)):
+        exponent = int(f"{error:.0e}".partition("e")[2])
+        few = "e" in text or exponent < LEAST_EXPONENT
+        rounded = f"{error:.0e}" if few else f"{error:.{-exponent}f}"
+    return f"{text} ± {rounded}"
 
 
 def sized(nbytes: int) -> str:

@@ -59,8 +59,7 @@ def allocate(
         options: choices that override the recipe; an ``engine`` leaves the candidates that it loads mixed.
 
     Raises:
-        InputError: the target is no size.
-        UsageError: a method that rounds otherwise, or a width beside the candidates.
+        UsageError: the target is no size, a method that rounds otherwise, or a width beside the candidates.
         RefusedError: the target is out of reach, the format or the engine takes no mixture, or gradients of the model
             are not computed.
     """

@@ -31,7 +31,8 @@ from quantforge.verification.stated_changes import StatedChanges, stated_adapter
 
 NUMBERS = ("not-finite", "scale", "zero-convention")
 COMPARED = (
-    "configuration", "keys", "side-files", "kept-changed", "fold", "noise", "groups", "swapped",
+    "source", "configuration", "keys", "side-files", "kept-changed", "fold", "noise", "groups",
+    "swapped",
 )  # fmt: skip
 STRUCTURE = (
     "incomplete", "nothing-quantized", "ignore-list", "siblings", "vocabulary", "engine", "foreign",

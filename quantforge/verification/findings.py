@@ -23,6 +23,7 @@ CHECKS: Mapping[str, str] = {
     "vocabulary": "every token has a row in the embedding",
     "settings": "configuration, tokenizer and settings agree with each other, and with what is quantized",
     "foreign": "no file lies there that a loader would read and that is no part of the model",
+    "source": "the source that is named is one that the manifest, or one that it passes on, records",
     "configuration": "every key of the configuration means what it means in the source",
     "keys": "every key of a GGUF file follows from the source",
     "side-files": "tokenizer, chat template, generation settings and licences are those of the source",

@@ -27,6 +27,7 @@ from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verification.numbers import Numbers
+from quantforge.verification.recorded_source import check_source
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
@@ -85,6 +86,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
             options.source, stated, options.adapter, one_by_one=single, derive=derive
         )
     if artifact is None:
+        return report
+    if options.source and not check_source(report, artifact, document, options.source):
         return report
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
 from functools import cache
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.recipe import Recipe, Rule
 from quantforge.verification.artifact import open_artifact, open_source
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.gguf_defaults import obeyed
@@ -162,3 +165,22 @@ def test_a_table_of_frequencies_is_that_of_the_configuration(made, tmp_path):
         "llama", tmp_path / "s", rope_parameters={"rope_type": "default", "rope_theta": 5e5}
     )
     assert any("rotary embedding" in item for item in told(path, source))
+
+
+@pytest.mark.parametrize("rules", [
+    {"v_proj": "q8_0", "down_proj": "q5_0"}, {"mlp": "q5_1"}, {"layers.0": "q8_0", "layers.1": "q5_1"},
+    {"mlp": "keep"}, {"self_attn": "q4_1", "mlp": "q5_0"},
+])  # fmt: skip
+def test_what_rules_mix_states_the_nearest_mixture_and_has_a_name_of_its_own(made, tmp_path, rules):
+    source, _ = made("llama")
+    wanted = Recipe(
+        format="gguf", scheme="q4_0", rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items())
+    )
+    planned = verbs.plan(source, wanted).name
+    out = tmp_path / planned
+    verbs.quantize(source, wanted, out)
+    assert [item for item in told(out, source) if "file_type" in item] == []
+    if {*rules.values()} == {"keep"}:
+        assert planned.endswith("-Q4_0.gguf")
+    else:
+        assert re.search(r"-mixed-[4-9]\.\d\dbpw\.gguf$", planned)

@@ -18,6 +18,7 @@ In this folder:
     metadata            The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture             Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
     modelfile           A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
+    nearest_mixture     The number of the mixture that the types of a file's tensors are nearest to
     parameters          Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
     parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does

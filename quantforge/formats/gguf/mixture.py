@@ -34,6 +34,7 @@ BY_BITS: Mapping[int, str] = {
     6: "Q6_K",
     8: "Q8_0",
 }
+MIXED = "mixed"  # begins the name of what rules or an allocation mix: mixed-4.06bpw
 FLOATING = frozenset({"F32", "F16", "BF16"})
 # What stands in for a type whose blocks do not divide the rows.
 _FALLBACKS = {

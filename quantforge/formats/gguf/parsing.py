@@ -115,7 +115,7 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         stamp = Stamp.of(descriptor)
         source = Scan(path, descriptor, stamp.size)
         if stamp.size < 24 or source.take(4) != MAGIC:
-            raise source.error("does not begin like a GGUF file")
+            raise _no_gguf(path, source)
         version = source.number("<I")
         if version != VERSION:
             raise source.error(_version(version))
@@ -131,6 +131,18 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         return GgufFile(
             (path,), metadata, _placed(source, table, padded(source.position, alignment), alignment)
         )
+
+
+def _no_gguf(path: Path, source: Scan) -> InputError:
+    """Return the error for a file that does not begin like one: by its name, what it is instead."""
+    hints = {
+        ".toml": "a recipe, not a model: quantforge quantize MODEL --recipe FILE, then name its result",
+        ".safetensors": "the weights alone: name the directory that holds them and config.json",
+        ".json": "no model: name the directory that holds it, or a GGUF file",
+    }
+    if hint := hints.get(path.suffix.lower()):
+        return InputError(f"{path}: no model, and no GGUF file", hint, file=str(path))
+    return source.error("does not begin like a GGUF file")
 
 
 def _version(version: int) -> str:

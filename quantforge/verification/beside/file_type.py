@@ -12,6 +12,7 @@ from collections import Counter
 from quantforge.errors import InputError
 from quantforge.formats.gguf import mixture
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
+from quantforge.formats.gguf.nearest_mixture import distances, in_blocks
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.verification.artifact import Artifact
@@ -38,33 +39,25 @@ def check_file_type(report: Report, artifact: Artifact) -> None:
     if KEY not in metadata:
         return
     stated = metadata[KEY].value
-    types = {
-        name: tensor.type for name, tensor in checkpoint.file.tensors.items()
-        if name.startswith("blk.") and not mixture.always_float32(name, len(tensor.shape))
-    }  # fmt: skip
-    if not types:
-        return
+    shapes = {name: (tensor.type, tensor.shape) for name, tensor in checkpoint.file.tensors.items()}
     try:
-        distances = _distances(checkpoint.file, types)
+        near = distances(shapes, _shape(checkpoint.file))
     except InputError:
         return  # a key of a wrong type, which the comparison of the keys tells
-    named = {base for _, base in mixture.MIXTURES.values()}
-    common = Counter(types.values()).most_common(1)[0][0]
-    if common not in named:
-        return  # a type that only other programs write, under numbers of their own
-    if stated not in distances or distances[stated] > min(distances.values()):
-        kinds = ", ".join(
-            f"{kind} x{count}" for kind, count in Counter(types.values()).most_common(3)
-        )
+    if not near:
+        return
+    if stated not in near or near[stated] > min(near.values()):
+        counts = Counter(in_blocks(shapes).values())
+        kinds = ", ".join(f"{kind} x{count}" for kind, count in counts.most_common(3))
         text = f"{KEY} = {shown(stated)}, the tensors are {kinds}"
-        exact = min(distances.values()) == 0
+        exact = min(near.values()) == 0
         report.add(
             "keys", plain(report.path.name), text, Severity.ERROR if exact else Severity.WARNING
         )
 
 
-def _distances(file: GgufFile, types: dict[str, str]) -> dict[object, int]:
-    """Return, by the number of each mixture, in how many tensors it would have another type."""
+def _shape(file: GgufFile) -> mixture.Shape:
+    """Return what a file says of the model; raise `InputError` for a key of another type."""
     arch = file.value("general.architecture", str)
     layers, heads, kv_heads, experts = (
         file.value(f"{arch}.{key}", int, otherwise)
@@ -72,16 +65,4 @@ def _distances(file: GgufFile, types: dict[str, str]) -> dict[object, int]:
             ("block_count", 1), ("attention.head_count", 1), ("attention.head_count_kv", 1), ("expert_count", 0),
         )
     )  # fmt: skip
-    columns = {
-        name: tensor.shape[-1] for name, tensor in file.tensors.items() if len(tensor.shape) > 1
-    }
-    found: dict[object, int] = {}
-    for label, (number, _) in mixture.MIXTURES.items():
-        counts = []
-        for observed in (False, True):
-            shape = mixture.Shape(layers, heads, kv_heads, experts, observed)
-            given = mixture.assign(label, columns.items(), shape)
-            meant = {name: mixture.fitting(kind, columns[name]) for name, kind in given.items()}
-            counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
-        found[number] = min(counts)
-    return found
+    return mixture.Shape(layers, heads, kv_heads, experts)

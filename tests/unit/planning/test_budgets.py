@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import RefusedError, UsageError
 from quantforge.planning.budgets import Option, curve, parse_target, patterns_of, point_of, solved
 
 
@@ -103,10 +103,13 @@ def test_sizes_as_people_write_them(text, bits, nbytes):
     assert (found.bits, found.nbytes) == (bits, nbytes)
 
 
-@pytest.mark.parametrize("text", ["", "4.5", "bpw", "-3GB", "0bpw", "4,5bpw", "18 apples", "1e3GB"])
+@pytest.mark.parametrize(
+    "text", ["", "4.5", "3.5", "bpw", "-3GB", "0bpw", "4,5bpw", "18 apples", "1e3GB"]
+)
 def test_what_is_no_size(text):
-    with pytest.raises(InputError, match="no size"):
+    with pytest.raises(UsageError, match="no size") as refused:
         parse_target(text)
+    assert ("4.5bpw" if text != "3.5" else "3.5bpw") in refused.value.hint
 
 
 def test_rules_mean_their_linears_and_no_others():

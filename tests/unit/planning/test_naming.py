@@ -98,6 +98,8 @@ def test_a_file_is_called_after_its_mixture(tmp_path):
         ("wren.q4_k_m.gguf", "wren"),
         ("wren-Q8_0-00001-of-00003.gguf", "wren"),
         ("wren-v2.gguf", "wren-v2"),
+        ("wren-mixed-4.06bpw.gguf", "wren"),
+        ("mixed-4.06bpw.gguf", "mixed-4.06bpw"),
         ("Q8_0.gguf", "Q8_0"),
     ],
 )
