@@ -55,7 +55,7 @@ def test_an_observer_that_does_not_exist_is_refused(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = command(capsys, "plan", model, "--scheme", "W8A8_STATIC", "--inputs", "percentil")
-    assert result.code == 3
+    assert result.code == 2
     assert "percentile" in result.err
 
 

@@ -55,7 +55,7 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
 
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(settings, "_processors", lambda: 5)
+    monkeypatch.setattr(settings, "processors", lambda: 5)
     assert workers_of(Settings()) == 5
     assert workers_of(Settings(threads=2)) == 2
     assert workers_of(Settings(threads=64)) == MOST_WORKERS

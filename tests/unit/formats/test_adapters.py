@@ -228,7 +228,7 @@ def test_a_run_goes_on_with_the_same_adapter_alone(tiny: Tiny, tmp_path: Path) -
     save_file({name: value * 2 for name, value in load_file(weights).items()}, weights)
     from quantforge.errors import QuantForgeError
 
-    with pytest.raises(QuantForgeError, match="recipe"):
+    with pytest.raises(QuantForgeError, match="adapter"):
         quantize(model, tmp_path / "r", wanted)
 
 
