@@ -20,12 +20,21 @@ class Stopped(BaseException):
 def stop(number: int, frame: FrameType | None) -> None:
     """Raise `Stopped`, once no module is being imported; handler of a signal."""
     if _imports(frame):  # which would swallow it, or abort: later then
-        again = threading.Timer(0.05, signal.raise_signal, (number,))
+        again = threading.Timer(0.05, _again, (number,))
         again.daemon = True
         again.start()
         return
     signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     raise Stopped(number)
+
+
+def _again(number: int) -> None:
+    """Send a signal to the main thread, which may wait for something: a signal of another thread would not wake it."""
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)
+    else:
+        signal.raise_signal(number)
 
 
 def _imports(frame: FrameType | None) -> bool:
