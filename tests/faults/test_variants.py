@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution import execute, lockstep
+from quantforge.settings import Settings
 from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
-from quantforge.verbs.quantize_variants import quantize_variants
+from quantforge.verbs.join_variants import _Vacancies
+from quantforge.verbs.quantize_variants import asked_variants, quantize_variants
 from tests.runs import StopError, quantize, recipe, tree
 
 
@@ -83,3 +86,12 @@ def test_what_exists_is_refused_before_work_on_any(model, tmp_path):
     assert [path.name for path in (tmp_path / "folder").iterdir() if path.name[0] != "."] == [
         "int3"
     ]
+
+
+def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
+    wanted = [Variant(recipe("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
+    asked = dict(enumerate(asked_variants(model, wanted, Settings())))
+    first, second = (_Vacancies(dict(asked), lambda number: False) for _ in range(2))
+    with ExitStack() as one, ExitStack() as two:
+        assert [ready.number for ready in first.taken(one)] == [0, 1]
+        assert [ready.number for ready in second.taken(two)] == [2]
