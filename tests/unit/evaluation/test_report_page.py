@@ -282,7 +282,7 @@ def test_a_screen_reader_finds_headings_figures_and_tables(running, page):
     assert sum(role == "table" for role, _ in seen) == 2
     assert ("columnheader", "KL") in seen
     assert ("rowheader", "demo-rtn") in seen
-    assert ("button", "size") in seen
+    assert ("button", "weights") in seen
 
 
 def test_tables_sort_by_keyboard(running, page):
