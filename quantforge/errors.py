@@ -11,6 +11,7 @@ import re
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
@@ -156,13 +157,22 @@ def either(values: Iterable[object]) -> str:
 
 
 def named_fields(kind: type[K]) -> type[K]:
-    """Let a dataclass refuse names of fields that it has not, as `check_options`; a decorator."""
+    """Let a dataclass refuse names of fields that it has not, as `check_options`, fields left out and further values.
+
+    A decorator.
+    """
     made: Any = kind.__init__
-    known = [*kind.__annotations__]
+    known, taken = [*kind.__annotations__], signature(kind)
 
     @wraps(made)
     def checked(self: K, *given: Any, **named: Any) -> None:
         check_options(named, known)
+        try:
+            taken.bind(*given, **named)
+        except TypeError as error:
+            raise UsageError(
+                f"{kind.__name__}: {error}", f"its fields: {', '.join(known)}"
+            ) from error
         made(self, *given, **named)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.errors import RefusedError, UsageError, named_fields, nearest
 
 KINDS: Mapping[str, str] = {
     "damping-raised": "the Hessian could not be factorised with the damping asked for",
@@ -56,6 +56,7 @@ class Event:
         return asdict(self)
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Limits on how many events of each kind a run accepts; without ``strict``, any number."""
@@ -64,6 +65,11 @@ class Policy:
     allow: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.allow, Mapping) or not all(
+            type(one) is int for one in self.allow.values()
+        ):
+            given = f"allow = {self.allow!a:.60}: how many events of which kind"
+            raise UsageError(given, 'e.g. {"substitution": 1}')
         for kind in self.allow:
             if kind not in KINDS:
                 raise UsageError(f"--allow {kind}: no such event", nearest(kind, KINDS))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from quantforge.errors import named_fields
 from quantforge.events import Event
 from quantforge.scheme import LayerScheme
 
@@ -100,6 +101,7 @@ class TensorPlan:
         return (second, first) if self.transposed else (first, second)
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.

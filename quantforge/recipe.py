@@ -7,50 +7,22 @@ that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from operator import attrgetter
 from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.recipe_toml import built, check_types, lines, read_toml, write_small
-from quantforge.errors import InputError, named_fields, nearest
-from quantforge.grids import INTEGER_BITS
+from quantforge.checkpoint.recipe_fields import check_fields, write_small
+from quantforge.checkpoint.recipe_toml import built, lines, read_toml
+from quantforge.errors import InputError, named_fields
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
 
-# Least and most of every whole number; more sweeps or points would only keep a machine busy.
-LIMITS = {
-    "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
-    "guide": (0, 1024),
-    "tune": (0, 1000),
-    "gptq.refine": (0, 1000),
-    "tensor_parallel": (1, 2**20),
-    "awq.points": (20, 1000),
-    "awq.rows": (1, 2**40),
-    "calibration.samples": (1, 2**32),
-    "calibration.length": (2, 2**32),
-    "calibration.seed": (-(2**63), 2**63 - 1),
-    "calibration.micro_batch": (1, 2**32),
-    "calibration.min_expert_tokens": (0, 2**32),
-    "max_shard_bytes": (1, 2**60),
-}
-# All values of what takes few; the first is not always the default.
-VALUES = {
-    "scales": ("absmax", "search", "reference"),
-    "inputs": ("absmax", "percentile", "mse"),
-    "kv_cache": ("none", "fp8", "fp8_head"),
-    "mtp": ("keep", "quantize", "drop"),
-    "calibration.precision": ("float32", "bfloat16"),
-    "calibration.propagate": ("source", "quantized"),
-    "calibration.experts": ("routed", "all"),
-    "gptq.order": ("activation", "natural"),
-    "gptq.group_scales": ("static", "refresh"),
-}
 WORDS = ("method", "format", "engine", "scales", "inputs", "kv_cache", "mtp")  # in small letters
 IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
     """``[gptq]``: see `quantforge.quantizers.gptq`."""
@@ -60,7 +32,13 @@ class GptqOptions:
     group_scales: str = "static"  # from the original weights; refresh: from the compensated ones
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.damping < 1:
+            raise InputError(f"recipe: gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
 
+
+@named_fields
 @dataclass(frozen=True, slots=True)
 class AwqOptions:
     """``[awq]``: see `quantforge.quantizers.awq`."""
@@ -69,6 +47,9 @@ class AwqOptions:
     duo: bool = True  # divide by the weight's own magnitude as well
     clip: bool = True  # search a clipping range
     rows: int = 16  # calibration rows that the search compares outputs on
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +66,7 @@ class Rounding:
         return self.scales != "absmax"
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
     """``[calibration]``: where the text comes from and how it is cut."""
@@ -102,6 +84,9 @@ class CalibrationOptions:
     column: str = "text"
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.cited_files`
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def importance_file(self) -> str | None:
         """Return the name of the file that importance comes from, None where there is none."""
@@ -115,6 +100,7 @@ class CalibrationOptions:
         return any(source.partition("=")[0].strip() == "self" for source in sources)
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
     """``[adapter]``: what is merged into the source before anything else looks at it; see `formats.sources.adapter`."""
@@ -122,13 +108,20 @@ class AdapterOptions:
     source: str = ""  # its directory; none when empty
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of its files, see `planning.cited_files`
 
+    def __post_init__(self) -> None:
+        check_fields(self)
 
+
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Rule:
     """``[[rule]]``: the scheme of the tensors that a pattern matches (``keep`` leaves them alone)."""
 
     match: str
     scheme: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,25 +170,14 @@ class Recipe:
     awq: AwqOptions = field(default_factory=AwqOptions)
 
     def __post_init__(self) -> None:
-        check_types(self, "recipe")
         write_small(self, WORDS)
-        for name, known in VALUES.items():
-            value = attrgetter(name)(self)
-            if value not in known:
-                raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
+        check_fields(self)
         self.pruned_share, self.zeros  # noqa: B018 - raise
         if self.bits is not None and self.scheme is not None:
             raise InputError("recipe: 'bits' and 'scheme' are both given", "--bits or --scheme")
-        for name, (least, most) in LIMITS.items():
-            value = attrgetter(name)(self)
-            if value is not None and not least <= value <= most:
-                said = f"recipe: {name} = {value} is too {'small' if value < least else 'large'}"
-                raise InputError(said, f"from {least} to {most}")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             beside = "recipe: 'type' is given beside 'bits' or 'scheme'"
             raise InputError(beside, "a type decides every tensor")
-        if not 0 < (damping := self.gptq.damping) < 1:
-            raise InputError(f"recipe: gptq.damping = {damping}", "between 0 and 1, e.g. 0.01")
 
     @property
     def layers(self) -> LayerChoices:

@@ -70,7 +70,9 @@ class Settings:
             )
         if self.ray and self.join:
             raise UsageError("--ray, and processes that share the work", "leave one of them out")
-        if self.base_model:
+        if self.base_model and isinstance(
+            self.base_model, str
+        ):  # other types: as those of all settings
             check_hub_name(self.base_model, "--base-model")
         check_device_name(self.device)
 

@@ -15,6 +15,7 @@ In this folder:
     prepared       A checkpoint some of whose tensors are computed when they are read
     publish_file   A result that is a file, or numbered files, instead of a directory: staged beside its place like one
     reader         A model directory as Hugging Face publishes it: configuration, tensors and the files around them
+    recipe_fields  Fields of recipes: the values and ranges that they take, and a check of dataclasses that hold them
     recipe_toml    TOML of recipes: read within limits into dataclasses that know every key, written with every key
     result_place   The place of a result: which name it has, and what may stand there before
     safetensors    Safetensors files, read more strictly than the reference library does

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -61,7 +60,7 @@ def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
         if key not in known:
             names = {"rule" if name == "rules" else name for name in known}
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
-        values[key] = _convert(hints[key], value, f"{origin}: {key}")
+        values[key] = convert(hints[key], value, f"{origin}: {key}")
     for item in fields(kind):
         needed = item.default is MISSING and item.default_factory is MISSING
         if needed and item.name not in values:
@@ -71,7 +70,8 @@ def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
     return kind(**values)
 
 
-def _convert(hint: Any, value: Any, origin: str) -> Any:
+def convert(hint: Any, value: Any, origin: str) -> Any:
+    """Return a value of a table as a field of that type holds it; errors as `built`."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise InputError(f"{origin}: a table is expected", f"[{origin.rsplit(' ', 1)[-1]}]")
@@ -79,7 +79,7 @@ def _convert(hint: Any, value: Any, origin: str) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
-        return tuple(_convert(get_args(hint)[0], item, origin) for item in value)
+        return tuple(convert(get_args(hint)[0], item, origin) for item in value)
     allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
@@ -87,44 +87,6 @@ def _convert(hint: Any, value: Any, origin: str) -> Any:
         names = " or ".join(item.__name__ for item in allowed if item is not type(None))
         raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
     return value
-
-
-def check_types(value: Any, origin: str) -> None:
-    """Refuse a dataclass of which a field holds something else than it is declared to.
-
-    Raises:
-        InputError: naming the field, as in TOML.
-    """
-    kind: Any = type(value)
-    hints = _hints(kind)
-    for item in fields(value):
-        _check_type(hints[item.name], getattr(value, item.name), f"{origin}: {item.name}")
-
-
-def write_small(value: Any, names: Iterable[str]) -> None:
-    """Write some texts of a frozen dataclass that is being made in small letters, their one spelling."""
-    for name in names:
-        if (text := getattr(value, name)) is not None:
-            object.__setattr__(value, name, text.lower())
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _check_type(hint: Any, value: Any, origin: str) -> None:
-    if is_dataclass(hint):
-        if not isinstance(value, hint):  # type: ignore[arg-type]
-            raise InputError(f"{origin} = {value!r}: {hint.__name__} is expected")  # type: ignore[union-attr]
-        check_types(value, origin)
-    elif get_origin(hint) is tuple:
-        if not isinstance(value, tuple):
-            raise InputError(f"{origin} = {value!r}: a tuple is expected")
-        for item in value:
-            _check_type(get_args(hint)[0], item, origin)
-    else:
-        _convert(hint, value, origin)
 
 
 def differences(there: str, here: str) -> list[str]:

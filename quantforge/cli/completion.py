@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.events import KINDS
 from quantforge.formats import FORMATS
 from quantforge.formats.gguf.mixture import MIXTURES
@@ -16,7 +17,6 @@ from quantforge.grids import GRIDS
 from quantforge.notation import ALIASES
 from quantforge.planning.recipe_options import builtin_recipes
 from quantforge.quantizers import METHODS
-from quantforge.recipe import VALUES
 
 GGUF = ".gguf"
 SCHEMES = (

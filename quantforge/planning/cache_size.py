@@ -69,8 +69,8 @@ def rows_of(kind: str) -> RowBytes:
     Raises:
         UsageError: no such kind of cache.
     """
-    if kind not in KINDS:
-        raise UsageError(f"--cache {kind}: no such type", nearest(kind, KINDS))
+    if kind not in [*KINDS]:
+        raise UsageError(f"--cache {kind}: no such type", nearest(str(kind), KINDS))
     return lambda width: kv_runs.row_bytes(width, KINDS[kind], ACTIVATION)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from quantforge.architectures.match import Matched
-from quantforge.errors import UsageError
+from quantforge.errors import UsageError, named_fields
 from quantforge.planning.cache_size import PLAIN, CacheSize, RowBytes, cache_size, rows_of
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
@@ -30,6 +30,7 @@ _ACTIVATION, _LOGIT = 2, 4  # bytes
 _MILLION, _HOUR = 1e6, 3600
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load that is planned for.
@@ -42,7 +43,7 @@ class Load:
         devices: that share the model by tensors.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a number is out of range, or there is no such type.
     """
 
     context: int = 0
@@ -58,6 +59,7 @@ class Load:
         ):
             if type(value) is not int or not (name != "context") <= value <= MOST:
                 raise UsageError(f"--{name} {value}: out of range", f"a number from 1 to {MOST}")
+        rows_of(self.cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
+from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.errors import InputError, UnknownNameError, UsageError, check_options, nearest
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
-from quantforge.recipe import VALUES, Recipe, Rule, from_toml, read_recipe
+from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
 
 PLACES: Mapping[str, str] = {
     "adapter": "adapter.source",
@@ -149,8 +150,8 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         given["ignore"] = (*recipe.ignore, *given["ignore"])
     tables = _by_table(given)
     top = tables.pop("")
-    inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
     try:
+        inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
         made = replace(recipe, **top, **inner)
     except InputError as error:  # not of the recipe, which was one before
         raise UnknownNameError(error.message, error.hint) from error

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -41,8 +41,16 @@ def check_arguments(verb: Callable[..., object], given: Mapping[str, object]) ->
         if name in expected:
             _check(name, value, expected[name])
         if isinstance(value, Settings):
-            for field, types in _fields(Settings).items():
-                _check(f"{name}.{field}", getattr(value, field), types)
+            _check_fields(name, value)
+
+
+def _check_fields(name: str, value: Any) -> None:
+    """Refuse a dataclass of settings, and those that it holds, as `check_arguments`."""
+    for field, types in _fields(value.__class__).items():
+        held = getattr(value, field)
+        _check(f"{name}.{field}", held, types)
+        if is_dataclass(held):
+            _check_fields(f"{name}.{field}", held)
 
 
 def check_choices(kind: type, given: Mapping[str, object]) -> None:

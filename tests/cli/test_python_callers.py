@@ -15,6 +15,7 @@ import torch
 import quantforge
 from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.recipe import AdapterOptions
 from quantforge.verbs.generate_text import AnswerOptions
 from quantforge.verbs.measurement_options import MeasurementOptions
 from quantforge.verbs.serve_model import ServeOptions
@@ -82,6 +83,59 @@ def test_what_a_program_gets_wrong_is_answered(make: Callable[[], object], hint:
     with pytest.raises(UsageError) as refused:
         make()
     assert hint in refused.value.hint
+
+
+OPTIONS = (
+    quantforge.AwqOptions, quantforge.CalibrationOptions, quantforge.GptqOptions, quantforge.Load, quantforge.Policy,
+    quantforge.Recipe, quantforge.Rule, quantforge.Serving, quantforge.Settings, AdapterOptions,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_every_class_of_options_refuses_names_numbers_and_types_of_values(kind: Any) -> None:
+    known = [*kind.__annotations__]
+    needed = dict.fromkeys(known, "a") if kind is quantforge.Rule else {}
+    with pytest.raises(UsageError) as refused:
+        kind(**{f"{known[0]}s": 1})
+    assert refused.value.hint == f"did you mean '{known[0]}'?"
+    with pytest.raises(UsageError, match="too many"):
+        kind(*range(len(known) + 1))
+    for name in known:
+        for value in (object(), b"x"):
+            with pytest.raises(quantforge.QuantForgeError):
+                use(kind(**needed | {name: value}))
+
+
+def use(made: Any) -> None:
+    """Hand options to a verb; those of recipes and loads were checked when they were made."""
+    inside = {quantforge.Policy: "policy", quantforge.Serving: "serving"}.get(type(made))
+    settings = quantforge.Settings(**{inside: made}) if inside else made
+    if isinstance(settings, quantforge.Settings):
+        with pytest.raises(UsageError, match="settings") as refused:
+            quantforge.plan("./absent", settings=settings)
+        raise refused.value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: quantforge.GptqOptions(refine=-3),
+        lambda: quantforge.GptqOptions(order="x"),
+        lambda: quantforge.GptqOptions(damping=1.5),
+        lambda: quantforge.AwqOptions(points=3),
+        lambda: quantforge.CalibrationOptions(samples=0),
+        lambda: quantforge.CalibrationOptions(experts="none"),
+        lambda: quantforge.Rule("down_proj"),  # type: ignore[call-arg]
+        lambda: quantforge.Policy(allow={"substitution": "2"}),  # type: ignore[dict-item]
+        lambda: quantforge.Load(cache="int3"),
+    ],
+)
+def test_values_that_no_option_has_are_refused_where_they_are_said(
+    make: Callable[[], object],
+) -> None:
+    with pytest.raises(quantforge.QuantForgeError) as refused:
+        make()
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize(
