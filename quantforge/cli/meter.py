@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
 from quantforge.execution.progress import Progress
+from quantforge.execution.units import SHOWN
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich
@@ -37,6 +38,12 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def step_of(report: Progress) -> str:
+    """Return what is done now, or the part that was finished, in words for people."""
+    said = report.step or report.part
+    return SHOWN.get(said, said)
 
 
 @dataclass(slots=True)
@@ -108,7 +115,7 @@ class Bar:
             completed=report.share,
             description=self._printable(report.phase or "working"),
             time="" if left is None else f"{duration(left)} left",
-            step=self._printable(report.step or report.part).replace("\n", " "),
+            step=self._printable(step_of(report)).replace("\n", " "),
         )
 
     def write(self, text: str) -> None:
@@ -164,7 +171,7 @@ class Lines:
 
     def _line(self, report: Progress) -> str:
         left = self._clock.remaining(report.share)
-        what = self._printable(report.step or report.part).replace("\n", "\\n")
+        what = self._printable(step_of(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
         )

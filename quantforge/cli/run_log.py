@@ -11,6 +11,7 @@ from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
+from quantforge.execution.units import SHOWN
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Plan
 from quantforge.results.significant import size
@@ -60,8 +61,9 @@ class RunLog:
         if not progress.part:
             return
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
+        said = SHOWN.get(progress.part, progress.part)
         self._console.detail(
-            f"{progress.part}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
+            f"{said}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quantforge
-from quantforge.cli.meter import Lines, duration
+from quantforge.cli.meter import Lines, MachineLines, duration
 from quantforge.execution.progress import Progress, followed, phase, tell
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
@@ -164,6 +164,17 @@ def test_parts_of_work_without_a_phase_get_a_line_for_each_tenth(capsys, monkeyp
     assert len(capsys.readouterr().err.splitlines()) == 12  # with "starting" and "done"
 
 
+def test_a_part_of_a_run_is_named_for_people_in_words(capsys, monkeypatch):
+    monkeypatch.setattr(Lines, "hold", 0.0)
+    with Lines(str) as lines:
+        lines.show(Progress(phase="rounding", step="outer"))
+    with MachineLines(str) as lines:
+        lines.show(Progress(phase="rounding", step="outer"))
+    said = capsys.readouterr().err
+    assert "rounding: outside of the blocks" in said
+    assert '"step": "outer"' in said
+
+
 def test_machines_get_json_alone(model, made, capsys):
     told = command(
         capsys, "eval", model, made, *EVAL, "--windows", "5000", "--json", "--json-progress"
@@ -183,6 +194,8 @@ def test_quiet_is_silent_and_verbose_tells_of_every_part(model, tmp_path, capsys
     quantize = ("quantize", model, "--method", "rtn", "--calibration", "none", "--bits", "4", "-o")
     assert command(capsys, *quantize, tmp_path / "quiet", "-q").err == ""
     told = command(capsys, *quantize, tmp_path / "verbose", "-v").err
+    assert re.search(r"^outside of the blocks  [\d.]+ s", told, re.MULTILINE)
+    assert "outer" not in told
     assert re.search(r"^block 1  err 0\.\d+  [\d.]+ s  peak .* [MG]B$", told, re.MULTILINE)
     assert "peak" not in command(capsys, *quantize, tmp_path / "plain").err
 
