@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -207,21 +207,32 @@ class Plan:
     @property
     def bits_per_weight(self) -> float:
         """Return the bits stored per weight of the quantized tensors, scales and zeros included; NaN without any."""
-        planned = self.quantized()
-        weights = sum(math.prod(tensor.shape) for tensor in planned)
-        return 8 * sum(tensor.stored_bytes for tensor in planned) / weights if weights else math.nan
+        return _bits(self.quantized())
+
+    @property
+    def bits_per_weight_in_blocks(self) -> float:
+        """Return those of the quantized tensors of blocks, which `allocate` plans; NaN without any."""
+        return _bits([tensor for tensor in self.quantized() if tensor.part >= 0])
 
     @property
     def bits_per_weight_total(self) -> float:
         """Return the bits stored per weight of all tensors that are written; NaN without any."""
-        kept = [tensor for tensor in self.tensors if tensor.action is not Action.DROP]
-        weights = sum(math.prod(tensor.shape) for tensor in kept)
-        return 8 * sum(tensor.stored_bytes for tensor in kept) / weights if weights else math.nan
+        return _bits([tensor for tensor in self.tensors if tensor.action is not Action.DROP])
 
     @property
     def density(self) -> str:
-        """Return both figures of bits per weight as text."""
+        """Return the figures of bits per weight as text."""
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
-        own, total = self.bits_per_weight, self.bits_per_weight_total
-        return f"{own:.3f} bits per quantized weight ({total:.3f} over all tensors)"
+        inside = "all in blocks"
+        if any(tensor.part < 0 for tensor in self.quantized()):
+            own = self.bits_per_weight_in_blocks
+            inside = "none in blocks" if math.isnan(own) else f"{own:.3f} in blocks"
+        total = f"{self.bits_per_weight_total:.3f} over all tensors"
+        return f"{self.bits_per_weight:.3f} bits per quantized weight, {inside} ({total})"
+
+
+def _bits(tensors: Sequence[TensorPlan]) -> float:
+    """Return the bits stored per weight of some tensors; NaN without any."""
+    weights = sum(math.prod(tensor.shape) for tensor in tensors)
+    return 8 * sum(tensor.stored_bytes for tensor in tensors) / weights if weights else math.nan

@@ -99,12 +99,12 @@ def _left_out(found: Allocated) -> str:
 
 def _show(console: Console, found: Allocated) -> None:
     rows = [
-        (name, significant(bits), size(nbytes), significant(nats))
+        (name, f"{bits:.3f}", size(nbytes), significant(nats))
         for name, (nbytes, bits, nats) in found.uniform.items()
     ]
-    made = ("the recipe", significant(found.bits), size(found.nbytes), significant(found.nats))
+    made = ("the recipe", f"{found.bits:.3f}", size(found.nbytes), significant(found.nats))
     rows.append(made)
-    console.table(("scheme", "bits", "files", "expected KL"), rows)
+    console.table(("scheme", "bits in blocks", "files", "expected KL"), rows)
     console.text()
     weights = sum(found.shares.values())
     for scheme, count in sorted(found.shares.items()):
@@ -113,6 +113,9 @@ def _show(console: Console, found: Allocated) -> None:
         console.footer(_left_out(found))
     for scheme, why in found.left_out.items():
         console.detail(f"{scheme} is no candidate: {why}")
+    console.text(
+        "bits in blocks: of a weight there, as planned; `quantize` says what it stores, head and embedding apart"
+    )
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
     console.text()
     console.table(

@@ -160,6 +160,7 @@ def document(plan: Plan, output: Path) -> dict[str, object]:
         "method": plan.method,
         "format": plan.format,
         "bits_per_weight": plan.bits_per_weight,
+        "bits_per_weight_in_blocks": plan.bits_per_weight_in_blocks,
         "bits_per_weight_total": plan.bits_per_weight_total,
         "block_share_quantized": coverage(plan.tensors).share,
         "kept_in_blocks": dict(coverage(plan.tensors).kept),

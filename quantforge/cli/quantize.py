@@ -105,6 +105,7 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
                 "method": plan.method,
                 "format": plan.format,
                 "bits_per_weight": plan.bits_per_weight,
+                "bits_per_weight_in_blocks": plan.bits_per_weight_in_blocks,
                 "bits_per_weight_total": plan.bits_per_weight_total,
                 "block_share_quantized": coverage(plan.tensors).share,
                 "output_bytes": plan.output_bytes,

@@ -44,7 +44,7 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
     if {"KL", "perplexity"} & {*shown}:
         found.append(error)
     if "bits" in shown:
-        found.append("bits: of a quantized weight")
+        found.append("bits: of a quantized weight, head and embedding included where they are")
     lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
     lines += ["; ".join(found)] if found else []
     lines += _of_answers(evaluation, shown)

@@ -14,6 +14,7 @@ from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
 from quantforge.plans import EngineVerdict
 from quantforge.recipe import Recipe, Rule
+from quantforge.results.significant import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Allocated:
     front: tuple[tuple[int, float], ...]
     left_out: Mapping[str, str]
     engines: tuple[EngineVerdict, ...]
+
+    def written(self) -> bytes:
+        """Return the recipe as a file, behind a line on what it makes, in the figures that `quantize` ends with."""
+        planned = f"{self.bits:.3f} bits per weight in blocks, files {size(self.nbytes)}"
+        return f"# planned: {planned}\n\n{self.recipe.to_toml()}".encode()
 
     def document(self) -> dict[str, Any]:
         """Return it as plain data."""

@@ -93,9 +93,10 @@ def allocate(
         rules = allocation.rules(base, point)
         engines = planned(base, *rules).plan.engines
     made = replace(wanted, format=key, scheme=base, rules=(*rules, Rule(EVERY, base)))
+    allocated = Allocated(recipe=made, target=target, left_out=left_out, engines=engines, **found)
     if out is not None:
-        save(Path(out), made.to_toml().encode(), overwrite=settings.overwrite)
-    return Allocated(recipe=made, target=target, left_out=left_out, engines=engines, **found)
+        save(Path(out), allocated.written(), overwrite=settings.overwrite)
+    return allocated
 
 
 def _wanted(recipe: RecipeSource, options: RecipeOptions) -> Recipe:

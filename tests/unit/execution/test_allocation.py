@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from quantforge import verbs
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
+from tests.runs import command
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
@@ -40,6 +42,32 @@ def test_the_size_is_met_and_the_recipe_makes_it(made, tmp_path):
     assert files == pytest.approx(found.nbytes, rel=1e-3)  # headers have other lengths
     schemes = {str(tensor.scheme) for tensor in outcome.plan.quantized()}
     assert len(schemes) == 3
+
+
+def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(tiny, tmp_path, capsys):
+    out, model = tmp_path / "mixed.toml", str(DEMO)
+    given = (
+        "--samples",
+        "2",
+        "--length",
+        "32",
+        "--head",
+        "int8",
+        "--candidates",
+        "int3:g64:sym,int4:g64:sym",
+    )
+    said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *given).out
+    assert "bits in blocks" in said
+    (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", said)
+    assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
+    plan = verbs.plan(DEMO, out)
+    assert plan.bits_per_weight > plan.bits_per_weight_in_blocks
+    assert f", {planned} in blocks (" in plan.density
+    quantized = command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
+    assert f", {planned} in blocks (" in quantized.err
+    alone = verbs.plan(tiny("llama-wide"), bits=4, ignore=["*.layers.*"], head="int8")
+    assert "none in blocks" in alone.density
+    assert "all in blocks" in verbs.plan(DEMO, bits=4).density
 
 
 def test_it_loses_less_than_widths_alone(made):
