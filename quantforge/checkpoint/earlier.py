@@ -9,7 +9,9 @@ that lists this very manifest. Names lead nowhere else: no links, no way up, and
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -123,6 +125,46 @@ def earlier(root: Path, manifest: str, signature: str, own: Callable[[str], bool
     if bundle is not None and _signs(root / signature, manifest, data):
         files[signature] = bundle
     return Earlier(root, {**files, manifest: len(data)})
+
+
+def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
+    """Return the refusal of a result where another one is: what that was made from, and what to type.
+
+    Args:
+        path: the file or directory that is in the way.
+        out: the result that was to be written.
+        manifest: that of the result which is there; without one, or with a damaged one, nothing is said of it.
+    """
+    number = next(
+        number for number in itertools.count(2) if not os.path.lexists(_numbered(out, number))
+    )
+    return RefusedError(
+        f"{path}: exists{_made_from(manifest)}",
+        f"another name: -o {shlex.quote(str(_numbered(out, number)))}, or replace it with --overwrite",
+        file=str(path),
+    )
+
+
+def _numbered(out: Path, number: int) -> Path:
+    """Return another name, which keeps the ending of a file."""
+    stem, dot, suffix = out.name.rpartition(".") if not out.is_dir() else (out.name, "", "")
+    return out.with_name(f"{stem}-{number}{dot}{suffix}")
+
+
+def _made_from(manifest: Path) -> str:
+    """Return the end of a sentence: what the result of a manifest was made from, and how."""
+    try:
+        said = parse_object(FILES.read(manifest, MANIFEST, manifest.parent), manifest)
+    except InputError:
+        return ""
+    source = said.get("source")
+    model = source.get("model") if isinstance(source, Mapping) else None
+    how = (
+        f"{key} {said[key]}"
+        for key in ("method", "format")
+        if isinstance(said.get(key), str) and said[key]
+    )
+    return f", made from {model} ({', '.join(how)})" if isinstance(model, str) else ""
 
 
 def size_of(root: Path, name: str) -> int | None:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from quantforge.checkpoint.disk import DISK, Disk, writing
-from quantforge.checkpoint.earlier import Earlier, earlier, size_of
+from quantforge.checkpoint.earlier import Earlier, already_there, earlier, size_of
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.checkpoint.stage import Stage
@@ -145,7 +145,7 @@ class FileStage(Stage):
             if found < 0:
                 why, hint = "is no file", "give the name of a file"
             elif not self._overwrite:
-                why, hint = "exists", "replace it with --overwrite, or choose another --output"
+                raise already_there(path, self.out, side_of(self.out))
             elif not side_of(self.out).is_file() and not before:
                 side = side_of(self.out).name
                 why = f"is not a result of quantforge (no {side} beside it) and is kept"

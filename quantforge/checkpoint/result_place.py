@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from quantforge.checkpoint.disk import check_name
-from quantforge.checkpoint.earlier import Earlier, earlier
+from quantforge.checkpoint.earlier import Earlier, already_there, earlier
 from quantforge.errors import InputError, RefusedError, UsageError
 
 MANIFEST = "quantforge.manifest.json"
@@ -90,7 +90,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     if not out.is_dir():
         raise refuse("is a file", "give the name of a directory")
     if not overwrite:
-        raise refuse("exists", "replace it with --overwrite, or choose another --output")
+        raise already_there(out, out, out / MANIFEST)
     if not any(out.iterdir()):
         return
     if not os.path.lexists(out / MANIFEST):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.publish_file import SIDE, FileStage
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import RefusedError
 from quantforge.results import manifest
 from tests.releases import FAST, Failing, manifest_of, text_of
@@ -103,6 +105,32 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
     with pytest.raises(RefusedError, match="exists"), FileStage(out, overwrite=False):
         pass
     assert visible(out) == dict.fromkeys(("m.gguf", f"m.gguf{SIDE}"), "new")
+
+
+def test_what_is_there_is_told_apart_and_another_name_is_given(tmp_path):
+    out = tmp_path / "demo-Q4_0.gguf"
+    made = {"source": {"model": "demo-awq-int4"}, "method": "awq", "format": "gguf"}
+    for said, from_there in (
+        ("", ""),
+        (json.dumps({"source": 5, "method": "awq"}), ""),
+        (json.dumps(made), ", made from demo-awq-int4 (method awq, format gguf)"),
+    ):
+        out.write_text("old")
+        out.with_name(f"{out.name}{SIDE}").write_text(said)
+        with pytest.raises(RefusedError) as refused, FileStage(out, overwrite=False):
+            pass
+        assert refused.value.message == f"{out}: exists{from_there}"
+        assert refused.value.hint.startswith(f"another name: -o {tmp_path}/demo-Q4_0-2.gguf, or ")
+    (tmp_path / "demo-Q4_0-2.gguf").touch()
+    with pytest.raises(RefusedError) as refused, FileStage(out, overwrite=False):
+        pass
+    assert "demo-Q4_0-3.gguf" in refused.value.hint
+    folder = tmp_path / "demo-4.06bpw"
+    folder.mkdir()
+    (folder / "quantforge.manifest.json").write_text(json.dumps(made))
+    with pytest.raises(RefusedError, match=r"made from demo-awq-int4") as refused:
+        Stage(folder, overwrite=False).__enter__()
+    assert "demo-4.06bpw-2," in refused.value.hint
 
 
 def no_manifest(source: Path, target: Path) -> None:
