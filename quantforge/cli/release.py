@@ -93,17 +93,24 @@ def release(
     if dry_run:
         _show_plan(console, spec, output, settings, only or (), most)
         return
-    with console.watch(), processes.started(jobs, console.note):
+    with console.watch(), processes.started(jobs, console.note) as failed:
         from quantforge import verbs
 
         made = verbs.release(spec, output, settings, only or (), most)
     if processes.silent():
         return
-    _report(console, made, summary, shared=settings.join)
+    _report(console, made, summary, failed, shared=settings.join)
     made.check_gates()
 
 
-def _report(console: Console, made: Released, summary: Path | None, *, shared: bool) -> None:
+def _report(
+    console: Console,
+    made: Released,
+    summary: Path | None,
+    failed: Sequence[processes.FailedProcess],
+    *,
+    shared: bool,
+) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
         (one.name, one.format, one.method, size(one.weight_bytes),
@@ -113,7 +120,9 @@ def _report(console: Console, made: Released, summary: Path | None, *, shared: b
     if summary is not None:
         append(summary, _summary(rows, made).encode())
     if console.as_json:
-        console.document({"schema": "quantforge.released/1", **made.document()})
+        console.document(
+            {"schema": "quantforge.released/1", **made.document(), "failed_processes": failed}
+        )
     else:
         console.table(_HEADERS, rows)
         _say_left_out(console, made.left_out)

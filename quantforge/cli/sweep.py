@@ -90,7 +90,7 @@ def sweep(
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid, out = _grid(over), output or _place(model)
-    with console.watch(), processes.started(jobs, console.note):
+    with console.watch(), processes.started(jobs, console.note) as failed:
         from quantforge import verbs
         from quantforge.verbs.sweep_recipes import make_results
 
@@ -103,7 +103,7 @@ def sweep(
         )  # fmt: skip
     _save(found.evaluation, report or [], overwrite=overwrite)
     write_summary(summary, found.evaluation)
-    _show(console, found, wide=wide)
+    _show(console, found, failed, wide=wide)
     _tell_files(console, report, summary)
 
 
@@ -123,11 +123,15 @@ def _tell_files(console: Console, reports: Sequence[Path] | None, summary: Path 
         console.note(f"report: {path}")
 
 
-def _show(console: Console, found: Swept, *, wide: bool) -> None:
+def _show(
+    console: Console, found: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
+) -> None:
     for name, why in found.left_out.items():
         console.note(f"{name} is left out: {why}")
     if console.as_json:
-        console.document({"schema": "quantforge.sweep/1", **found.document()})
+        console.document(
+            {"schema": "quantforge.sweep/1", **found.document(), "failed_processes": failed}
+        )
     else:
         show_tables(console, found.evaluation, wide=wide)
         _tell_results(console, found)

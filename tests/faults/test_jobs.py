@@ -134,6 +134,7 @@ def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     assert len(json.loads(said.stdout)["results"]) == 6
+    assert json.loads(said.stdout)["failed_processes"] == []
     assert said.stderr == ""
     assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
     with pytest.raises(UsageError, match="begins late"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from quantforge.errors import ResourceError
 from quantforge.settings import Settings
 from quantforge.verbs import make_release, release
 from quantforge.verbs.release_files import SPEC
+from tests.runs import command
 
 ORPHAN = """
 import time
@@ -50,10 +52,40 @@ def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["quantforge", "no-such-verb"])
     said: list[str] = []
-    with jobs.started(3, said.append):
-        pass
-    assert said == ["2 of 3 processes failed (exit code 2, 2); others did their part"]
+    with jobs.started(3, said.append) as failed:
+        assert failed == []
+    assert [one["exit_code"] for one in failed] == [2, 2]
+    assert all("no-such-verb" in one["said"] for one in failed)
+    first, *why = said[0].splitlines()
+    assert first == "2 of 3 processes failed (exit code 2, 2); others did their part"
+    assert why == failed[0]["said"].splitlines()  # once, though both said it
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("verb", ["release", "sweep"])
+def test_documents_tell_which_further_processes_failed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: Path,
+    verb: str,
+) -> None:
+    spec = tmp_path / "own.toml"
+    spec.write_text(
+        f'model = "{model}"\n[[variant]]\nname = "a"\nformat = "compressed-tensors"\n'
+        'recipe = {method = "rtn", scheme = "int4:g32:sym"}\n'
+    )
+    program = "import sys; sys.exit('error: memory is full')"
+    monkeypatch.setattr(jobs, "_PROGRAM", program)
+    measured = ["--windows", "2", "--window-length", "16"]
+    own = (
+        [spec] if verb == "release" else [model, "--over", "bits=4,8", "--method", "rtn", *measured]
+    )
+    ran = command(capsys, verb, *own, "-o", tmp_path / "out", "--jobs", "2", "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["failed_processes"] == [
+        {"exit_code": 1, "said": "error: memory is full"}
+    ]
 
 
 def test_modules_of_the_directory_of_the_call_are_not_run(
