@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import shlex
 from dataclasses import fields
@@ -44,7 +46,7 @@ async def begun(_server: ModelServer, _counter: int) -> bool:
 def test_examples_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = CalibrationOptions.__init__
+    start = inspect.unwrap(CalibrationOptions.__init__)
     defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
@@ -61,6 +63,31 @@ def test_examples_run_as_written(
         ended = command(capsys, *arguments)
         different = 5 if arguments[0] == "diff" else 0  # the files of two formats
         assert ended.code == different, (line, ended.err)
+
+
+def test_the_example_of_a_release_runs_behind_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = ROOT / "docs/examples/release.toml"
+    (tmp_path / example.name).write_bytes(example.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^#     (quantforge .*)$", example.read_text(), re.MULTILINE)
+    assert [line.split()[1] for line in lines] == ["demo", "release"]
+    assert command(capsys, *lines[0].split()[1:]).code == 0
+    planned = command(capsys, *lines[1].split()[1:], "--dry-run", "--json")
+    assert planned.code == 0, planned.err
+    assert len(json.loads(planned.out)["variants"]) == 2
+
+
+def test_no_command_of_the_pages_names_a_place_of_a_checkout() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/examples").iterdir()]
+    places = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"quantforge"}
+    for page in pages:
+        for line in re.findall(
+            r"^[# ]*(quantforge .*|model = .*)$", page.read_text(), re.MULTILINE
+        ):
+            named = {word.strip("\"'").partition("/")[0] for word in line.split() if "/" in word}
+            assert not named & places, (page.name, line)
 
 
 def test_the_demo_is_the_model_whole_and_replaces_nothing(
