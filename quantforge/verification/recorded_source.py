@@ -1,11 +1,18 @@
-"""The source that is named against the one that manifests record: by the digests of its files of weights."""
+"""The source that is named against the one that manifests record: by the digests of its files of weights.
+
+A manifest knows files, not tensors. Where the same bytes of tensors are cut into files otherwise, digests say nothing:
+that is a warning of its own, and what stands in the tensors is left to the checks that compare them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model
@@ -16,6 +23,19 @@ from quantforge.verification.stated_changes import chain
 
 _CHECK = "source"
 _SHOWN = 12  # letters of a digest
+_WEIGHTS = (".safetensors", ".gguf")  # endings of files of weights
+_HEADERS = (
+    4  # times those of the files that are there: what the headers of the same tensors take at most
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Source as a manifest states it: its name, the size of each file by its digest, the sizes of its weights."""
+
+    name: str
+    files: Mapping[str, int]
+    weights: tuple[int, ...]
 
 
 def check_source(
@@ -37,51 +57,79 @@ def check_source(
     Raises:
         InputError: a file of the source cannot be read.
     """
-    recorded = [item for item in map(_recorded, chain(document)) if item[1]]
-    given = open_model(source)
+    recorded = _recorded(document)
+    given, name = open_model(source), source_name(source)[0]
     tell("the source's digests")
-    if any(
-        _made_of(artifact.checkpoint.opened, files)
-        for _, files in map(_recorded, chain(manifest.read(source)))
-    ):
-        text = f"{source.name} was made from {report.path.name}: swapped?"
+    if _made_of(artifact.checkpoint.opened, _recorded(manifest.read(source))):
+        text = f"{name} was made from {report.path.name}: swapped?"
         report.add(_CHECK, report.path.name, f"{text} quantforge verify RESULT --source MODEL")
         done = {"manifest", "signature", _CHECK}
         report.skip("result and source are swapped", *(item for item in CHECKS if item not in done))
         return False
-    if recorded and not any(_made_of(given, files) for _, files in recorded):
-        made = " or ".join(f"{name} ({_told(files)})" for name, files in recorded)
-        text = f"by its manifest it was made from {made}; the weights of {source.name} are others"
-        report.add(_CHECK, report.path.name, text)
+    if recorded and not _made_of(given, recorded):
+        made = " or ".join(f"{one.name} ({_told(one.files)})" for one in recorded)
+        text = f"by its manifest it was made from {made}; "
+        if cut := next((one for one in recorded if _cut_otherwise(given, one)), None):
+            text += (
+                f"{name} holds as many bytes of tensors in other files ({len(given.shards)}, not {len(cut.weights)}):"
+                " they may be the same tensors, which digests of files do not tell"
+            )
+            report.warn(_CHECK, report.path.name, text)
+        else:
+            report.add(_CHECK, report.path.name, f"{text}the weights of {name} are others")
     if not recorded:
         report.skip("no manifest records the digests of a source", _CHECK)
     return True
 
 
-def _recorded(document: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """Return the name of a source as a manifest states it, and the size of each file by its digest."""
+def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
+    """Return what a manifest, and those that it passes on, state of sources, where they name files."""
+    return [found for item in chain(document) if (found := _stated(item)).files]
+
+
+def _stated(document: Mapping[str, Any]) -> _Recorded:
     source = document.get("source")
     stated = source if isinstance(source, Mapping) else {}
-    files = stated.get("files")
-    entries = files.values() if isinstance(files, Mapping) else ()
-    found = {
-        entry["sha256"]: entry["bytes"]
-        for entry in entries
-        if isinstance(entry, Mapping)
-        and isinstance(entry.get("sha256"), str)
-        and isinstance(entry.get("bytes"), int)
-    }
-    return str(stated.get("model", "a source without a name")), found
-
-
-def _made_of(model: Checkpoint, files: Mapping[str, int]) -> bool:
-    """Return whether all files of weights of a model are among those with these sizes and digests."""
-    root = model.path.parent if model.path.is_file() else model.path
-    sizes = set(files.values())
-    # A file of another size needs no digest.
-    return all(path.stat().st_size in sizes for path in model.shards) and all(
-        manifest.sha256(path, root) in files for path in model.shards
+    found = list(_entries(stated.get("files")))
+    return _Recorded(
+        str(stated.get("model", "a source without a name")),
+        {digest: size for _, digest, size in found},
+        tuple(sorted(size for name, _, size in found if name.endswith(_WEIGHTS))),
     )
+
+
+def _entries(files: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield name, digest and size of every file of a table that states them."""
+    for name, entry in files.items() if isinstance(files, Mapping) else ():
+        digest, size = (
+            entry.get(key) if isinstance(entry, Mapping) else None for key in ("sha256", "bytes")
+        )
+        if isinstance(digest, str) and isinstance(size, int):
+            yield str(name), digest, size
+
+
+def _made_of(model: Checkpoint, recorded: list[_Recorded]) -> bool:
+    """Return whether all files of weights of a model are among those of one record; each is digested once."""
+    root = model.path.parent if model.path.is_file() else model.path
+
+    @cache
+    def digest(path: Path) -> str:
+        return manifest.sha256(path, root)
+
+    # A file of another size needs no digest.
+    return any(
+        all(path.stat().st_size in one.files.values() for path in model.shards)
+        and all(digest(path) in one.files for path in model.shards)
+        for one in recorded
+    )
+
+
+def _cut_otherwise(model: Checkpoint, recorded: _Recorded) -> bool:
+    """Return whether a model may hold the tensors of a record in other files: as many bytes, but for the headers."""
+    sizes = sorted(path.stat().st_size for path in model.shards)
+    tensors = sum(tensor.nbytes for tensor in model.held())
+    most = _HEADERS * (sum(sizes) - tensors)
+    return sizes != [*recorded.weights] and 0 < sum(recorded.weights) - tensors <= most
 
 
 def _told(files: Mapping[str, int]) -> str:

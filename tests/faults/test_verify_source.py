@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quantforge.results import manifest
 from quantforge.results.manifest import NAME
 from quantforge.verbs.export import export
 from quantforge.verification.findings import Report
@@ -64,6 +65,75 @@ def test_what_is_beside_the_weights_and_the_name_do_not_matter(tiny, tmp_path):
     shutil.copytree(tiny("llama-wide"), moved)
     (moved / "README.md").write_text("# Another card")
     assert not sources(look(out, moved))
+
+
+def cut(source: Path, place: Path) -> Path:
+    """Return a copy of a model with its weights in two files."""
+    shutil.copytree(source, place)
+    (place / "model.safetensors").unlink()
+    tensors = load_file(source / "model.safetensors")
+    files = {
+        name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)
+    }
+    for file in {*files.values()}:
+        held = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(held, place / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": files}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    return place
+
+
+def test_the_same_weights_in_other_files_are_a_warning_that_says_so(tiny, tmp_path, near):
+    source = tiny("llama-wide")
+    out = made(source, tmp_path / "q")
+    report = look(out, cut(source, tmp_path / "two"))
+    (text,) = sources(report)
+    assert "two holds as many bytes of tensors in other files (2, not 1)" in text
+    assert not report.failed()
+    assert report.failed(strict=True)
+    assert not sources(look(made(tmp_path / "two", tmp_path / "of-two"), tmp_path / "two"))
+    assert "(1, not 2)" in sources(look(tmp_path / "of-two", source))[0]
+    # Of other bytes it is said as before, and values that differ are found by the checks of tensors.
+    assert "the weights of near are others" in sources(look(out, near))[0]
+    assert "the weights of llama" in sources(look(out, tiny("llama")))[0]
+
+
+def test_a_snapshot_of_the_hub_is_the_source_and_named_as_there(tiny, tmp_path):
+    source, out = tiny("llama-wide"), made(tiny("llama-wide"), tmp_path / "q")
+    repository = tmp_path / "models--org--wide"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in source.iterdir():
+        shutil.copyfile(path, blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert not look(out, snapshot).findings
+    of_hub = made(snapshot, tmp_path / "of-hub")
+    assert not look(of_hub, source).findings
+    assert "made from org/wide (SHA-256 " in sources(look(of_hub, cut(source, tmp_path / "two")))[0]
+    (blobs / "model.safetensors").write_bytes(b"")
+    save_file(
+        {name: 2 * value for name, value in load_file(source / "model.safetensors").items()},
+        blobs / "model.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    assert "the weights of org/wide are others" in sources(look(out, snapshot))[0]
+
+
+def test_each_file_is_digested_once_however_long_the_chain(tiny, tmp_path, monkeypatch):
+    source = tiny("llama-wide")
+    out, again, file = made(source, tmp_path / "q"), tmp_path / "gptq", tmp_path / "q.gguf"
+    export(out, out=again, format="gptq", allow_inexact=True)
+    export(again, out=file, format="gguf", allow_inexact=True)
+    digested: list[Path] = []
+    digest = manifest.sha256
+
+    def noted(path: Path, inside: Path | None) -> str:
+        digested.append(path)
+        return digest(path, inside)
+
+    monkeypatch.setattr(manifest, "sha256", noted)
+    assert not sources(look(file, source))
+    assert digested.count(source / "model.safetensors") == 1
 
 
 def test_an_export_has_what_it_was_made_from_and_the_origin(tiny, tmp_path, near):
