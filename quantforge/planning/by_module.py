@@ -44,6 +44,7 @@ def draft_by_module(
 
     Raises:
         InputError: nothing would be quantized; or as `Choices`.
+        UsageError: as `LayerSchemes.check_groups`.
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
     builder = _ModuleDraft(choices, checkpoint, matched, form)
@@ -136,9 +137,9 @@ class _ModuleDraft:
         self._head = _tied_head(matched)
         once = [self._head] if self._head and not matched.tied_twice else []
         self._layers = [*matched.tensors, *once]
-        schemes = LayerSchemes(form, wanted, checkpoint.dtype)
-        self.rounds = schemes.base is not None
-        self.choices = Choices(wanted, self._layers, schemes, together=True)
+        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype)
+        self.rounds = self._schemes.base is not None
+        self.choices = Choices(wanted, self._layers, self._schemes, together=True)
         self.heads = {item.stored.name for item in self._layers if item.role is Role.HEAD}
         rounded = {
             tensor.role
@@ -162,8 +163,10 @@ class _ModuleDraft:
             layers = [tensor for tensor in layers if tensor is not self._head]
             if self.matched.tied_twice:
                 dropped.append((self._head.stored, "equal to the tied embedding"))
+        planned = [self._plan(tensor) for tensor in layers]
+        self._schemes.check_groups()
         return [
-            *(self._plan(tensor) for tensor in layers),
+            *planned,
             *(
                 TensorPlan(item.name, item.dtype, item.shape, Action.DROP, f"dropped: {reason}")
                 for item, reason in dropped

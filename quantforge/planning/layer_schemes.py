@@ -1,16 +1,18 @@
 """Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
 
 A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
-one scale per row. A matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is
-refused, with the formats that would.
+one scale per row; an unusual group that divides none of the rows that it was asked for is a mistake, and refused. A
+matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is refused, with the
+formats that would.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import KEEP, Fit, Format, Verdict
 from quantforge.formats.format_choice import base_scheme, holders
 from quantforge.grids import GRIDS, PerGroup, Row
@@ -40,6 +42,9 @@ class LayerSchemes:
         self._scale = form.scale_type(model_dtype)
         base = base_scheme(form, wanted)
         self.base = None if base == KEEP else parse_layer(base)
+        self._asked: dict[
+            LayerScheme, list[tuple[int, int]]
+        ] = {}  # matrices by what they were to hold
 
     def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
         """Return the scheme as it is asked for."""
@@ -77,6 +82,7 @@ class LayerSchemes:
                 f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
                 f"quantizable: {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
             )  # fmt: skip
+        self._asked.setdefault(form, []).append((rows, columns))
         reason = ""
         for scheme in _candidates(form.weight.stored_as(self._scale), columns):
             fit = self._check(scheme, form.input, (rows, columns))
@@ -92,6 +98,39 @@ class LayerSchemes:
             if others
             else f"add --ignore '{module}', or choose another scheme",
             tensor=tensor.stored.name,
+        )
+
+    def check_groups(self) -> None:
+        """Refuse a group that divides the columns of no linear it was asked for, unless every recipe names such.
+
+        Raises:
+            UsageError: naming the groups that divide most.
+        """
+        for form, matrices in self._asked.items():
+            group = form.weight.granularity
+            if not isinstance(group, PerGroup) or group.size in SMALLER_GROUPS:
+                continue
+            if any(columns % group.size == 0 for _, columns in matrices):
+                continue
+            widths = ", ".join(map(str, sorted({columns for _, columns in matrices})))
+            raise UsageError(
+                f"scheme {form}: groups of {group.size} divide the columns of no linear ({widths})",
+                self._groups_that_fit(form, matrices),
+            )
+
+    def _groups_that_fit(self, form: LayerScheme, matrices: Sequence[tuple[int, int]]) -> str:
+        """Return a hint that names the usual groups which most linears hold, or one scale for each row."""
+
+        def held(size: int) -> int:
+            scheme = replace(form.weight.stored_as(self._scale), granularity=PerGroup(size))
+            fits = (self._check(scheme, form.input, matrix).verdict for matrix in matrices)
+            return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
+
+        counts = {size: held(size) for size in SMALLER_GROUPS}
+        most = max(counts.values())
+        fitting = [f"g{size}" for size, count in counts.items() if most and count == most]
+        return (
+            f"groups that fit: {', '.join(fitting)}" if fitting else "one scale for each row: row"
         )
 
     def left(

@@ -138,6 +138,30 @@ def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path,
     assert f"int4:g128:sym -> int4:{given}" in made.substitutions[0].detail
 
 
+def test_a_group_that_divides_none_of_what_it_was_asked_for_is_refused_with_those_that_would(
+    tmp_path,
+):
+    config = {**headers.LLAMA, "intermediate_size": 200}
+    model = headers.write(tmp_path / "m", config, headers.llama_tensors(config))
+    made = plan(model, scheme="int4:g100")  # of down_proj alone
+    assert schemes(made, "down_proj") == {"int4:g100:sym:bf16"}
+    assert {event.kind for event in made.substitutions} == {"substitution"}
+    for asked in (
+        {"scheme": "int4:g127"},
+        {"bits": 4, "rules": (Rule("up_proj", "int4:g100"),)},
+        {"bits": 4, "head": "int8:g100"},
+        {"scheme": "int8:g127", "format": "gptq"},
+    ):
+        with pytest.raises(UsageError, match="divide the columns of no linear") as refused:
+            plan(model, **asked)
+        assert "g64, g32, g16" in refused.value.hint or "g128" in refused.value.hint
+    config = {**headers.LLAMA, "intermediate_size": 100}
+    odd = headers.write(tmp_path / "odd", config, headers.llama_tensors(config))
+    with pytest.raises(UsageError) as refused:
+        plan(odd, bits=4, rules=(Rule("down_proj", "int4:g48"),))
+    assert refused.value.hint == "one scale for each row: row"
+
+
 def test_what_a_format_cannot_hold_names_the_layer(llama):
     with pytest.raises(RefusedError) as refused:
         plan(llama, bits=5, format="gptq")
