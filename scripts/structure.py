@@ -69,24 +69,33 @@ def parsed(name: str) -> ast.Module:
     return ast.parse(modules()[name].read_text(encoding="utf-8"))
 
 
-def imports(name: str, *, lazy: bool) -> Iterator[str]:
-    """Yield names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
-    for node in nodes(parsed(name), lazy=lazy):
+def imports(name: str, *, lazy: bool) -> tuple[str, ...]:
+    """Return names of modules that a module imports: at its top, and with ``lazy`` inside of functions too."""
+    return _imported(parsed(name), lazy)
+
+
+@cache
+def _imported(tree: ast.Module, lazy: bool) -> tuple[str, ...]:
+    found: list[str] = []
+    for node in nodes(tree, lazy=lazy):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in modules() else node.module
+                found.append(inner if inner in modules() else node.module)
+    return tuple(found)
 
 
 def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
-    """Yield what runs when a module is imported, and with ``lazy`` what its functions run; never what types need."""
+    """Yield statements that an import runs, and with ``lazy`` what functions run; never what types need."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
             continue
+        if isinstance(node, ast.expr):
+            continue  # no statement is within one
         yield node
         yield from nodes(node, lazy=lazy)
 
@@ -145,6 +154,7 @@ def circles() -> list[list[str]]:
     return found
 
 
+@cache
 def lines(path: Path) -> int:
     """Count lines that are neither blank, nor only comment, nor docstring."""
     text = path.read_text(encoding="utf-8")

@@ -50,7 +50,12 @@ def test_examples_run_as_written(
     defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
-    monkeypatch.setattr(evaluate_models, "BYTES_OF_TOKEN", 1)  # some windows less
+    read = evaluate_models.read_text
+    monkeypatch.setattr(  # a few windows of the text
+        evaluate_models,
+        "read_text",
+        lambda source, _, offline: read(source, 10_000, offline=offline),
+    )
     monkeypatch.setattr(ModelServer, "on_tick", begun)
     monkeypatch.setattr(run_server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,11 @@ def _one_day(monkeypatch):
 
 @pytest.fixture
 def spec(model, tmp_path):
-    path = tmp_path / "release.toml"
+    return written(model, tmp_path / "release.toml")
+
+
+def written(model, path):
+    """Write a release of six variants."""
     variants = (
         VARIANT.format(name=name, method=method, scheme=scheme)
         for name, (method, scheme) in MADE.items()
@@ -65,6 +69,16 @@ def spec(model, tmp_path):
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """Make the same release in one process, once for all tests."""
+    place = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "0")
+        release(written(tiny("llama-wide"), place / "release.toml"), place / "out")
+    return place / "out"
+
+
 def joining(spec, out, place):
     """Start a process that takes part; ``place / NAME`` says afterwards that it made a variant."""
 
@@ -75,10 +89,9 @@ def joining(spec, out, place):
     return forked(work, place / f"errors-{random.random()}")
 
 
-def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, tmp_path):
-    whole, shared, place = (tmp_path / name for name in ("whole", "shared", "made"))
+def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whole, tmp_path):
+    shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()
-    release(spec, whole)
     children = [joining(spec, shared, place) for _ in range(3)]
     assert [ended(child) for child in children] == [0, 0, 0]
     assert {path.name for path in place.iterdir() if "errors" not in path.name} == {*MADE, "q8"}
@@ -87,10 +100,9 @@ def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, tmp_
     assert tree(shared) == tree(whole)
 
 
-def test_what_a_killed_process_was_at_is_made_by_another(spec, tmp_path):
-    whole, shared, place = (tmp_path / name for name in ("whole", "shared", "made"))
+def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
+    shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()
-    release(spec, whole)
 
     def until(step):
         def kill(progress):
@@ -108,9 +120,8 @@ def test_what_a_killed_process_was_at_is_made_by_another(spec, tmp_path):
     assert tree(shared) == tree(whole)
 
 
-def test_jobs_starts_the_others_and_speaks_once(spec, tmp_path, capsys):
-    whole, shared = tmp_path / "whole", tmp_path / "shared"
-    assert command(capsys, "release", spec, "-o", whole, "--json").code == 0
+def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path):
+    shared = tmp_path / "shared"
     arguments = ["release", spec, "-o", shared, "--jobs", "2"]
     said = subprocess.run(
         [sys.executable, "-m", "quantforge", *arguments],
@@ -170,9 +181,10 @@ def test_results_are_not_replaced_while_others_may_make_them(spec, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_variants_beyond_the_budget_are_left_out_by_name(spec, tmp_path, capsys):
+def test_variants_beyond_the_budget_are_left_out_by_name(spec, whole, tmp_path, capsys):
     out = tmp_path / "out"
-    sizes = {one.name: one.weight_bytes for one in release(spec, tmp_path / "all").variants}
+    made = json.loads((whole / "release.json").read_text())["variants"]
+    sizes = {one["name"]: one["weight_bytes"] for one in made}
     most = sorted(sizes.values())[2]
     for more in (("--dry-run",), ()):
         said = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)

@@ -27,7 +27,7 @@ from quantforge.recipe import GptqOptions, Rounding
 GRIDS = sorted(LATTICES)
 
 
-def rows(count: int = 12, columns: int = 512) -> tuple[Tensor, Tensor]:
+def rows(count: int = 8, columns: int = 512) -> tuple[Tensor, Tensor]:
     """Return rows that searches find hard (tails, ties, zeros, tiny, huge values), and importances, some of them 0."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(count, columns, generator=draw) * 0.02

@@ -141,15 +141,15 @@ def test_a_decoder_of_these_kernels_computes_the_same(tiny, tmp_path, monkeypatc
     """As on a GPU: products, norms, rotary, gates and attention of every block are Triton's."""
     recipe = Recipe(scheme="int4:g32:sym", scales="absmax")
     quantize(str(tiny(family)), recipe, tmp_path / "q", Settings())
-    ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(3, 300, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
     def steps() -> torch.Tensor:
         decoder = Decoder(load(tmp_path / "q", dtype=torch.float32, device=DEVICE).model)
         held = decoder.cache(2, 20, kind)
         with torch.inference_mode():
-            prefill(decoder, ids[:, :6], held, 4)
+            prefill(decoder, ids[:, :3], held, 2)
             step = Step(decoder, held, graph=False)
-            return torch.stack([step(ids[:, place]) for place in range(6, 9)])
+            return torch.stack([step(ids[:, place]) for place in range(3, 5)])
 
     wanted = steps()
     kernel = Kernel("triton", lambda _: True, packed.prepare, packed.matmul, packed.restore)
