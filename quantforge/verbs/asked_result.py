@@ -12,6 +12,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import RefusedError
 from quantforge.events import Event
+from quantforge.execution.handover import check_command
 from quantforge.execution.progress import phase
 from quantforge.execution.units import check_shareable
 from quantforge.formats.format_choice import settled
@@ -122,5 +123,6 @@ def wanted_of(
     if settings.join:
         propagate, prunes = recipe.calibration.propagate, recipe.prune_experts is not None
         check_shareable(planned.plan, propagate, overwrite=settings.overwrite, prunes=prunes)
+    check_command(planned.plan, recipe.calibration.propagate, settings)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     return AskedResult(source, checkpoint, before, planned, stage)

@@ -10,6 +10,7 @@ from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
+from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
 from quantforge.planning import expert_memory, naming
 from quantforge.planning.guidance import disk_bytes
@@ -56,7 +57,10 @@ def side_bytes(checkpoint: Checkpoint) -> int:
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
-    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations."""
+    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations.
+
+    Of an output whose files are taken by a command it is what lies there at a time.
+    """
     dimensions = planned.matched.dimensions
     states = 0
     streams = planned.plan.needs or planned.recipe.prune_experts
@@ -67,4 +71,7 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     states += disk_bytes(
         planned.plan.guide, planned.plan.tensors, planned.matched, planned.recipe.calibration
     )
-    return planned.plan.output_bytes + side_bytes(checkpoint) + states
+    output = planned.plan.output_bytes
+    if settings.on_shard:
+        output = held_bytes(planned.plan, planned.matched.blocks, planned.files)
+    return output + side_bytes(checkpoint) + states
