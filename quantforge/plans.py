@@ -163,6 +163,26 @@ class Draft:
         return sum(file.size for file in self.files)
 
 
+@dataclass(frozen=True, slots=True)
+class RunWork:
+    """Work of a run, for a forecast of its time and of its files (`quantforge.planning.run_work`).
+
+    Attributes:
+        source_bytes: of all weight files of the source.
+        reads: how often these are read.
+        states_bytes: of hidden states, beside the output where activations wait on the disk.
+        guide_bytes: of what a backward pass keeps there.
+        operations: float32 multiplications and additions, or as many as take as long, by step.
+    """
+
+    source_bytes: int
+    reads: int
+    output_bytes: int
+    states_bytes: int
+    guide_bytes: int
+    operations: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Everything that is decided before a weight is read."""
@@ -187,6 +207,7 @@ class Plan:
     tune: int = 0  # epochs in which scales and gains are learned behind the blocks
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
+    work: RunWork | None = None  # of a run that quantizes
     running: RunningNames | None = None  # known when the result is published
 
     def __repr__(self) -> str:

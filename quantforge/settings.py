@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -119,6 +120,13 @@ def processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Return the bytes of memory of this machine, None where the system does not tell."""
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    known = getattr(os, "sysconf_names", {})
+    return math.prod(map(os.sysconf, names)) if known.keys() >= {*names} else None
 
 
 def check_device_name(device: str) -> str:

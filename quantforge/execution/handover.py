@@ -53,7 +53,8 @@ class Handover:
         if command and not self._record.exists():
             self._write()
         self.lazily = self._record.exists()
-        self._writers = _writers(plan, files)
+        names = (file.name for file in files)
+        self._writers = dict(zip(names, _writers(plan), strict=True))
         self.gone = {name for name in self._shards if not os.path.lexists(stage / name)}
 
     @property
@@ -141,15 +142,18 @@ def is_moved(moved: Mapping[str, Any], name: str, entry: Mapping[str, Any]) -> b
     return all(shard.get(key) == entry[key] for key in ("bytes", "sha256"))
 
 
-def held_bytes(plan: Plan, blocks: int, files: Sequence[FilePlan]) -> int:
-    """Return the bytes of the files on the disk at a time, at most, where each is moved away when it is final."""
+def held_bytes(plan: Plan, sizes: Sequence[int]) -> int:
+    """Return the bytes of the files on the disk at a time, at most, where each is moved away when it is final.
+
+    ``sizes`` are those of the weight files.
+    """
+    blocks = 1 + max((tensor.part for tensor in plan.tensors), default=-1)
     order = {unit.name: number for number, unit in enumerate(units_of(plan, blocks))}
     changes = [0] * (len(order) + 1)
-    sizes = {file.name: file.size for file in files}
-    for name, units in _writers(plan, files).items():
+    for units, size in zip(_writers(plan), sizes, strict=True):
         numbers = [order[unit] for unit in units]
-        changes[min(numbers)] += sizes[name]
-        changes[max(numbers) + 1] -= sizes[name]
+        changes[min(numbers)] += size
+        changes[max(numbers) + 1] -= size
     held = most = 0
     for change in changes:
         held += change
@@ -157,10 +161,10 @@ def held_bytes(plan: Plan, blocks: int, files: Sequence[FilePlan]) -> int:
     return most
 
 
-def _writers(plan: Plan, files: Sequence[FilePlan]) -> dict[str, set[str]]:
-    """Return the names of the units that write to each file, in the order of the files."""
+def _writers(plan: Plan) -> list[set[str]]:
+    """Return the names of the units that write to each weight file, in the order of the files."""
     units = {item.name: unit_of(tensor, plan) for tensor in plan.tensors for item in tensor.stored}
-    return {file.name: {units[item.name] for item, _ in file.places} for file in files}
+    return [{units[name] for name in names} for names in plan.shards]
 
 
 def check_command(plan: Plan, propagate: str, settings: Settings) -> None:

@@ -26,7 +26,7 @@ from quantforge.recipe import Recipe
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
 from quantforge.verbs.finished_result import events_of_finished
-from quantforge.verbs.output import space, stage_for
+from quantforge.verbs.output import beyond_disk, note_memory, space, stage_for
 from quantforge.verbs.plan import planned_of
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
@@ -100,7 +100,9 @@ class AskedResult:
 
     def read(self, settings: Settings) -> RunInputs:
         """Read what decides the bytes. The caller holds the lock of the output."""
-        self.stage.check_space(space(self.checkpoint, self.planned, settings))
+        plan = self.planned.plan
+        self.stage.check_space(space(self.checkpoint, self.planned, settings), beyond_disk(plan))
+        note_memory(plan.peak_memory_bytes, settings)
         with phase("reading", 0.05):
             return read_inputs(self.source, self.before, self.planned, settings, self.stage.out)
 

@@ -119,7 +119,7 @@ def test_files_that_are_not_begun_take_no_room(model, out, away, method, monkeyp
     monkeypatch.setattr(Workspace, "commit", watched)
     quantize(model, out, wanted, on_shard=moving(away))
     planned = make_plan(wanted, open_model(model))
-    forecast = held_bytes(planned.plan, planned.matched.blocks, planned.files)
+    forecast = held_bytes(planned.plan, [file.size for file in planned.files])
     assert most[0] == forecast < planned.plan.output_bytes
     settings = Settings(on_shard="true")
     checkpoint = open_model(model)
