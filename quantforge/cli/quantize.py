@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 
 OnShard = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--on-shard",
         metavar="COMMAND",
@@ -55,7 +55,7 @@ def quantize(
     draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
-    on_shard: OnShard = "",
+    on_shard: OnShard = None,
     dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",

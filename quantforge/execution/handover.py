@@ -178,7 +178,7 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
     Raises:
         UsageError: naming what is in the way.
     """
-    if not settings.on_shard:
+    if settings.on_shard is None:
         return
     try:
         words = shlex.split(settings.on_shard)

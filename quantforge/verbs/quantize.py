@@ -137,7 +137,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     try:
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
-        handover = Handover(settings.on_shard, stage.path, work.directory, plan, files)
+        handover = Handover(settings.on_shard or "", stage.path, work.directory, plan, files)
         work.committed = lambda: handover.take(work.done)
         work.committed()
         with WeightsWriter(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import shlex
@@ -16,7 +18,9 @@ import pytest
 
 from quantforge import verbs
 from quantforge.checkpoint.stage import Stage
-from quantforge.errors import IntegrityError, UsageError
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.cli.app import main
+from quantforge.errors import IntegrityError, ResourceError, UsageError
 from quantforge.execution import handover
 from quantforge.execution.handover import held_bytes
 from quantforge.execution.journal import Workspace
@@ -166,9 +170,8 @@ def test_a_command_that_fails_stops_the_run_and_the_same_goes_on(model, out, awa
 
 def test_one_that_cannot_be_started_is_refused_before_the_work(model, out):
     for wrong in ("no-such-program-here {}", "", "'"):
-        if wrong:
-            with pytest.raises(UsageError, match="--on-shard"):
-                quantize(model, out, WANTED, on_shard=wrong)
+        with pytest.raises(UsageError, match="--on-shard"):
+            quantize(model, out, WANTED, on_shard=wrong)
     assert not out.parent.joinpath(".out.qf").exists()
 
 
@@ -298,3 +301,49 @@ def test_a_damaged_record_is_named(model, out, away):
         record.write_bytes(wrong)
         with pytest.raises(IntegrityError, match="journal of the interrupted run is damaged"):
             quantize(model, out, WANTED, on_shard=moving(away))
+
+
+def test_a_signal_ends_the_command_too(model, out, away, whole):
+    lines = "import time\n(place / 'begun').touch(); time.sleep(60); (place / 'late').touch()"
+    words = ["quantize", model, "--method", "gptq", "--bits", 4, "--max-shard-bytes", 60_000, *ROWS]
+
+    def run() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.argv = ["quantforge", *map(str, (*words, "-o", out, "--on-shard", script(away, lines)))]
+        main()
+
+    child = forked(run, out.parent / "errors")
+    deadline = time.monotonic() + 60
+    while not (away / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start = time.monotonic()
+    os.kill(child, signal.SIGTERM)
+    assert ended(child) == 143, (out.parent / "errors").read_text()
+    assert time.monotonic() - start < 10
+    assert "same command" in (out.parent / "errors").read_text()
+    assert not out.exists()
+
+
+def test_a_disk_that_fills_up_meanwhile_stops_the_run_and_it_goes_on(
+    model, out, away, whole, monkeypatch
+):
+    allocate, calls = WeightsWriter._allocate_one, itertools.count()
+
+    def full(self, *arguments):
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightsWriter, "_allocate_one", full)
+        with pytest.raises(ResourceError, match="No space left"):
+            quantize(model, out, WANTED, on_shard=moving(away))
+    assert not out.exists()
+    quantize(model, out, WANTED, on_shard=moving(away))
+    assert tree(out) | tree(away) == whole
+
+
+def test_several_results_are_not_handed_over(model, tmp_path):
+    settings = Settings(on_shard="true")
+    with pytest.raises(UsageError, match="--on-shard"):
+        verbs.sweep(str(model), {"bits": [4, 8]}, tmp_path / "s", settings=settings)
