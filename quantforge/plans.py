@@ -165,6 +165,18 @@ class Draft:
         return sum(file.size for file in self.files)
 
 
+@dataclass(frozen=True, slots=True)
+class RunWork:
+    """Work of a run, for a forecast of its time and of its files (`quantforge.planning.run_work`)."""
+
+    source_bytes: int  # of all weight files of the source
+    reads: int  # how often these are read
+    output_bytes: int
+    states_bytes: int  # of hidden states, beside the output where activations wait on the disk
+    guide_bytes: int  # of what a backward pass keeps there
+    operations: Mapping[str, float]  # of float32, or as many as take as long, by step
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Everything that is decided before a weight is read."""
@@ -189,6 +201,7 @@ class Plan:
     tune: int = 0  # epochs in which scales and gains are learned behind the blocks
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
+    work: RunWork | None = None  # of a run that quantizes
     running: RunningNames | None = None  # known when the result is published
 
     def __repr__(self) -> str:
@@ -226,10 +239,9 @@ class Plan:
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
         inside = "all in blocks"
         if any(tensor.part < 0 for tensor in self.quantized()):
-            own = self.bits_per_weight_in_blocks
-            inside = "none in blocks" if math.isnan(own) else f"{own:.3f} in blocks"
-        total = f"{self.bits_per_weight_total:.3f} over all tensors"
-        return f"{self.bits_per_weight:.3f} bits per quantized weight, {inside} ({total})"
+            inside = f"{self.bits_per_weight_in_blocks:.3f} in blocks".replace("nan", "none")
+        inside += f" ({self.bits_per_weight_total:.3f} over all tensors)"
+        return f"{self.bits_per_weight:.3f} bits per quantized weight, {inside}"
 
 
 def _bits(tensors: Sequence[TensorPlan]) -> float:

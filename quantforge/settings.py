@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -46,6 +47,9 @@ class Settings:
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = False  # share the work with processes that give the same command
+    on_shard: str | None = (
+        None  # the command that takes each weight file of a directory when it is final
+    )
     ray: str = ""  # the address of a Ray cluster that makes the variants of a release or a sweep
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
@@ -120,6 +124,13 @@ def processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Return the bytes of memory of this machine, None where the system does not tell."""
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    known = getattr(os, "sysconf_names", {})
+    return math.prod(map(os.sysconf, names)) if known.keys() >= {*names} else None
 
 
 def check_device_name(device: str) -> str:

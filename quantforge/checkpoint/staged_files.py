@@ -25,8 +25,8 @@ class StagedFiles:
         self.path = path
         self._disk = disk
 
-    def check_space(self, needed: int) -> None:
-        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit.
+    def check_space(self, needed: int, hint: str = "") -> None:
+        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit; ``hint``: what to do.
 
         Raises:
             ResourceError: with the bytes needed and free.
@@ -34,7 +34,7 @@ class StagedFiles:
         files = (path.stat() for path in self.path.rglob("*") if path.is_file())
         held = sum(found.st_blocks * 512 for found in files)  # POSIX: whatever the block size
         if free_bytes(self.path) + held < needed:
-            raise no_space(self.path, needed - held, "the result does not fit")
+            raise no_space(self.path, needed - held, "the result does not fit", hint)
 
     def write_file(self, relative: str, data: bytes) -> None:
         """Write a file of the result, durable and whole: it is absent until all of it is there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -26,32 +27,43 @@ class WeightsWriter:
     All files are created and allocated at once; afterwards at most one is open. Leaving the
     ``with`` block without an error calls `close`. To go on with an interrupted run, name the
     tensors that are already ``done``: the files are then taken as they are.
-
-    Raises:
-        ValueError: a tensor is in two files.
-        ResourceError: the files do not fit.
-        IntegrityError: with ``done``, a file is missing or has another size.
     """
 
     def __init__(
-        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
-    ) -> None:
-        self._disk = disk
+        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK,
+        gone: AbstractSet[str] = frozenset(), lazily: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the files, or take those that are there.
+
+        Args:
+            stage: the directory.
+            files: what goes where.
+            done: names of tensors that an interrupted run has written.
+            disk: what writes.
+            gone: names of files that are complete and were moved away; it may grow.
+            lazily: make each file when the first tensor of it is written.
+
+        Raises:
+            ValueError: a tensor is in two files.
+            ResourceError: the files do not fit.
+            IntegrityError: with ``done``, a file is missing or has another size.
+        """
+        self._disk, self._stage, self._plans = disk, stage, files
+        self._gone = gone
         self._files = [stage / file.name for file in files]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
         self._open = (-1, -1)  # shard, descriptor
         self._touched: set[int] = set()  # shards written to, headers too, since the last sync
         for number, file in enumerate(files):
             self._place(number, file)
-        sizes = [file.size for file in files]
         self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
-        if self._written:
-            _check_sizes(self._files, sizes)
-        else:
-            with writing(stage, sum(sizes)):
-                self._allocate(files)
-                disk.sync(stage)
-            self._touched.update(range(len(files)))
+        begun = {self._planned[name][0] for name in self._written}
+        self._later = {*range(len(files))} - begun if lazily or not begun else set()
+        for number in range(len(files)):
+            if number not in self._later and not self._is_gone(number):
+                _check_size(self._files[number], files[number].size)
+        if not lazily:
+            self._allocate(sorted(self._later))
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +113,10 @@ class WeightsWriter:
         end = offset + tensor.nbytes
         return TensorEntry(name, tensor.dtype, tensor.shape, self._files[number], offset, end)
 
+    def is_gone(self, name: str) -> bool:
+        """Return whether the file of a tensor was moved away."""
+        return self._is_gone(self._planned[name][0])
+
     def sync(self) -> None:
         """Make what was written so far durable.
 
@@ -128,24 +144,40 @@ class WeightsWriter:
         ]
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
-        for file in self._files:
-            with writing(file, 0):
-                self._disk.sync(file)
+        for number, file in enumerate(self._files):
+            if not self._is_gone(number):
+                with writing(file, 0):
+                    self._disk.sync(file)
 
-    def _allocate(self, plans: Sequence[FilePlan]) -> None:
+    def _is_gone(self, number: int) -> bool:
+        return self._plans[number].name in self._gone
+
+    def _allocate(self, numbers: Sequence[int]) -> None:
+        """Make some of the files, with what is known of them beforehand."""
+        if not numbers:
+            return
+        with writing(self._stage, sum(self._plans[number].size for number in numbers)):
+            try:
+                for number in numbers:
+                    self._allocate_one(number)
+                self._disk.sync(self._stage)
+            except (
+                OSError
+            ):  # give the space back, so that the message tells what is free without us
+                for number in numbers:
+                    self._files[number].unlink(missing_ok=True)
+                raise
+        self._touched.update(numbers)
+        self._later.difference_update(numbers)
+
+    def _allocate_one(self, number: int) -> None:
+        plan, descriptor = self._plans[number], fresh(self._files[number])
         try:
-            for file, plan in zip(self._files, plans, strict=True):
-                descriptor = fresh(file)
-                try:
-                    self._disk.allocate(descriptor, 0, plan.size)
-                    for offset, data in plan.fixed:
-                        self._disk.write_at(descriptor, memoryview(data), offset)
-                finally:
-                    os.close(descriptor)
-        except OSError:  # give the space back, so that the message tells what is free without us
-            for file in self._files:
-                file.unlink(missing_ok=True)
-            raise
+            self._disk.allocate(descriptor, 0, plan.size)
+            for offset, data in plan.fixed:
+                self._disk.write_at(descriptor, memoryview(data), offset)
+        finally:
+            os.close(descriptor)
 
     def _place(self, number: int, file: FilePlan) -> None:
         for tensor, offset in file.places:
@@ -169,6 +201,8 @@ class WeightsWriter:
         data = memoryview(flat.view(torch.uint8).numpy().data)
         runs = self._written.get(name, [])
         self._written[name] = _join(runs, start, start + len(data), name)
+        if number in self._later:
+            self._allocate([number])
         self._touched.add(number)
         with writing(self._files[number], planned.nbytes):
             self._disk.write_at(self._descriptor(number), data, offset + start)
@@ -185,14 +219,13 @@ class WeightsWriter:
         self._open = (-1, -1)
 
 
-def _check_sizes(files: Sequence[Path], sizes: Sequence[int]) -> None:
-    for file, size in zip(files, sizes, strict=True):
-        if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
-            raise IntegrityError(
-                f"{file}: not the file that the interrupted run had begun",
-                "remove the stage and the journal beside the output to start afresh",
-                file=str(file),
-            )
+def _check_size(file: Path, size: int) -> None:
+    if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
+        raise IntegrityError(
+            f"{file}: not the file that the interrupted run had begun",
+            "remove the stage and the journal beside the output to start afresh",
+            file=str(file),
+        )
 
 
 def _join(runs: list[tuple[int, int]], start: int, end: int, name: str) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from quantforge.cli import plan
+from quantforge.cli import plan, plan_forecast
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
 from quantforge.plans import Plan
@@ -38,7 +38,8 @@ def show_plan(
     try:
         run(replace(settings, announce=stop))
     except _Announced as reached:
+        took = plan_forecast.forecast(reached.plan, reached.out, settings)
         if console.as_json:
-            console.document(plan.document(reached.plan, reached.out))
+            console.document(plan.document(reached.plan, reached.out, took))
         else:
-            plan.show(console, reached.plan, reached.out, every=False)
+            plan.show(console, reached.plan, reached.out, took, every=False)

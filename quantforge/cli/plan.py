@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import choices, options, plan_capacity
+from quantforge.cli import choices, options, plan_capacity, plan_forecast
 from quantforge.cli.console import Console
+from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
 from quantforge.formats.targets import placed
@@ -18,6 +19,10 @@ from quantforge.results.significant import size, sized
 from quantforge_files.strict_json import uncollected
 
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
+
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Take this machine's rates for the time, in two seconds.")
+]
 
 
 @takes_choices(given=tuple(choices.RECIPE))
@@ -41,6 +46,7 @@ def plan(
     device_name: options.DeviceName = None,
     price: options.Price = None,
     throughput: options.Throughput = None,
+    measure: Measure = False,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -71,18 +77,19 @@ def plan(
             made, found = verbs.plan(model, settings=settings, out=output, **given), None
         rows = asked.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, offline))
+        took = plan_forecast.forecast(made, output, settings, model if measure else "")
         if as_json:
             in_use = {"capacity": plan_capacity.document(found, rows)} if found else {}
-            console.document({**document(made, output), **in_use})
+            console.document({**document(made, output, took), **in_use})
         else:
-            show(console, made, output, every=every)
+            show(console, made, output, took, every=every)
             if found:
                 plan_capacity.show(console, found, rows)
     build_policy(strict, allow).check(made.substitutions)
 
 
-def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
-    """Print a plan: totals, what happens to which layers, engines, substitutions."""
+def show(console: Console, plan: Plan, output: Path, took: Forecast | None, *, every: bool) -> None:
+    """Print a plan: totals, what its run takes, what happens to which layers, engines, substitutions."""
     from quantforge.planning.coverage import coverage
 
     if every:
@@ -108,6 +115,11 @@ def show(console: Console, plan: Plan, output: Path, *, every: bool) -> None:
         ("files", f"{sized(plan.output_bytes)} in {len(plan.shards)}"),
         ("coverage", str(coverage(plan.tensors))),
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
+    ):
+        console.entry(name, said)
+    if took is not None:
+        plan_forecast.show(console, took, shown(output))
+    for name, said in (
         *(("note", placed(note, shown(output))) for note in (*plan.notes, *plan.left_behind)),
     ):
         console.entry(name, said)
@@ -148,7 +160,7 @@ def _generic(tensor: TensorPlan) -> str:
     return f"{blocks.rpartition('.')[2]}.*.{layer}"
 
 
-def document(plan: Plan, output: Path) -> dict[str, object]:
+def document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, object]:
     """Return the plan as plain data (``quantforge.plan/1``)."""
     from quantforge.planning.coverage import coverage
 
@@ -167,6 +179,7 @@ def document(plan: Plan, output: Path) -> dict[str, object]:
         "output_bytes": plan.output_bytes,
         "files": len(plan.shards),
         "peak_memory_bytes": plan.peak_memory_bytes,
+        "forecast": plan_forecast.document(took) if took else None,
         "tensors": [
             {
                 "name": tensor.name,

@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from quantforge.checkpoint.hub import repository_name
 from quantforge.cli import choices, options, ranks
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 
+OnShard = Annotated[
+    str | None,
+    typer.Option(
+        "--on-shard",
+        metavar="COMMAND",
+        rich_help_panel="How it runs",
+        help="Call this with each weight file when it is final: {} is its path, else added. It may move it away.",
+    ),
+]
+
 
 @takes_choices(given=tuple(choices.RECIPE))
 def quantize(
@@ -43,6 +55,7 @@ def quantize(
     draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
+    on_shard: OnShard = None,
     dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
@@ -72,7 +85,7 @@ def quantize(
         policy=policy, progress=run_log.progress, announce=run_log.announce, note=console.note,
         serving=serving_of(context, cache, draft, given.get("engine")),
         modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
-        join=join or ranks.shared(),
+        join=join or ranks.shared(), on_shard=on_shard,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError
+from quantforge.execution.handover import recorded
 from quantforge.execution.journal import FINGERPRINT, RECIPE, Workspace, check_same, written
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     """Return the journal of this run beside the stage, or of the run that it goes on with; errors as `Workspace`."""
-    if stage.empty:  # what the journal speaks of was published or removed
+    if stage.empty and not recorded(
+        stage.journal
+    ):  # what the journal speaks of was published or removed
         if written(stage.journal):
             shutil.rmtree(stage.units, ignore_errors=True)
         shutil.rmtree(stage.journal, ignore_errors=True)

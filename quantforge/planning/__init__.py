@@ -41,6 +41,7 @@ In this folder:
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
     run_sizes          Sizes of a run on which its peak memory depends, beside the model
+    run_work           Work of a run, from headers alone: bytes that it reads and writes, and operations
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them

@@ -43,7 +43,7 @@ PART_ROWS = 2048  # of the two parts that are worked on at a time
 def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
     """Predict the peak of a run above its imports, in bytes, from the plans of its tensors."""
     streamed = bool(run.needs) and matched.dimensions is not None
-    groups = _groups(tensors, together=streamed)
+    groups = groups_of(tensors, together=streamed)
     moments: list[float] = [_write(tensors)]
     if run.needs and run.calibration.writes_own_text:
         moments.append(whole_model(matched))
@@ -82,7 +82,7 @@ def whole_model(matched: Matched) -> int:
     return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
 
 
-def _groups(
+def groups_of(
     tensors: Iterable[TensorPlan], *, together: bool
 ) -> dict[tuple[int, str], list[TensorPlan]]:
     """Return quantized tensors that are rounded at once, by block and shared input (or each alone)."""

@@ -24,17 +24,18 @@ from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.calibration_rows import row_notes
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import chosen_embedding
-from quantforge.planning.guidance import guide_notes, refuse_guide
+from quantforge.planning.guidance import disk_bytes, guide_notes, refuse_guide
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
 from quantforge.planning.peak_memory import peak_bytes, whole_model
 from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.run_work import run_work
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.planning.tunable import refuse_tune, tune_notes
-from quantforge.plans import Action, Draft, FilePlan, Plan, Serving
-from quantforge.recipe import Recipe
+from quantforge.plans import Action, Draft, FilePlan, Plan, RunWork, Serving
+from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import Sparsity
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def make_plan(
     own = (*chosen, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
     plan = replace(plan, notes=(*own, *plan.notes, *said), needs=tuple(sorted(wanted)))
+    plan = replace(plan, work=_work_of(checkpoint, matched, plan, run, recipe.rounding))
     _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
 
@@ -142,6 +144,15 @@ def _plan_of(
         late=draft.late,
         untie=draft.untie,
     )
+
+
+def _work_of(
+    checkpoint: Checkpoint, matched: Matched, plan: Plan, run: RunSizes, rounding: Rounding
+) -> RunWork:
+    """Return the work of the run of a plan."""
+    guide_bytes = disk_bytes(plan.guide, plan.tensors, matched, run.calibration)
+    files = (sum(file.stat().st_size for file in checkpoint.opened.shards), plan.output_bytes)
+    return run_work(matched, plan.tensors, run, rounding, files, guide_bytes)
 
 
 def _drafted(

@@ -72,6 +72,12 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
     return WeightTraffic(held, dense[0], dense[1], routed[0], routed[1], share, widest)
 
 
+def expert_share(matched: Matched, tensors: Iterable[TensorPlan]) -> float:
+    """Return the share of a layer's tokens that a router sends to one expert; 1 where it is not known."""
+    count, chosen = _experts(matched, tensors), _chosen(matched)
+    return min(1.0, chosen / count) if chosen and count else 1.0
+
+
 def _experts(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
     """Return the number of experts of a layer, 0 without any."""
     own = matched.dimensions.own.get("experts", 0) if matched.dimensions else 0

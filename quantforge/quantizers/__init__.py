@@ -14,6 +14,7 @@ In this folder:
     hessian          The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
     magnitude        Magnitude: zero the weights that are least in size, whatever they multiply
     masks            Masks: which weights of a row are made zero, by a score of each; all others keep their values
+    method_costs     Costs of a method, for the forecasts of memory and time: records that its table holds
     methods          Interfaces of methods: the arguments of each kind, and its results
     output_error     Squared error that changed weights cause in the output of the sub-block that holds them
     pairs            Pairs of a producer and its readers
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, cast
 from quantforge.errors import UsageError
 from quantforge.events import Event
 from quantforge.model.statistics import Statistic
+from quantforge.quantizers.method_costs import MethodMemory, MethodWork
 from quantforge.quantizers.unknown_methods import unknown_method
 
 if TYPE_CHECKING:
@@ -74,26 +76,6 @@ class MethodKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodMemory:
-    """Memory of a method at its worst moment, in float32 copies; changes only when the code of the method does.
-
-    Attributes:
-        matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
-            inputs, of all of them; of a block method, of all matrices of the block.
-        part: of the part of a matrix's rows that is worked on at a time.
-        factorising: of the Hessian of a shared input, while it is factorised.
-        factor: of the Hessian, afterwards.
-        compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
-    """
-
-    matrices: float = 0.0
-    part: float = 0.0
-    factorising: float = 0.0
-    factor: float = 0.0
-    compiler: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Method:
     """One method: everything that others need to know of it without importing it.
 
@@ -102,12 +84,14 @@ class Method:
         kind: what it works on, and so its interface in `quantforge.quantizers.methods`.
         needs: statistics of the activation that a shared input reads.
         workspace: for the forecast of memory.
+        work: for the forecast of time.
     """
 
     module: str
     kind: MethodKind
     needs: frozenset[Statistic]
     workspace: MethodMemory
+    work: MethodWork = field(default_factory=MethodWork)
 
 
 METHODS: Mapping[str, Method] = {
@@ -117,12 +101,15 @@ METHODS: Mapping[str, Method] = {
     "gptq": Method(
         "quantforge.quantizers.gptq", MethodKind.ROUNDER, frozenset({Statistic.HESSIAN}),
         MethodMemory(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
+        MethodWork(weights=5800.0, columns=2.0, sweep_columns=2.0, cubes=1.6),
     ),
     "awq": Method(
-        "quantforge.quantizers.awq", MethodKind.TRANSFORM, frozenset({Statistic.SQUARES}), MethodMemory(matrices=8.0)
+        "quantforge.quantizers.awq", MethodKind.TRANSFORM, frozenset({Statistic.SQUARES}), MethodMemory(matrices=8.0),
+        MethodWork(tries=63, finalists=8),
     ),
     "smooth": Method(
-        "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0)
+        "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0),
+        MethodWork(tries=21, finalists=2),
     ),
     "magnitude": Method(
         "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),

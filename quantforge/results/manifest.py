@@ -26,6 +26,7 @@ from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
+from quantforge.results.handed import with_handed
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
@@ -144,14 +145,20 @@ def lineage(result: Path) -> dict[str, Any]:
     return {key: said[key] for key in _PASSED_ON if key in said}
 
 
-def finish(document: Mapping[str, Any], stage: Path, own: str = NAME) -> bytes:
+def finish(
+    document: Mapping[str, Any],
+    stage: Path,
+    own: str = NAME,
+    handed: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
     A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
+    ``handed`` are entries of files that a command has taken; errors as `with_handed`.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
-    complete = {**document, "outputs": digests(stage, files)}
+    complete = {**document, "outputs": with_handed(digests(stage, files), handed or {})}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quantforge.checkpoint.files import FILES, changed
@@ -99,10 +100,14 @@ def publish(
     document: dict[str, Any],
     *,
     settings: Settings,
+    handed: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
 
+    ``handed`` are entries of the manifest for weight files that a command has taken, and may have moved away.
+
     Raises:
+        IntegrityError: such a file is there and was changed.
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
     """
     if format_of(plan.format).ABOUT.one_file:
@@ -112,8 +117,8 @@ def publish(
             first = stage.path / stage.place(files[0].name)
             stage.write_file(f"{stage.out.stem}.Modelfile", text_of(first).encode())
         if settings.provenance:
-            _write_provenance(stage, document, f"{stage.out.name}.")
-        _finish(stage, document, settings.sign, one_file=True)
+            _write_provenance(stage, document, f"{stage.out.name}.", handed)
+        _finish(stage, document, settings.sign, handed, one_file=True)
         return
     config = plain_config(checkpoint)
     if plan.untie:
@@ -132,13 +137,15 @@ def publish(
     text = card.model_card(plan, document, base, checkpoint.card, chat=_chats(stage.path))
     stage.write_file(card_figures.CARD, text)
     if settings.provenance:
-        _write_provenance(stage, document, "")
-    _finish(stage, document, settings.sign, one_file=False)
+        _write_provenance(stage, document, "", handed)
+    _finish(stage, document, settings.sign, handed, one_file=False)
 
 
-def _finish(stage: Stage, document: dict[str, Any], key: Path | None, *, one_file: bool) -> None:
+def _finish(
+    stage: Stage, document: dict[str, Any], key: Path | None, handed: Mapping[str, Any], *, one_file: bool
+) -> None:  # fmt: skip
     """Write the manifest and the signature, and publish."""
-    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest))
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, handed))
     name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
     if key is not None:
         left_out = unsigned(stage.out.name, one_file=one_file)
@@ -146,9 +153,11 @@ def _finish(stage: Stage, document: dict[str, Any], key: Path | None, *, one_fil
     stage.publish()
 
 
-def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
+def _write_provenance(
+    stage: Stage, document: Mapping[str, Any], prefix: str, handed: Mapping[str, Any]
+) -> None:
     """Write what supply-chain tools read, named after a result that is a file."""
-    for name, data in provenance(document, stage.path, stage.out.name).items():
+    for name, data in provenance(document, stage.path, stage.out.name, handed).items():
         stage.write_file(prefix + name, data)
 
 

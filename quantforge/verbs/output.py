@@ -10,14 +10,15 @@ from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
+from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
-from quantforge.planning import expert_memory, naming
-from quantforge.planning.guidance import disk_bytes
+from quantforge.planning import naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
 from quantforge.results.publish import names_of
+from quantforge.results.significant import size
 from quantforge.results.signing import check_key
-from quantforge.settings import Settings
+from quantforge.settings import Settings, memory_bytes
 
 SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside weights and copies
 
@@ -45,6 +46,32 @@ def stage_for(
     return FileStage(out, settings.overwrite, source, names=names_of(out, files, settings))
 
 
+def memory_hint(peak: int, memory: int, *, on_disk: bool) -> str:
+    """Return that a peak is beyond a machine's memory, and what takes less; ``on_disk``: activations wait there."""
+    less = "fewer --samples" if on_disk else "--activations disk, fewer --samples"
+    return (
+        f"a peak of {size(peak)} above the imports is forecast, and this machine has {size(memory)}: {less},"
+        " or --method rtn --scales absmax, which looks at one matrix at a time"
+    )
+
+
+def beyond_disk(plan: Plan) -> str:
+    """Return what to type where a result does not fit; "" where there is nothing but more room."""
+    if format_of(plan.format).ABOUT.one_file or len(plan.shards) == 1:
+        return ""
+    return (
+        "free space, -o on another disk, or --on-shard COMMAND, which may move finished files away"
+    )
+
+
+def note_memory(peak: int, settings: Settings) -> None:
+    """Tell whoever listens before the work that a peak is beyond this machine's memory."""
+    memory = memory_bytes()
+    if memory is not None and peak > memory:
+        on_disk = settings.activations == "disk"
+        settings.note(f"memory: {memory_hint(peak, memory, on_disk=on_disk)}")
+
+
 def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
     """Return the files as they are called in the stage."""
     return [replace(file, name=stage.place(file.name)) for file in files]
@@ -56,15 +83,14 @@ def side_bytes(checkpoint: Checkpoint) -> int:
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
-    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations."""
-    dimensions = planned.matched.dimensions
-    states = 0
-    streams = planned.plan.needs or planned.recipe.prune_experts
-    if settings.activations == "disk" and streams and dimensions:
-        rows = planned.recipe.calibration
-        states = 4 * rows.samples * rows.length * dimensions.hidden
-        states *= expert_memory.states(planned.matched) + bool(planned.plan.tune)
-    states += disk_bytes(
-        planned.plan.guide, planned.plan.tensors, planned.matched, planned.recipe.calibration
-    )
-    return planned.plan.output_bytes + side_bytes(checkpoint) + states
+    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations.
+
+    Of an output whose files are taken by a command it is what lies there at a time.
+    """
+    work = planned.plan.work
+    assert work is not None  # of every run that quantizes
+    states = work.guide_bytes + (work.states_bytes if settings.activations == "disk" else 0)
+    output = planned.plan.output_bytes
+    if settings.on_shard:
+        output = held_bytes(planned.plan, [file.size for file in planned.files])
+    return output + side_bytes(checkpoint) + states

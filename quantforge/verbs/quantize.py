@@ -19,6 +19,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
+from quantforge.execution.handover import Handover
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
@@ -136,7 +137,12 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     try:
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
-        with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
+        handover = Handover(settings.on_shard or "", stage.path, work.directory, plan, files)
+        work.committed = lambda: handover.take(work.done)
+        work.committed()
+        with WeightsWriter(
+            stage.path, files, done=done_tensors(plan, work.done), gone=handover.gone, lazily=handover.lazily
+        ) as writer:  # fmt: skip
             run = Run(
                 planned, checkpoint, writer, work, settings, prepared.importance,
                 finished_units(claims, units),
@@ -149,7 +155,9 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
         recipe = planned.recipe.to_toml()
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         with phase("publishing", 1.0):
-            publish(stage, checkpoint, plan, planned.files, document, settings=settings)
+            publish(
+                stage, checkpoint, plan, planned.files, document, settings=settings, handed=handover.entries
+            )  # fmt: skip
     except DeniedError:
         work.close()
         raise

@@ -1,0 +1,150 @@
+"""Forecast of a run: its time, files and memory, each with what it rests on, and what this machine lacks for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantforge.checkpoint.disk import free_bytes
+from quantforge.cli.console import Console
+from quantforge.cli.meter import duration
+from quantforge.execution.handover import held_bytes
+from quantforge.formats import format_of
+from quantforge.planning.run_work import RECORDED, Rates, seconds_of
+from quantforge.plans import Plan, RunWork
+from quantforge.results.significant import significant, size
+from quantforge.settings import Settings, memory_bytes, workers_of
+from quantforge.verbs.machine_rates import measured_rates
+from quantforge.verbs.output import SPARE_BYTES, memory_hint
+
+DISK, MEMORY = "disk", "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Needs of a run, and what there is.
+
+    Attributes:
+        work: of the run.
+        seconds: by step.
+        rates: of one thread.
+        threads: that share the work.
+        on_disk: whether activations wait there.
+        peak: bytes of memory, above the imports.
+        held: bytes of weight files at a time where a command takes each that is final; None for a format of one file.
+        free: bytes at the place of the output.
+        memory: bytes of this machine, None where the system does not tell.
+    """
+
+    work: RunWork
+    seconds: dict[str, float]
+    rates: Rates
+    threads: int
+    on_disk: bool
+    peak: int
+    held: int | None
+    free: int
+    memory: int | None
+
+    @property
+    def disk(self) -> int:
+        """Return the bytes that a run takes on the disk at most."""
+        return self.work.output_bytes + self.beside
+
+    @property
+    def beside(self) -> int:
+        """Return what a run takes on the disk beside the weight files."""
+        states = self.work.states_bytes if self.on_disk else 0
+        return states + self.work.guide_bytes + SPARE_BYTES
+
+
+def forecast(plan: Plan, output: Path, settings: Settings, measured: str = "") -> Forecast | None:
+    """Return the forecast of a plan's run; None for a plan that quantizes nothing.
+
+    Args:
+        plan: of the run.
+        output: its result.
+        settings: its threads, and where activations wait.
+        measured: the model, where the rates of this machine are to be measured; else the recorded ones are taken.
+    """
+    if plan.work is None:
+        return None
+    rates = measured_rates(measured, settings) if measured else RECORDED
+    stored = {item.name: item.nbytes for tensor in plan.tensors for item in tensor.stored}
+    sizes = [sum(stored[name] for name in names) for names in plan.shards]
+    whole = format_of(plan.format).ABOUT.one_file
+    threads = workers_of(settings)
+    return Forecast(
+        plan.work, seconds_of(plan.work, rates, threads), rates, threads, settings.activations == DISK,
+        plan.peak_memory_bytes, None if whole else held_bytes(plan, sizes), free_bytes(output.absolute().parent),
+        memory_bytes(),
+    )  # fmt: skip
+
+
+def show(console: Console, found: Forecast, output: str) -> None:
+    """Print what a run takes, by what basis, and what is missing for it."""
+    whole = sum(found.seconds.values())
+    parts = [
+        f"{step} {duration(seconds)}"
+        for step, seconds in found.seconds.items()
+        if seconds >= 0.01 * whole
+    ]
+    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
+    console.entry("time", f"about {duration(whole)} on {threads}: {', '.join(parts)}")
+    rates = found.rates
+    console.entry(
+        "by",
+        f"{significant(rates.products / 1e9)} GFLOP/s and {size(rates.digest)}/s read and digested,"
+        f" {rates.basis}",
+    )
+    console.entry(
+        "source", f"{size(found.work.source_bytes)}, read {found.work.reads} times, never copied"
+    )
+    console.entry("disk", _disk(found, output))
+    for what, said in lacks(found, output):
+        console.entry("beyond", f"{what}: {said}")
+
+
+def _disk(found: Forecast, output: str) -> str:
+    parts = [f"{size(found.work.output_bytes)} of weights"]
+    states, guide = found.work.states_bytes, found.work.guide_bytes
+    if states:
+        where = "hidden states" if found.on_disk else "more with --activations disk"
+        parts.append(f"{size(states)} {where}")
+    if guide:
+        parts.append(f"{size(guide)} for the backward pass")
+    return f"{', '.join(parts)}, beside {output}; {size(found.free)} are free there"
+
+
+def lacks(found: Forecast, output: str) -> Iterator[tuple[str, str]]:
+    """Yield what this machine has too little of, and what to type."""
+    if found.disk > found.free:
+        said = f"{size(found.disk)} are needed for {output}: -o on another disk"
+        if found.held is not None and found.held < found.work.output_bytes:
+            said += f", or --on-shard COMMAND, with which {size(found.held + found.beside)} have to fit at a time"
+        yield DISK, said
+    if found.memory is not None and found.peak > found.memory:
+        yield MEMORY, memory_hint(found.peak, found.memory, on_disk=found.on_disk)
+
+
+def document(found: Forecast) -> dict[str, object]:
+    """Return a forecast as plain data: the key ``forecast`` of a plan's document."""
+    return {
+        "seconds": {step: round(seconds, 1) for step, seconds in found.seconds.items()},
+        "total_seconds": math.ceil(sum(found.seconds.values())),
+        "threads": found.threads,
+        "products_per_second": found.rates.products,
+        "digested_bytes_per_second": found.rates.digest,
+        "basis": found.rates.basis,
+        "source_bytes": found.work.source_bytes,
+        "source_reads": found.work.reads,
+        "states_bytes": found.work.states_bytes,
+        "guide_bytes": found.work.guide_bytes,
+        "disk_bytes": found.disk,
+        "disk_bytes_with_on_shard": None if found.held is None else found.held + found.beside,
+        "free_bytes": found.free,
+        "memory_bytes": found.memory,
+        "beyond": [what for what, _ in lacks(found, "")],
+    }

@@ -1,0 +1,196 @@
+"""Work of a run, from headers alone: bytes that it reads and writes, and operations, for a forecast of its time.
+
+Nothing that is counted depends on a machine: `seconds_of` makes seconds of it at given rates of one thread.
+Operations are those of float32 products; other work counts as the products that take as long. By steps:
+
+    read       the source twice: its digests, then tensor by tensor (twice more for a backward pass, once for tuning)
+    pass       every calibration token through the weights of the blocks that it meets, and through attention
+    observe    of each token, the products of every two columns that a shared input reads
+    search     a transform tries factors on rows of the weights, then the best of them on captured rows of the text
+    round      by the record of the method, and by the grid that scales are searched for
+    write      the output, and its digests for the manifest
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quantforge.architectures.match import Matched
+from quantforge.grids import GRIDS, Zero
+from quantforge.model.statistics import Statistic
+from quantforge.planning import expert_memory
+from quantforge.planning.peak_memory import groups_of
+from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.weight_traffic import expert_share
+from quantforge.plans import Action, RunWork, TensorPlan
+from quantforge.quantizers import METHODS
+from quantforge.recipe import Rounding
+from quantforge.scheme import Scheme
+
+# Operations for each weight: rounding to the nearest of a scale, and the search of scales by kinds of grids.
+NEAREST, SEARCHED, OFFSET, TILES, BOOK = 900.0, 2000.0, 1500.0, 4000.0, 11_000.0
+BLOCKS, VECTORS = 2800.0, 80_000.0
+ATTENDED = 3.0  # for each token, token before it and row of the queries: softmax is no product
+TOKEN = 200.0  # for each token and number of a block's widest place: norms, activations, rotations
+BACKWARD = 4.0  # times a forward pass: it is computed again, then twice backward
+EPOCH = 4.0  # times a forward pass, with decoding
+INNER_SAMPLE = 8  # tokens for each column that an expert's inner statistics are made of, at least
+
+
+class Rates(NamedTuple):
+    """Rates of a machine, of one thread.
+
+    Attributes:
+        products: float32 multiplications and additions in a second, in large products.
+        digest: bytes in a second that are read and digested.
+        startup: seconds until the work begins: libraries, compiled loops.
+        basis: where they come from.
+    """
+
+    products: float
+    digest: float
+    startup: float
+    basis: str
+
+
+RECORDED = Rates(72e9, 1.2e9, 4.0, "recorded on one thread of an AMD EPYC with AVX-512")
+
+
+def seconds_of(work: RunWork, rates: Rates, threads: int) -> dict[str, float]:
+    """Return the seconds of every step of a run; threads share operations, and one of them digests."""
+    return {
+        "start": rates.startup,
+        "read": work.reads * work.source_bytes / rates.digest,
+        **{step: count / rates.products / threads for step, count in work.operations.items()},
+        "write": 2 * work.output_bytes / rates.digest,
+    }
+
+
+def run_work(
+    matched: Matched,
+    tensors: tuple[TensorPlan, ...],
+    run: RunSizes,
+    rounding: Rounding,
+    files: tuple[int, int],
+    guide_bytes: int,
+) -> RunWork:
+    """Count the work of a run.
+
+    Args:
+        matched: the model.
+        tensors: of the plan.
+        run: rows, method and statistics.
+        rounding: options of the methods.
+        files: bytes of the source's weight files, and of the output's.
+        guide_bytes: see `RunWork`.
+    """
+    streamed = bool(run.needs) and matched.dimensions is not None
+    routed = run.calibration.experts == "routed"
+    share = expert_share(matched, tensors) if routed else 1.0
+    counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
+    for group in groups_of(tensors, together=streamed).values():
+        if streamed and group[0].part >= 0:
+            counts["observe"] += _observing(group, matched, run, share)
+            counts["search"] += _searching(group, run, rounding)
+        counts["round"] += _rounding(group, run, rounding)
+    if streamed:
+        counts["pass"] = _passing(tensors, matched, run, share)
+    counts["round"] += NEAREST * sum(
+        math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
+    )
+    reads = 2 + 2 * bool(run.guide) + bool(run.tune)
+    states = states_bytes(matched, run) if streamed else 0
+    steps = {step: count for step, count in counts.items() if count}
+    return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
+
+
+def states_bytes(matched: Matched, run: RunSizes) -> int:
+    """Return the bytes of the hidden states of all calibration rows, as often as they are held."""
+    if matched.dimensions is None:
+        return 0
+    states = 4 * run.rows * run.length * matched.dimensions.hidden
+    return states * (expert_memory.states(matched) + bool(run.tune))
+
+
+def _tokens(tensor: TensorPlan, run: RunSizes, share: float) -> float:
+    """Return how many calibration tokens a matrix sees; ``share`` of them where it is an expert's."""
+    return run.rows * run.length * (share if tensor.expert >= 0 else 1.0)
+
+
+def _passing(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, share: float) -> float:
+    """Return the operations of all passes through all blocks."""
+    sizes = matched.dimensions
+    assert sizes is not None
+    inside = [tensor for tensor in tensors if tensor.part >= 0]
+    weights = sum(2 * math.prod(one.shape) * _tokens(one, run, share) for one in inside)
+    tokens = run.rows * run.length
+    rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
+    once = weights + tokens * matched.blocks * rows
+    passes = 1.0 + (run.calibration.propagate != "source")
+    return once * (passes + BACKWARD * bool(run.guide) + EPOCH * run.tune)
+
+
+def _observing(group: list[TensorPlan], matched: Matched, run: RunSizes, share: float) -> float:
+    """Return the operations of the statistics of one shared input."""
+    judged = group[0].expert >= 0 and bool(run.words[:-1])  # transforms look at an expert's own
+    if Statistic.HESSIAN not in run.needs and not judged:
+        return 0.0
+    columns, seen = group[0].matrix[1], _tokens(group[0], run, share)
+    sizes = matched.dimensions
+    if group[0].expert < 0 or sizes is None or columns == sizes.hidden:
+        return 2 * seen * columns**2
+    # What an expert reads inside is sampled too: tokens that it did not get pass its first matrices.
+    sample = max(INNER_SAMPLE * columns - seen, columns)
+    return 2 * columns * (columns * (seen + sample) + 2 * sizes.hidden * sample)
+
+
+def _searching(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
+    """Return the operations of the transforms on one shared input."""
+    if group[0].expert >= 0 and len(group) > 1:
+        return 0.0  # nothing absorbs a scale of what all experts read
+    columns = group[0].matrix[1]
+    weights = sum(math.prod(tensor.shape) for tensor in group)
+    taken = [METHODS[word].work for word in run.words[:-1]]
+    found = 0.0
+    for work in taken:
+        some = min(weights, work.rows * len(group) * columns)
+        found += work.tries * some * (2 * NEAREST + 2 * columns)
+        judged = 2 * min(run.rows, run.searched) * run.length if len(group) > 1 else 2 * columns
+        found += work.finalists * weights * (_encoding(group[0], rounding) + judged)
+        found += 2 * min(run.rows, run.searched) * run.length * columns**2
+    return found
+
+
+def _rounding(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
+    """Return the operations of rounding the matrices of one shared input."""
+    weights = sum(math.prod(tensor.shape) for tensor in group)
+    work, columns = METHODS[run.words[-1]].work, group[0].matrix[1]
+    encoding = weights * _encoding(group[0], rounding)
+    if Statistic.HESSIAN not in run.needs or group[0].part < 0:
+        return encoding
+    scheme = group[0].scheme
+    again = scheme and GRIDS[scheme.weight.grid].coarse and rounding.gptq.refine
+    once = (work.weights + work.columns * columns) * (2 if again else 1)
+    each = once + work.sweep_columns * rounding.gptq.refine * columns
+    return encoding + weights * each + work.cubes * columns**3
+
+
+def _encoding(tensor: TensorPlan, rounding: Rounding) -> float:
+    """Return the operations for each weight of choosing scales and codes."""
+    scheme = tensor.scheme.weight if tensor.scheme else None
+    if scheme is None or rounding.scales == "absmax":
+        return NEAREST
+    return _search_of(scheme)
+
+
+def _search_of(scheme: Scheme) -> float:
+    grid = GRIDS[scheme.grid]
+    if grid.weights_per_code > 1:
+        return VECTORS
+    if grid.superblock is not None:
+        return BLOCKS
+    if Zero.INT not in grid.zeros:
+        return TILES if grid.tiles else BOOK
+    return SEARCHED + OFFSET * (scheme.zero is not Zero.NONE)

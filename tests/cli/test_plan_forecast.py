@@ -1,0 +1,107 @@
+"""What `plan` says of a run beside its result: time, disk, memory, each with its basis, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from quantforge import settings
+from quantforge.cli import plan_forecast
+from quantforge.verbs import output
+from tests import headers
+from tests.runs import ROWS, command
+
+GPTQ = ("--method", "gptq", "--bits", "4", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+    return headers.llama(tmp_path_factory.mktemp("llama") / "m", **changes)
+
+
+def entries(text: str) -> dict[str, str]:
+    pairs = (line.partition("  ") for line in text.splitlines())
+    return {name: said.strip() for name, _, said in pairs}
+
+
+def test_a_plan_says_time_reads_and_disk_with_their_basis(llama, capsys):
+    told = entries(command(capsys, "plan", llama, *GPTQ).out)
+    assert told["time"].startswith("about ")
+    assert " on 1 thread: pass " in told["time"]
+    assert "GFLOP/s" in told["by"]
+    assert "recorded on" in told["by"]
+    assert told["source"].endswith("read 2 times, never copied")
+    assert "more with --activations disk" in told["disk"]
+    assert told["disk"].endswith("are free there")
+    assert (
+        "hidden states, "
+        in entries(command(capsys, "plan", llama, *GPTQ, "--activations", "disk").out)["disk"]
+    )
+
+
+def test_measured_rates_are_named_so(llama, capsys):
+    told = command(capsys, "plan", llama, *GPTQ, "--measure")
+    assert told.code == 0, told.err
+    assert entries(told.out)["by"].endswith("measured on this machine, 1 at work")
+    shown = json.loads(command(capsys, "plan", llama, *GPTQ, "--measure", "--json").out)["forecast"]
+    assert 1e8 < shown["products_per_second"] < 1e13
+    assert 1e6 < shown["digested_bytes_per_second"] < 1e12
+
+
+def test_what_the_machine_lacks_is_said_with_what_to_type(llama, capsys, monkeypatch):
+    assert "beyond" not in command(capsys, "plan", llama, *GPTQ).out or os.environ.get("CI")
+    monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(plan_forecast, "memory_bytes", lambda: 10**9)
+    small = (*GPTQ, "--max-shard-bytes", "500000000")
+    told = command(capsys, "plan", llama, *small)
+    assert told.code == 0
+    lines = [line for line in told.out.splitlines() if line.startswith("beyond")]
+    assert len(lines) == 2
+    assert "--on-shard COMMAND, with which" in lines[0]
+    assert "--activations disk, fewer --samples" in lines[1]
+    found = json.loads(command(capsys, "plan", llama, *small, "--json").out)["forecast"]
+    assert found["beyond"] == ["disk", "memory"]
+    assert found["disk_bytes_with_on_shard"] < found["disk_bytes"] / 2
+    assert found["total_seconds"] == pytest.approx(sum(found["seconds"].values()), rel=0.01)
+    one = command(capsys, "plan", llama, "--type", "Q4_0", "--format", "gguf", "--method", "rtn")
+    assert "--on-shard" not in one.out
+
+
+def test_a_run_says_it_too(tiny, tmp_path, capsys, monkeypatch):
+    words = ("quantize", tiny("llama-wide"), "--method", "gptq", "--max-shard-bytes", 60_000, *ROWS)
+    monkeypatch.setattr(output, "memory_bytes", lambda: 10**6)
+    told = command(capsys, *words, "-o", tmp_path / "a")
+    assert told.code == 0
+    assert "memory: a peak of" in told.err
+    assert "this machine has 1.00 MB" in told.err
+    monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
+    refused = command(capsys, *words, "-o", tmp_path / "b")
+    assert refused.code == 7
+    assert "--on-shard COMMAND" in refused.err
+
+
+def test_an_export_that_moves_codes_has_no_forecast(tiny, tmp_path, capsys):
+    made = command(
+        capsys,
+        "quantize",
+        tiny("llama-wide"),
+        "--method",
+        "rtn",
+        "--scales",
+        "absmax",
+        "-o",
+        tmp_path / "a",
+    )
+    assert made.code == 0, made.err
+    words = ("export", tmp_path / "a", "--format", "plain", "-o", tmp_path / "b", "--dry-run")
+    assert json.loads(command(capsys, *words, "--json").out)["forecast"] is None
+    assert "\ntime " not in command(capsys, *words).out
+
+
+def test_memory_is_that_of_the_machine():
+    found = settings.memory_bytes()
+    assert found is None or 10**8 < found < 10**15

@@ -1,0 +1,126 @@
+"""Work of a run: what is counted, by shapes alone, also for models of a trillion weights."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import trillion_plan
+from quantforge import verbs
+from quantforge.planning.run_work import Rates, seconds_of
+from quantforge.plans import Plan, RunWork
+from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
+from quantforge.settings import Settings
+from tests import headers
+
+TOKENS = 128 * 512
+LARGE = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+LARGER = {
+    **LARGE, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return headers.llama(tmp_path_factory.mktemp("large") / "m", **LARGE)
+
+
+def planned(model: Path, method: str, **values: Any) -> Plan:
+    settings = Settings(threads=1, activations=values.pop("activations", "memory"))
+    return verbs.plan(str(model), Recipe(method=method, **{"bits": 4, **values}), settings)
+
+
+def work(model: Path, method: str, **values: Any) -> RunWork:
+    found = planned(model, method, **values).work
+    assert found is not None
+    return found
+
+
+def test_without_data_weights_are_read_and_rounded(large: Path) -> None:
+    found = work(large, "rtn", scales="absmax")
+    assert found.operations.keys() == {"round"}
+    assert found.source_bytes == (large / "model.safetensors").stat().st_size
+    assert (found.reads, found.states_bytes, found.guide_bytes) == (2, 0, 0)
+    searched = work(large, "rtn").operations["round"]
+    assert searched > found.operations["round"]
+    table = work(large, "rtn", format="bnb", scheme="nf4:g64:sym", bits=None)
+    assert table.operations["round"] > 2 * searched
+
+
+def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: Path) -> None:
+    found = work(large, "gptq")
+    hidden, ffn, layers, kv = 8192, 28672, 80, 1024
+    block = 2 * hidden**2 + 2 * kv * hidden + 3 * ffn * hidden
+    products = 2 * TOKENS * layers * block
+    assert products < found.operations["pass"] < 1.2 * products
+    assert found.operations["observe"] == 2 * TOKENS * layers * (3 * hidden**2 + ffn**2)
+    assert found.states_bytes == 4 * TOKENS * hidden
+    sweeps = work(large, "gptq", gptq=GptqOptions(refine=4))
+    assert sweeps.operations["round"] > 1.3 * found.operations["round"]
+    few = work(large, "gptq", calibration=CalibrationOptions(samples=32))
+    assert few.operations["observe"] == found.operations["observe"] / 4
+    twice = work(large, "gptq", calibration=CalibrationOptions(propagate="quantized"))
+    assert twice.operations["pass"] == 2 * found.operations["pass"]
+    guided = work(large, "gptq", guide=2)
+    assert guided.reads == 4
+    assert guided.guide_bytes > 0
+    assert guided.operations["pass"] > 2 * found.operations["pass"]
+    tried = work(large, "awq+gptq").operations
+    assert tried["search"] > found.operations["pass"] / 10
+    assert tried["round"] == found.operations["round"]
+
+
+def test_time_is_work_over_rates(large: Path) -> None:
+    found = work(large, "gptq")
+    one = seconds_of(found, Rates(1e11, 1e9, 3.0, "made up"), 1)
+    assert one["pass"] == found.operations["pass"] / 1e11
+    assert one["read"] == 2 * found.source_bytes / 1e9
+    assert one["start"] == 3.0
+    two = seconds_of(found, Rates(1e11, 1e9, 3.0, "made up"), 2)
+    assert (two["pass"], two["read"]) == (one["pass"] / 2, one["read"])
+
+
+def test_larger_models_take_longer(large: Path, tmp_path: Path) -> None:
+    larger = headers.llama(tmp_path / "larger", **LARGER)
+    for method in ("rtn", "gptq", "awq"):
+        first, second = work(large, method).operations, work(larger, method).operations
+        for step in first:
+            assert 4 < second[step] / first[step] < 16, (method, step)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: bool) -> None:
+    """A mixture of the shape of Kimi K2 with two layers: files are holes, and a plan reads no more than headers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trillion_plan, "LAYERS", 2)
+        patch.setattr(trillion_plan, "CONFIG", {**trillion_plan.CONFIG, "num_hidden_layers": 2})
+        trillion_plan.written(tmp_path / "m", tiles=tiles)
+    tracemalloc.start()
+    gptq = planned(tmp_path / "m", "gptq")
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
+    assert gptq.work is not None
+    experts = 3 * 384 * 2048 * 7168
+    dense = sum(
+        2 * TOKENS * one.shape[0] * one.shape[-1]
+        for one in gptq.tensors
+        if one.part >= 0 and one.expert < 0 and len(one.shape) > 1
+    )
+    routed = 2 * TOKENS * experts * 8 / 384
+    assert dense + routed < gptq.work.operations["pass"] < 1.3 * (dense + routed)
+    every = CalibrationOptions(experts="all")
+    assert work(tmp_path / "m", "gptq", calibration=every).operations["pass"] > 20 * routed
+    source = sum(file.stat().st_size for file in (tmp_path / "m").glob("*.safetensors"))
+    assert gptq.work.source_bytes == source
+    assert replace(gptq.work, operations={}) == replace(work(tmp_path / "m", "gptq"), operations={})
+    awq = work(tmp_path / "m", "awq").operations
+    assert (
+        awq["observe"] > gptq.work.operations["observe"] / 10
+    )  # of experts, by which factors are judged
