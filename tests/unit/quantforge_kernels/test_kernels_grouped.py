@@ -84,7 +84,7 @@ def test_matrices_that_differ_are_not_stacked():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "each"), [(1, 2), (9, 2), (25, 1)])
+@pytest.mark.parametrize(("rows", "each"), [(1, 2), (25, 1)])
 def test_every_form_in_one_launch(form, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
