@@ -28,7 +28,6 @@ In this folder:
     options             Options that several verbs share, each with its one name, help and group
     plan                ``quantforge plan``: what would happen, from headers alone
     plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
-    quantities          Quantities as people type them: tokens, bytes, rates and prices, strictly
     quantize            ``quantforge quantize``: run a recipe on a model
     ranks               Ranks: processes that torchrun starts with one command
     recipes             ``quantforge recipes``: list the built-in recipes, or print one

@@ -10,10 +10,11 @@ import typer
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
+    from quantforge.planning.size_target import MemoryUse
     from quantforge.verbs import Allocated
 
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
@@ -37,7 +38,8 @@ def allocate(
     target: Annotated[
         str,
         typer.Option("--target", metavar="SIZE",
-                     help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files."),
+                     help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 24GB@32k (or "
+                          "24GB@8x32k): memory, with the cache of one (or 8) sequences of so many tokens."),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
@@ -48,6 +50,7 @@ def allocate(
         typer.Option("--candidates", metavar="SCHEME,SCHEME",
                      help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
     ] = "",
+    cache: options.Cache = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -73,6 +76,7 @@ def allocate(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
+        serving=serving_of(None, cache, None),
     )  # fmt: skip
     with console.watch():
         from quantforge import verbs
@@ -97,6 +101,24 @@ def _left_out(found: Allocated) -> str:
     return f"{count} usual {said}: {takes} does not take them for this model (-v says why of each)"
 
 
+def _show_memory(console: Console, used: MemoryUse) -> None:
+    load = used.load
+    each = " of each device" if load.devices > 1 else ""
+    sequences = "1 sequence" if load.batch == 1 else f"{load.batch:,} sequences"
+    console.text()
+    console.table(
+        (f"memory{each}", "bytes", "of"),
+        [
+            ("weights", size(used.weights), "the recipe"),
+            ("cache", size(used.cache), f"{sequences} of {load.context:,} tokens in {load.cache}"),
+            ("working", size(used.working), "a step"),
+            ("spare", size(used.spare), "code, graphs, the allocator"),
+            ("left", size(used.left), ""),
+        ],
+    )
+    console.text()
+
+
 def _show(console: Console, found: Allocated) -> None:
     rows = [
         (name, significant(bits), size(nbytes), significant(nats))
@@ -113,6 +135,8 @@ def _show(console: Console, found: Allocated) -> None:
         console.footer(_left_out(found))
     for scheme, why in found.left_out.items():
         console.detail(f"{scheme} is no candidate: {why}")
+    if found.memory:
+        _show_memory(console, found.memory)
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
     console.text()
     console.table(

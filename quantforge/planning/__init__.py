@@ -36,12 +36,14 @@ In this folder:
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
+    quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
     release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
     run_sizes          Sizes of a run on which its peak memory depends, beside the model
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
+    size_target        Target of an allocation: a size as it is asked for
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -17,7 +18,7 @@ from quantforge.formats import GGUF, targets
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.allocation import Allocated, Allocation
-from quantforge.planning.budgets import parse_target, solved
+from quantforge.planning.budgets import Option, Point, solved
 from quantforge.planning.candidates import check_mixed, plans_of, usual
 from quantforge.planning.changed_source import heads_as_asked
 from quantforge.planning.cited_files import cited
@@ -25,6 +26,7 @@ from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
+from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import LayerChoices, Recipe, Rule
 from quantforge.settings import Settings, check_device
@@ -51,10 +53,11 @@ def allocate(
 
     Args:
         model: as of `quantize`.
-        target: bits per weight inside of blocks (``3.5bpw``), or bytes of all weight files (``18GB``, ``17GiB``).
+        target: bits per weight inside of blocks (``3.5bpw``), bytes of all weight files (``18GB``, ``17GiB``), or
+            memory of a device that holds the cache of a sequence as well (``24GB@32k``; ``24GB@8x32k`` of eight).
         out: a recipe file to write.
         recipe: what else is wanted; its method is gptq, and it names no width.
-        settings: how it runs; ``overwrite`` replaces ``out``.
+        settings: how it runs; ``overwrite`` replaces ``out``; the type of the cache, for a target of memory.
         candidates: schemes to choose from; those that the format holds in usual widths when left out.
         options: choices that override the recipe; an ``engine`` leaves the candidates that it loads mixed.
 
@@ -64,7 +67,7 @@ def allocate(
             are not computed.
     """
     settings, wanted = settings or Settings(), _wanted(recipe, options)
-    asked = parse_target(target)
+    asked = parse_target(target, settings.serving.cache, wanted.tensor_parallel)
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
@@ -84,18 +87,33 @@ def allocate(
                 given=bool(candidates),
             )  # fmt: skip
             allocation = Allocation(plans, together=key != GGUF)
-            room = allocation.room(asked, left_out)
+            room = allocation.room(scale_of(asked, plans[next(iter(plans))]), left_out)
             check_mixed(planned, allocation, [*plans], read.engine)
         choices = allocation.options(_measured(source, [*plans.values()], own))
-        point = solved(choices, room)
-        found = allocation.outcome(point, choices)
-        base = max(found["shares"], key=lambda scheme: (found["shares"][scheme], scheme))
-        rules = allocation.rules(base, point)
-        engines = planned(base, *rules).plan.engines
+        point, final = _solved(allocation, choices, room, planned, asked)
+        base, rules = allocation.rules_of(point)
     made = replace(wanted, format=key, scheme=base, rules=(*rules, Rule(EVERY, base)))
     if out is not None:
         save(Path(out), made.to_toml().encode(), overwrite=settings.overwrite)
-    return Allocated(recipe=made, target=target, left_out=left_out, engines=engines, **found)
+    return Allocated(
+        recipe=made, target=target, left_out=left_out, engines=final.plan.engines, memory=memory_use(asked, final),
+        nbytes=final.plan.output_bytes, **allocation.outcome(point, choices),
+    )  # fmt: skip
+
+
+def _solved(
+    allocation: Allocation, choices: Sequence[Sequence[Option]], room: int, planned: Callable[..., Planned],
+    target: SizeTarget,
+) -> tuple[Point, Planned]:  # fmt: skip
+    """Return the best choice and its plan, whose files, rules in their headers included, are no larger than asked."""
+    while True:
+        point = solved(choices, room)
+        base, rules = allocation.rules_of(point)
+        found = planned(base, *rules)
+        over = math.ceil(found.plan.output_bytes - target.nbytes) if target.of_files else 0
+        if over <= 0:
+            return point, found
+        room -= over
 
 
 def _wanted(recipe: RecipeSource, options: RecipeOptions) -> Recipe:

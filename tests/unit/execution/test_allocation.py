@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from quantforge import verbs
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.size_target import parse_target
+from quantforge.plans import Serving
 from quantforge.settings import Settings
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -86,7 +90,48 @@ def test_the_same_recipe_for_any_threads(made):
 def test_candidates_and_sizes_in_bytes():
     found = allocated("3.5MB", candidates=("int3:g64:sym", "int4:g64:sym"))
     assert 0.99 * 3.5e6 <= found.nbytes <= 3.5e6
+    assert (
+        verbs.plan(DEMO, found.recipe).output_bytes == found.nbytes
+    )  # with the rules that are in headers
     assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
+
+
+def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
+    """`plan` says of the same memory and context that the recipe fits, and of a larger context that it does not."""
+    path = tmp_path / "mixed.toml"
+    settings = Settings(threads=1, serving=Serving(cache="fp8"))
+    found = allocated(
+        "15.7MB@2x512",
+        path,
+        settings,
+        candidates=("int3:g64:sym", "int4:g64:sym"),
+        samples=2,
+        length=32,
+    )
+    used = found.memory
+    assert used is not None
+    assert len({*found.chosen}) == 2
+    load = Load(512, 2, "fp8")
+    plan, known = verbs.capacity(DEMO, load, path)
+    assert (used.load, used.weights, used.cache) == (load, known.weights_bytes, known.cache_bytes)
+    assert used.working == known.activation_bytes()
+    assert known.needed() + used.left == pytest.approx(0.9 * 15.7e6)
+    assert 0 <= used.left < 0.005 * known.weights_bytes
+    assert plan.output_bytes == found.nbytes
+    assert found.document()["memory"]["left_bytes"] == round(used.left)
+
+
+def test_memory_is_refused_with_what_is_possible():
+    with pytest.raises(RefusedError, match="16MB@1024: it is below the smallest") as refused:
+        allocated("16MB@1024")
+    assert "as it is 9" in refused.value.hint  # hundreds of tokens
+    least = re.search(r"from (\S+) to (\S+) ", refused.value.hint)
+    for text in least.groups():  # what the hint says can be typed
+        parse_target(text)
+    with pytest.raises(RefusedError, match="above the largest"):
+        allocated("24GB@1024")
+    with pytest.raises(UsageError, match="has 1,024 positions"):
+        allocated("24GB@32k")
 
 
 @pytest.mark.parametrize(
