@@ -11,6 +11,7 @@ import typer
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.request import build_policy, serving_of, takes_choices
+from quantforge.cli.size_options import Size, takes_size
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
@@ -31,25 +32,16 @@ _CHOSEN_HERE = {
 }
 
 
+@takes_size
 @takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))
 def allocate(
     model: options.Model,
     *,
-    target: Annotated[
-        str,
-        typer.Option("--target", metavar="SIZE",
-                     help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 24GB@32k (or "
-                          "24GB@8x32k): memory, with the cache of one (or 8) sequences of so many tokens."),
-    ],
+    size: Size,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
     ],
     given: choices.Given,
-    candidates: Annotated[
-        str,
-        typer.Option("--candidates", metavar="SCHEME,SCHEME",
-                     help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
-    ] = "",
     cache: options.Cache = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
     device: options.Device = "cpu",
@@ -65,8 +57,7 @@ def allocate(
 ) -> None:  # fmt: skip
     """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
 
-    The size leaves out headers and what is rounded up at most; the errors of all candidates are measured with the
-    solver that will round them.
+    The errors of all candidates are measured with the solver that will round them.
     """
     from quantforge.settings import Settings
 
@@ -81,8 +72,7 @@ def allocate(
     with console.watch():
         from quantforge import verbs
 
-        names = [name for name in candidates.split(",") if name]
-        found = verbs.allocate(model, target, output, settings=settings, candidates=names, **given)
+        found = verbs.allocate(model, out=output, settings=settings, **size, **given)
     if as_json:
         console.document(
             {"schema": "quantforge.allocate/1", "path": str(output), **found.document()}

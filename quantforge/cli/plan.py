@@ -12,6 +12,7 @@ from quantforge.cli import choices, options, plan_capacity
 from quantforge.cli.console import Console
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
+from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.results.significant import size, sized
@@ -20,12 +21,14 @@ from quantforge_files.strict_json import uncollected
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
 
+@takes_size
 @takes_choices(given=tuple(choices.RECIPE))
 def plan(
     model: options.Model,
     *,
     given: choices.Given,
     output: options.Output = None,
+    size: Size,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
@@ -63,6 +66,7 @@ def plan(
         threads=threads, activations=activations, offline=offline,
         serving=serving_of(context, cache, draft),
     )  # fmt: skip
+    given = {**given, **size}
     with uncollected():
         if asked.anything:
             load = asked.load(given.get("tensor_parallel"))

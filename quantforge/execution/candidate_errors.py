@@ -9,14 +9,13 @@ factorization for all candidates; nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quantforge.execution.guide import observe_gradients
+from quantforge.execution.guide import FILE, check_weights, observe_gradients
 from quantforge.execution.passing_rows import stream_of
 from quantforge.execution.progress import phase, tell
 from quantforge.model.block import Weighed
@@ -28,6 +27,8 @@ from quantforge.quantizers import rounder_of
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.journal import Workspace
+    from quantforge.execution.record import Record
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
     from quantforge.quantizers.methods import Rounder
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
 HESSIAN = frozenset({Statistic.HESSIAN})
-FILE = "gradients.f32"
+GRADIENTS = "gradients"  # the unit before those of the blocks
 
 
 def candidate_errors(
@@ -45,16 +46,18 @@ def candidate_errors(
     planned: Sequence[Planned],
     sample: Sample,
     settings: Settings,
-    directory: Path,
+    work: Workspace,
 ) -> dict[str, list[float]]:
     """Return the nats per token that each plan's scheme costs, by the canonical name of the linear.
+
+    Blocks that the journal has are not measured again.
 
     Args:
         checkpoint: the source.
         planned: one plan for each candidate, alike but for the schemes of the linears of blocks.
         sample: calibration rows.
         settings: how it runs.
-        directory: for hidden states and weights of tokens while it runs.
+        work: the journal, with hidden states and weights of tokens beside it while it runs.
 
     Raises:
         InputError: a weight, an activation or a gradient is not finite.
@@ -64,21 +67,37 @@ def candidate_errors(
     targets = [guided(one.plan.tensors, one.matched) for one in planned]
     options = first.recipe.calibration
     shape = (len(sample.ids), options.length, 1)
-    found: dict[str, list[float]] = {}
-    rounder = rounder_of(first.plan.rounder)
-    with TokenWeights(directory / FILE, [*targets[0]], shape, new=True) as weights:
-        with phase("", 0.5):
-            observe_gradients(weights, checkpoint, first, sample, settings, directory)
+    units = [f"block {index}" for index in range(first.matched.blocks)]
+    if all(unit in work.done for unit in units):
+        return _joined(work.done[unit] for unit in units)
+    rounder, directory = rounder_of(first.plan.rounder), work.directory
+    new = GRADIENTS not in work.done
+    with TokenWeights(directory / FILE, [*targets[0]], shape, new=new) as weights:
+        if new:
+            with phase("", 0.5):
+                made = observe_gradients(weights, checkpoint, first, sample, settings, directory)
+                work.commit(GRADIENTS, made)
+        else:
+            check_weights(weights, work.done[GRADIENTS], directory)
         stream = stream_of(checkpoint, first, sample, settings, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
             for part in stream:
+                if units[part.index] in work.done:
+                    part.advance()
+                    continue
                 schemes = [
                     {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
                     for one in targets
                 ]
                 with phase("", 0.5 / first.matched.blocks):
-                    found |= _of_block(part, schemes, weights, rounder, first.recipe.rounding)
-    return found
+                    found = _of_block(part, schemes, weights, rounder, first.recipe.rounding)
+                work.commit(units[part.index], {"nats": found})
+    return _joined(work.done[unit] for unit in units)
+
+
+def _joined(records: Iterable[Record]) -> dict[str, list[float]]:
+    """Return the nats of all blocks."""
+    return {name: nats for record in records for name, nats in record["nats"].items()}
 
 
 def _of_block(

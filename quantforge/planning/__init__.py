@@ -28,6 +28,7 @@ In this folder:
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     guidance           Guided statistics in a plan: which models and methods they are for, how many strips fit
     layer_schemes      Schemes of linears in a format that stores module by module: the default
+    likeness           Size of somebody's file as a target: another quantized form of the very same model
     loader_form        View of a source in the form that a named engine loads, where it does not load that of its files
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
@@ -35,6 +36,7 @@ In this folder:
     notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
+    planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory and threads
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
     quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -125,6 +125,11 @@ class Allocation:
                 f"{scale.reach(least, most)}{scale.more(least) if small else ''}",
             )
         return scale.room
+
+    def sizes(self, place: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield each linear with its bytes and weights under the candidate at a place."""
+        for name, tensor in self._tables[place].items():
+            yield name, (tensor.stored_bytes, math.prod(tensor.shape))
 
     def options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
         """Return the options of each group; ``nats`` are those of each linear under each candidate."""

@@ -26,7 +26,9 @@ In this folder:
     load_model           Load: a model of any format that is read, ready to compute with its weights still packed
     make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     make_variants        Make variants: in this process, with others that give the same command, or on a cluster
+    measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
+    mixture_search       Search for a mixture of schemes of a given size, planned from headers
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     plan_release         Plan of a release: every variant planned, those that cannot be made named at once

@@ -6,7 +6,7 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,25 +16,29 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import DeniedError, InputError, RefusedError
+from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
+from quantforge.planning import naming
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
-from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Outcome, Variant, wanted_of
+from quantforge.results.significant import significant
+from quantforge.settings import Settings, check_device
+from quantforge.verbs.asked_result import Outcome, Variant, check_wanted, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
+from quantforge.verbs.measured_candidates import measured
+from quantforge.verbs.mixture_search import AskedSize, asked_size, search_of
 from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
@@ -60,6 +64,9 @@ def quantize(
     settings: Settings | None = None,
     *,
     imatrix: str | Path | None = None,
+    target: str | None = None,
+    like: str | Path | None = None,
+    candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Outcome:
     """Quantize a model; the same call again goes on after any interruption.
@@ -70,18 +77,50 @@ def quantize(
         out: the result; where `naming` says when left out.
         settings: how to run.
         imatrix: importance of columns, made there first where it is missing.
+        target: a size that the result is to have, as of `allocate`, which is done first.
+        like: likewise.
+        candidates: likewise.
         options: choices that override the recipe, see `RecipeOptions`.
 
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
     """
     settings = settings or Settings()
+    asked = asked_size(target, like, candidates, recipe, options)
+    if asked is not None:
+        if imatrix is not None or settings.join:
+            given = "--join" if settings.join else f"--imatrix {imatrix}"
+            raise UsageError(
+                f"{given}: not while a mixture is looked for",
+                "quantforge allocate first, then quantize --recipe with what it writes",
+            )
+        with followed(settings.progress):
+            return _quantize_sized(model, asked, Path(out) if out else None, settings)
     wanted = build_recipe(recipe, **options)
     with followed(settings.progress):
         wanted, settings = with_importance(model, wanted, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
             checkpoint = open_model(resolve(str(model), settings.offline))
         return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings)
+
+
+def _quantize_sized(
+    model: str | Path, asked: AskedSize, out: Path | None, settings: Settings
+) -> Outcome:
+    """Measure, choose and quantize: what `allocate` and `quantize` by its recipe do."""
+    check_device(settings.device)
+    place = resolve(str(model), settings.offline)
+    with phase("planning", 0.01, "headers of the model"):
+        search = search_of(model, asked, settings, out)
+        likely, own = cited(search.likely()[0], settings)
+        check_wanted(open_model(place), Variant(likely, out), own)
+    beside = (out or naming.place(search.wanted.format, place)).absolute().parent
+    with measured(search, beside, 0.7) as nats:
+        found = search.found(nats, str(asked.target or asked.like))
+        settings.note(
+            f"found: {found.bits:.3g} bits per weight, expected KL {significant(found.nats)}; rounding by that recipe"
+        )
+        return quantize_opened(open_model(place), found.recipe, out, settings)
 
 
 def quantize_opened(

@@ -9,17 +9,24 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.execution import candidate_errors
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.size_target import parse_target
 from quantforge.plans import Serving
 from quantforge.settings import Settings
+from tests import headers
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
     "samples": 4, "length": 64, "calibration": "builtin",
     "candidates": ("int2:g64:asym", "int3:g128:sym", "int4:g128:sym"),
+}  # fmt: skip
+
+SIZES = {  # of the model
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -132,6 +139,79 @@ def test_memory_is_refused_with_what_is_possible():
         allocated("24GB@1024")
     with pytest.raises(UsageError, match="has 1,024 positions"):
         allocated("24GB@32k")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A file that somebody has made of the model."""
+    path = tmp_path_factory.mktemp("theirs") / "their.gguf"
+    verbs.quantize(DEMO, out=path, method="rtn", type="Q4_K_M")
+    return path
+
+
+def test_the_size_of_somebodys_file(theirs):
+    found = allocated(
+        None, like=theirs, candidates=("q3_k", "q4_k", "q5_k", "q6_k"), samples=2, length=32
+    )
+    size = theirs.stat().st_size
+    assert found.recipe.format == "gguf"
+    assert 0.995 * size <= found.nbytes <= size
+    assert found.target == str(theirs)
+    assert verbs.plan(DEMO, found.recipe).output_bytes == found.nbytes
+    with pytest.raises(
+        RefusedError, match=rf"--like their.gguf \({size:,} bytes\): it is below"
+    ) as refused:
+        allocated(None, like=theirs, candidates=("q5_k", "q6_k"))
+    assert "from " in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"vocab_size": 512}, "model.embed_tokens.weight is 512 x 256 there and 4096 x 256 here"),
+        ({"intermediate_size": 512}, r"model.layers.0.mlp.\S+ is .*512.* there and .*768.* here"),
+        ({"num_hidden_layers": 3}, "it has no model.layers.3"),
+        ({"num_hidden_layers": 5}, r"model.layers.4.\S+ \(.*\) is not in this one"),
+    ],
+)
+def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, said, tmp_path):
+    with pytest.raises(RefusedError, match=f"--like other: it is another model: {said}") as refused:
+        allocated(None, like=headers.llama(tmp_path / "other", **SIZES | changed))
+    assert "--target" in refused.value.hint
+
+
+def test_a_file_that_is_none_is_refused(theirs, tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        allocated(None, like=tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("text")
+    with pytest.raises(InputError, match="GGUF"):
+        allocated(None, like=tmp_path / "text.gguf")
+    with pytest.raises(UsageError, match="two sizes"):
+        allocated("3bpw", like=theirs)
+    with pytest.raises(UsageError, match="no size"):
+        allocated(None)
+
+
+def test_a_measurement_that_was_interrupted_goes_on(made, tmp_path, monkeypatch):
+    found, _ = made
+    original, seen = candidate_errors._of_block, []
+
+    def stopped(part, *rest):
+        seen.append(part.index)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return original(part, *rest)
+
+    monkeypatch.setattr(candidate_errors, "_of_block", stopped)
+    path = tmp_path / "mixed.toml"
+    with pytest.raises(KeyboardInterrupt):
+        allocated(out=path)
+    assert [one.name[:10] for one in tmp_path.iterdir()] == [".allocate-"]
+    monkeypatch.setattr(candidate_errors, "observe_gradients", None)  # they are there
+    again = allocated("3.2bpw", path)  # another size needs the same
+    assert seen == [0, 1, 2, 2, 3]
+    assert again.uniform == found.uniform
+    assert [one.name for one in tmp_path.iterdir()] == ["mixed.toml"]
 
 
 @pytest.mark.parametrize(
