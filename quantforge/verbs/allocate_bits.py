@@ -63,6 +63,8 @@ def allocate(
                     f"--cache {settings.serving.cache}: of how many tokens",
                     "e.g. --target 24GB@32k",
                 )
+            events = (event for one in search.plans.values() for event in one.plan.substitutions)
+            settings.policy.check([*events])
         with measured(search, Path(out).absolute().parent if out is not None else None) as nats:
             found = search.found(nats, str(target or like))
             if out is not None:

@@ -187,7 +187,7 @@ def search_of(
 
     given = [(str(one),) for one in listed(asked.candidates, "candidates", '["int4:g128:sym"]')]
     plans, left_out = plans_of(
-        source, planned, given or usual(key), read.engine, given=bool(given)
+        source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF
     )  # fmt: skip
     first = plans[next(iter(plans))]
     allocation = Allocation(plans, together=key != GGUF)

@@ -194,6 +194,23 @@ def test_a_file_that_is_none_is_refused(theirs, tmp_path):
         allocated(None)
 
 
+def test_matrices_that_share_a_scale_are_measured_together(tmp_path):
+    """NVFP4 has one scale for matrices that engines join; the errors are those of the run, which rounds all rows."""
+    found = allocated(
+        "7bpw",
+        tmp_path / "mixed.toml",
+        candidates=("nvfp4", "fp8_e4m3:row:sym", "int3:g64:sym"),
+        samples=2,
+        length=32,
+    )
+    assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*found.chosen}
+    outcome = verbs.quantize(DEMO, tmp_path / "mixed.toml", tmp_path / "out")
+    assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
+    assert 0.995 * 7 <= found.bits <= 7
+    nats = {name: one[2] for name, one in found.uniform.items()}
+    assert nats["fp8_e4m3:row:sym"] < nats["nvfp4"] < nats["int3:g64:sym"]
+
+
 def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
     """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
     candidates = (*ROWS["candidates"], "int3:g64:sym", "int4:g64:sym")
@@ -243,7 +260,7 @@ def test_a_measurement_that_was_interrupted_goes_on(made, tmp_path, monkeypatch)
         ("3bpw", {"method": "awq"}, UsageError, "gptq alone"),
         ("3bpw", {"guide": 2}, UsageError, "guide"),
         ("3bpw", {"candidates": ("int4:g64:sym",)}, UsageError, "two candidates"),
-        ("3bpw", {"candidates": ("int3:tensor:sym", "int4:g64:sym")}, UsageError, "share"),
+        ("3bpw", {"candidates": ("keep", "int4:g64:sym")}, UsageError, "--ignore PATTERN"),
         ("3bpw", {"candidates": ("int3:g64:sym", "q4_k")}, QuantForgeError, ""),
         ("3.5bpw", {"format": "gptq"}, RefusedError, "no mixture of int2:g64:asym"),
         ("3.5bpw", {"engine": "vllm", "candidates": ()}, RefusedError, "4 and 8 bits only"),
