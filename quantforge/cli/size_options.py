@@ -18,8 +18,9 @@ OPTIONS: Mapping[str, Any] = {
     "target": Annotated[
         str | None,
         _within("--target", metavar="SIZE",
-                help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 24GB@32k "
-                     "(24GB@8x32k): memory, with the cache of one (eight) sequences of so many tokens."),
+                help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 4GB/token: what "
+                     "a token reads; 24GB@32k (24GB@8x32k): memory, with the cache of one (eight) "
+                     "sequences of so many tokens."),
     ],
     "like": Annotated[
         str | None,

@@ -2,7 +2,8 @@
 
 ``3.5bpw`` counts the matrices inside of blocks, ``18GB`` all weight files. ``24GB@32k`` is the memory of a device that
 has to hold the weights, the cache of a sequence of so many tokens (``24GB@8x32k``: of eight) and what a step works in,
-all of it in the share of the memory in which `quantforge.planning.capacity` says that a result fits.
+all of it in the share of the memory in which `quantforge.planning.capacity` says that a result fits. ``4GB/token`` are
+the weights that a step of decoding reads for one sequence: all but the embedding, and of experts those that are chosen.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
 from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
+from quantforge.planning.weight_traffic import weight_traffic
 from quantforge.results.significant import UNITS, size
 
-_OTHERS = "18GB, 17GiB, or of a device's memory 24GB@32k"
+_OTHERS = "18GB, 17GiB, 4GB/token, or of a device's memory 24GB@32k"
 _BYTES = {unit.lower(): size for unit, size in quantities.BYTES.items()}
 _SIZE = re.compile(
-    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?:@(?:(?P<sequences>[0-9]+)x)?(?P<context>.*))?",
+    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?P<token>/token)?(?:@(?:(?P<sequences>[0-9]+)x)?(?P<context>.*))?",
     re.IGNORECASE,
 )
 _MOST = 1e18  # bytes
@@ -41,17 +43,19 @@ class SizeTarget:
         bits: per weight of the matrices inside of blocks; None where bytes are meant.
         nbytes: of all weight files, or with a load of the memory of every device.
         load: what the memory is for; None where it is not memory.
+        per_token: bytes of weights are meant that a step of decoding reads.
     """
 
     text: str
     bits: float | None = None
     nbytes: float = 0.0
     load: Load | None = None
+    per_token: bool = False
 
     @property
     def of_files(self) -> bool:
         """Return whether bytes of all weight files are meant."""
-        return self.bits is None and self.load is None
+        return self.bits is None and self.load is None and not self.per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,10 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
         bits = text.strip() if bare and 0 < float(text) < _WIDEST else "4.5"
         raise UsageError(f"{said}: no size", f"e.g. {bits}bpw, {_OTHERS}")
     unit, context = found["unit"].lower(), found["context"]
+    if found["token"]:
+        if unit == "bpw" or context is not None:
+            raise UsageError(f"{said}: no size", "e.g. 4GB/token, the weights that a token reads")
+        return SizeTarget(said, nbytes=number * _BYTES[unit], per_token=True)
     if context is None:
         if cache is not None:
             raise UsageError(f"--cache {cache}: of how many tokens", "e.g. --target 24GB@32k")
@@ -163,6 +171,9 @@ def scale_of(target: SizeTarget, planned: Planned) -> Scale:
     if target.bits is not None:
         weights = sum(math.prod(one.shape) for one in linears)
         return Scale(target, target.bits, 0.0, weights / 8, lambda x, up: f"{_few(x, up)}bpw")
+    if target.per_token:
+        read = weight_traffic(planned.plan, planned.matched).step_bytes(1)
+        return Scale(target, target.nbytes, read - own, 1.0, lambda x, up: f"{_typed(x, up)}/token")
     if target.load is None:
         return Scale(target, target.nbytes, planned.plan.output_bytes - own, 1.0, _typed)
     found, load = in_use(target, planned), target.load
