@@ -21,9 +21,10 @@ from typing import Any
 from unittest.mock import patch
 
 from quantforge import verbs
+from quantforge.execution import candidate_errors
 from quantforge.recipe import Rule
 from quantforge.settings import Settings
-from quantforge.verbs import allocate_bits
+from quantforge.verbs.mixture_search import EVERY
 
 
 def main() -> None:
@@ -54,7 +55,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "seed": seed,
     }
     measured: list[Any] = []
-    original = allocate_bits._measured
+    original = candidate_errors.candidate_errors
 
     def once(*arguments: Any) -> Any:
         if not measured:
@@ -62,7 +63,10 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         return measured[0]
 
     begun = time.perf_counter()
-    with patch.object(allocate_bits, "_measured", once), tempfile.TemporaryDirectory() as folder:
+    with (
+        patch.object(candidate_errors, "candidate_errors", once),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         made = {}
         for target in options.targets.split(","):
             made[target] = verbs.allocate(options.model, f"{target}bpw", settings=settings, **asked)
@@ -71,7 +75,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         recipes = {f"{target} bits": one.recipe for target, one in made.items()}
         plain = next(iter(made.values()))
         for scheme in plain.uniform:
-            every = Rule(allocate_bits.EVERY, scheme)
+            every = Rule(EVERY, scheme)
             recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
         outs = {}
         times = {}

@@ -70,6 +70,11 @@ class Stage(StagedFiles):
         self._overwrite = overwrite
         self._source = source
 
+    @property
+    def begun(self) -> bool:
+        """Return whether an earlier run on the output has not ended, or has just published."""
+        return self._lock.directory.exists()
+
     def __enter__(self) -> Self:
         try:
             check_apart(self.out, self._source)

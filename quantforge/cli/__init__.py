@@ -29,7 +29,6 @@ In this folder:
     plan                ``quantforge plan``: what would happen, from headers alone
     plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
     plan_forecast       Forecast of a run: its time, files and memory, each with what it rests on
-    quantities          Quantities as people type them: tokens, bytes, rates and prices, strictly
     quantize            ``quantforge quantize``: run a recipe on a model
     ranks               Ranks: processes that torchrun starts with one command
     recipes             ``quantforge recipes``: list the built-in recipes, or print one
@@ -38,6 +37,7 @@ In this folder:
     request             From options to a request: choices of a recipe, the policy on events
     run_log             Progress of a run: shown to people and, where a file is named, written for programs
     serve               ``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to
+    size_options        Options that ask for a size, of the verbs that look for a mixture of it
     stopping            Stopping: what a signal does that asks the command to stop, modules that are being loaded aside
     sweep               ``quantforge sweep``: all combinations of some choices, and which of them nothing beats
     terminal_chat       A chat on a terminal: lines of a person, answers as they come, and what was said so far

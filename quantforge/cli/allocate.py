@@ -10,10 +10,12 @@ import typer
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.request import build_policy, takes_choices
+from quantforge.cli.request import build_policy, serving_of, takes_choices
+from quantforge.cli.size_options import Size, takes_size
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
+    from quantforge.planning.size_target import MemoryUse
     from quantforge.verbs import Allocated
 
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
@@ -30,24 +32,17 @@ _CHOSEN_HERE = {
 }
 
 
+@takes_size
 @takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))
 def allocate(
     model: options.Model,
     *,
-    target: Annotated[
-        str,
-        typer.Option("--target", metavar="SIZE",
-                     help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files."),
-    ],
+    size: Size,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
     ],
     given: choices.Given,
-    candidates: Annotated[
-        str,
-        typer.Option("--candidates", metavar="SCHEME,SCHEME",
-                     help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
-    ] = "",
+    cache: options.Cache = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -62,8 +57,7 @@ def allocate(
 ) -> None:  # fmt: skip
     """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
 
-    The size leaves out headers and what is rounded up at most; the errors of all candidates are measured with the
-    solver that will round them.
+    The errors of all candidates are measured with the solver that will round them.
     """
     from quantforge.settings import Settings
 
@@ -73,12 +67,12 @@ def allocate(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
+        serving=serving_of(None, cache, None),
     )  # fmt: skip
     with console.watch():
         from quantforge import verbs
 
-        names = [name for name in candidates.split(",") if name]
-        found = verbs.allocate(model, target, output, settings=settings, candidates=names, **given)
+        found = verbs.allocate(model, out=output, settings=settings, **size, **given)
     if as_json:
         console.document(
             {"schema": "quantforge.allocate/1", "path": str(output), **found.document()}
@@ -95,6 +89,24 @@ def _left_out(found: Allocated) -> str:
     count, takes = len(found.left_out), found.recipe.engine or found.recipe.format
     said = "scheme is no candidate" if count == 1 else "schemes are no candidates"
     return f"{count} usual {said}: {takes} does not take them for this model (-v says why of each)"
+
+
+def _show_memory(console: Console, used: MemoryUse) -> None:
+    load = used.load
+    each = " of each device" if load.devices > 1 else ""
+    sequences = "1 sequence" if load.batch == 1 else f"{load.batch:,} sequences"
+    console.text()
+    console.table(
+        (f"memory{each}", "bytes", "of"),
+        [
+            ("weights", size(used.weights), "the recipe"),
+            ("cache", size(used.cache), f"{sequences} of {load.context:,} tokens in {load.cache}"),
+            ("working", size(used.working), "a step"),
+            ("spare", size(used.spare), "code, graphs, the allocator"),
+            ("left", size(used.left), ""),
+        ],
+    )
+    console.text()
 
 
 def _show(console: Console, found: Allocated) -> None:
@@ -116,6 +128,8 @@ def _show(console: Console, found: Allocated) -> None:
     console.text(
         "bits in blocks: of a weight there, as planned; `quantize` says what it stores, head and embedding apart"
     )
+    if found.memory:
+        _show_memory(console, found.memory)
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
     console.text()
     console.table(

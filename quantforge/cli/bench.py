@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantforge.cli import options, quantities
+from quantforge.cli import options
 from quantforge.cli.completion import cache_kinds, models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
+from quantforge.planning import quantities
 from quantforge.results.significant import significant
 from quantforge.settings import Settings
 

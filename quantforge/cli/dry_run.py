@@ -20,13 +20,23 @@ class _Announced(Exception):  # no error, it ends the run
 
 
 def show_plan(
-    console: Console, settings: Settings, imatrix: Path | None, run: Callable[[Settings], object]
+    console: Console,
+    settings: Settings,
+    imatrix: Path | None,
+    run: Callable[[Settings], object],
+    size: str | None = None,
 ) -> None:
     """Show what a run would do, with all that it decides and refuses before its work; nothing is written.
 
     Raises:
-        QuantForgeError: as the run; an importance file is missing, which a run would make first.
+        QuantForgeError: as the run; an importance file is missing, which a run would make first, or a ``size`` is
+            asked for, which is met by a measurement.
     """
+    if size is not None:
+        raise UsageError(
+            f"--dry-run: it measures nothing, and what has the size {size} is found by a measurement",
+            "quantforge plan with the same options says what headers tell",
+        )
     if imatrix is not None and not imatrix.exists():
         raise UsageError(
             f"--imatrix {imatrix}: is missing, and --dry-run makes nothing", "leave one of them out"

@@ -13,6 +13,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown, substituted
+from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.targets import placed
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.results.significant import size, sized
@@ -25,12 +26,14 @@ Measure = Annotated[
 ]
 
 
+@takes_size
 @takes_choices(given=tuple(choices.RECIPE))
 def plan(
     model: options.Model,
     *,
     given: choices.Given,
     output: options.Output = None,
+    size: Size,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
@@ -65,10 +68,8 @@ def plan(
     asked = plan_capacity.Asked(
         context, batch, cache, memory, bandwidth, compute, device_name, price, throughput
     )
-    settings = Settings(
-        threads=threads, activations=activations, offline=offline,
-        serving=serving_of(context, cache, draft),
-    )  # fmt: skip
+    serving, given = serving_of(context, cache, draft), {**given, **size}
+    settings = Settings(threads=threads, activations=activations, offline=offline, serving=serving)
     with uncollected():
         if asked.anything:
             load = asked.load(given.get("tensor_parallel"))

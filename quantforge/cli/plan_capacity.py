@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.cli import quantities
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
+from quantforge.planning import quantities
 from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
 from quantforge.planning.cards import CARDS, Card, card_of
 from quantforge.results.significant import significant, size
@@ -95,7 +95,6 @@ def show(console: Console, found: Capacity, rows: list[OnCard]) -> None:
     sequences = "1 sequence" if load.batch == 1 else f"{load.batch} sequences"
     console.text()
     console.text(f"memory{devices}, {sequences} of {load.context:,} tokens, cache in {load.cache}")
-    kept = cache.sequence_bytes(load.context)
     each = f"{cache.token_bytes:,.0f} bytes a token"
     if cache.lasting_token_bytes != cache.token_bytes:
         each += f", {cache.lasting_token_bytes:,.0f} behind the windows"
@@ -103,7 +102,7 @@ def show(console: Console, found: Capacity, rows: list[OnCard]) -> None:
         each += f", {size(cache.fixed_bytes)} of states"
     for name, nbytes, why in (
         ("weights", found.weights_bytes, "as they are stored"),
-        ("cache", load.batch * kept, each),
+        ("cache", found.cache_bytes, each),
         (
             "activations",
             found.activation_bytes(),
@@ -153,7 +152,7 @@ def document(found: Capacity, rows: list[OnCard]) -> dict[str, object]:
         "cache_token_bytes_behind_windows": round(cache.lasting_token_bytes),
         "cache_state_bytes": round(cache.fixed_bytes),
         "cache_sequence_bytes": round(cache.sequence_bytes(load.context)),
-        "cache_bytes": round(load.batch * cache.sequence_bytes(load.context)),
+        "cache_bytes": round(found.cache_bytes),
         "activation_bytes": round(found.activation_bytes()),
         "needed_bytes": round(found.needed()),
         "step_bytes": round(found.step_bytes()),

@@ -17,6 +17,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
+from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
@@ -39,12 +40,14 @@ OnShard = Annotated[
 ]
 
 
+@takes_size
 @takes_choices(given=tuple(choices.RECIPE))
 def quantize(
     model: options.Model,
     *,
     given: choices.Given,
     output: options.Output = None,
+    size: Size,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     provenance: options.Provenance = False,
@@ -77,13 +80,12 @@ def quantize(
     console = Console(
         as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
     )
-    start = time.monotonic()
-    policy = build_policy(strict, allow)
-    run_log = RunLog(console, log, model, said=output is not None)
+    start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
+    given = {**given, **size}
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=policy, progress=run_log.progress, announce=run_log.announce, note=console.note,
-        serving=serving_of(context, cache, draft, given.get("engine")),
+        policy=build_policy(strict, allow), progress=run_log.progress, announce=run_log.announce, note=console.note,
+        serving=serving_of(context, cache, draft, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
         modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
         join=join or ranks.shared(), on_shard=on_shard,
     )  # fmt: skip
@@ -94,7 +96,7 @@ def quantize(
         return verbs.quantize(model, out=output, settings=settings, imatrix=imatrix, **given)
 
     if dry_run:
-        show_plan(console, settings, imatrix, run)
+        show_plan(console, settings, imatrix, run, size["target"] or size["like"])
         return
     with console.watch():
         outcome = run(settings)

@@ -12,8 +12,9 @@ import typer
 from quantforge.checkpoint.disk import append, check_new
 from quantforge.checkpoint.files import FILES
 from quantforge.cli import jobs as processes
-from quantforge.cli import options, quantities, ranks
+from quantforge.cli import options, ranks
 from quantforge.cli.console import Console
+from quantforge.planning import quantities
 from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 

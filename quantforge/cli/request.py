@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from quantforge.cli import quantities
 from quantforge.cli.choices import recipe_parameters
 from quantforge.errors import UsageError
 from quantforge.events import Policy
+from quantforge.planning import quantities
 from quantforge.planning.cache_size import rows_of
 from quantforge.plans import Serving
 

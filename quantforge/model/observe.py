@@ -49,7 +49,10 @@ class Accumulator:
             self._mass += sum(map(len, inputs))
         else:
             self._mass += sum(float(one.double().square().sum()) for one in weights)
-            inputs = [x * one[:, None] for x, one in zip(inputs, weights, strict=True)]
+            # Rows without weight add nothing: their products are saved.
+            inputs = [x * one[:, None] for x, one in zip(inputs, weights, strict=True) if one.any()]
+            if not inputs:
+                return jobs
         jobs.append(partial(self._summarise, inputs, Statistic.SQUARES))
         if Statistic.HESSIAN in self._wanted:
             columns = inputs[0].shape[1]

@@ -28,6 +28,7 @@ In this folder:
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     guidance           Guided statistics in a plan: which models and methods they are for, how many strips fit
     layer_schemes      Schemes of linears in a format that stores module by module: the default
+    likeness           Size of somebody's file as a target: another quantized form of the very same model
     loader_form        View of a source in the form that a named engine loads, where it does not load that of its files
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
@@ -35,7 +36,9 @@ In this folder:
     notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
+    planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory and threads
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
+    quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
     release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
@@ -43,6 +46,7 @@ In this folder:
     run_sizes          Sizes of a run on which its peak memory depends, beside the model
     run_work           Work of a run, from headers alone: bytes that it reads and writes, and operations
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
+    size_target        Target of an allocation: a size as it is asked for
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes

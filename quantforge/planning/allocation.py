@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantforge.errors import RefusedError
-from quantforge.planning.budgets import Option, Point, SizeTarget, curve, patterns_of, point_of
+from quantforge.planning.budgets import Option, Point, curve, patterns_of, point_of
 from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
+from quantforge.planning.size_target import MemoryUse, Scale
 from quantforge.plans import EngineVerdict
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.significant import size
@@ -34,6 +35,7 @@ class Allocated:
         front: bytes and nats of the best choices from the least size to the most.
         left_out: candidates that the format does not hold or the engine does not load, and why.
         engines: which of them load what the recipe makes.
+        memory: of a device, as a target of memory shares it out; None for other targets.
     """
 
     recipe: Recipe
@@ -48,6 +50,7 @@ class Allocated:
     front: tuple[tuple[int, float], ...]
     left_out: Mapping[str, str]
     engines: tuple[EngineVerdict, ...]
+    memory: MemoryUse | None = None
 
     def written(self) -> bytes:
         """Return the recipe as a file, behind a line on what it makes, in the figures that `quantize` ends with."""
@@ -72,6 +75,7 @@ class Allocated:
             "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
             "left_out": dict(self.left_out),
             "engines": [asdict(verdict) for verdict in self.engines],
+            **({"memory": self.memory.document()} if self.memory else {}),
         }
 
 
@@ -110,28 +114,28 @@ class Allocation:
         turns = itertools.cycle(Option(name, 0, 0.0) for name in self._names)
         return Point(0, 0.0, tuple(itertools.islice(turns, len(self.groups))))
 
-    def room(self, target: SizeTarget, left_out: Mapping[str, str]) -> int:
-        """Return the bytes that linears of blocks may take; ``left_out``: what is no candidate, and why.
+    def room(self, scale: Scale, left_out: Mapping[str, str]) -> int:
+        """Return the bytes that a target leaves for linears of blocks; ``left_out``: what is no candidate, and why.
 
         Raises:
             RefusedError: the target is below the smallest choice or above the largest.
         """
         sizes = [[self._bytes(group, table) for table in self._tables] for group in self.groups]
         least, most = sum(map(min, sizes)), sum(map(max, sizes))
-        if target.bits is not None:
-            room = int(target.bits * self._weights / 8)
-            shown = [f"{8 * size / self._weights:.4g}bpw" for size in (least, most)]
-        else:
-            room = (target.nbytes or 0) - self._fixed
-            shown = [f"{self._fixed + size:,} bytes" for size in (least, most)]
-        if not least <= room <= most:
-            side = "below the smallest" if room < least else "above the largest"
+        if not least <= scale.room <= most:
+            small = scale.room < least
+            side = "below the smallest" if small else "above the largest"
             among = f"{', '.join(self._names)}{others(left_out)}"
             raise RefusedError(
-                f"--target {target.text}: it is {side} choice of the candidates {among}",
-                f"from {shown[0]} to {shown[1]}",
+                f"{scale.target.text}: it is {side} choice of the candidates {among}",
+                f"{scale.reach(least, most)}{scale.more(least) if small else ''}",
             )
-        return room
+        return scale.room
+
+    def sizes(self, place: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield each linear with its bytes and weights under the candidate at a place."""
+        for name, tensor in self._tables[place].items():
+            yield name, (tensor.stored_bytes, math.prod(tensor.shape))
 
     def options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
         """Return the options of each group; ``nats`` are those of each linear under each candidate."""
@@ -148,21 +152,23 @@ class Allocation:
         ]
 
     def outcome(self, point: Point, options: Sequence[Sequence[Option]]) -> dict[str, Any]:
-        """Return the fields of `Allocated` that follow from a choice, without those that were asked for."""
-        nbytes, bits, nats = self._figures(point)
-        shares: dict[str, int] = {}
-        for one, group in zip(point.chosen, self.groups, strict=True):
-            count = sum(math.prod(self._tables[0][name].shape) for name in group)
-            shares[one.scheme] = shares.get(one.scheme, 0) + count
+        """Return the fields of `Allocated` that follow from a choice, without those of its plan and what was asked."""
+        _, bits, nats = self._figures(point)
         uniform = {
             name: self._figures(point_of([one[place] for one in options]))
             for place, name in enumerate(self._names)
         }
         front = tuple(self._figures(one)[::2] for one in curve(options))
         return {
-            "nbytes": nbytes, "bits": bits, "nats": nats, "groups": self.groups, "shares": shares,
+            "bits": bits, "nats": nats, "groups": self.groups, "shares": self._shares(point),
             "chosen": tuple(one.scheme for one in point.chosen), "uniform": uniform, "front": front,
         }  # fmt: skip
+
+    def rules_of(self, point: Point) -> tuple[str, tuple[Rule, ...]]:
+        """Return the scheme that most weights get, and rules for the other linears."""
+        shares = self._shares(point)
+        base = max(shares, key=lambda scheme: (shares[scheme], scheme))
+        return base, self.rules(base, point)
 
     def rules(self, base: str, point: Point) -> tuple[Rule, ...]:
         """Return rules for the linears whose scheme is not ``base``."""
@@ -180,6 +186,14 @@ class Allocation:
             number = block.rpartition(".")[2]
             places[name] = (block.removesuffix(number), name.removeprefix(block))
         return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
+
+    def _shares(self, point: Point) -> dict[str, int]:
+        """Return how many weights each scheme gets."""
+        shares: dict[str, int] = {}
+        for one, group in zip(point.chosen, self.groups, strict=True):
+            count = sum(math.prod(self._tables[0][name].shape) for name in group)
+            shares[one.scheme] = shares.get(one.scheme, 0) + count
+        return shares
 
     def _bytes(self, group: Sequence[str], table: Mapping[str, Any]) -> int:
         return sum(table[name].stored_bytes for name in group)

@@ -12,23 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantforge.errors import RefusedError, UsageError
+from quantforge.errors import RefusedError
 
 STEPS = (
     1 << 15
 )  # of the bytes that options differ by: what is rounded up of each is less than a STEPS-th of these
-_WIDEST = 16  # bits: a bare number below is meant as such
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-
-
-@dataclass(frozen=True, slots=True)
-class SizeTarget:
-    """Size that is asked for: bytes of all weight files, or bits per weight of the matrices inside of blocks."""
-
-    text: str
-    nbytes: int | None = None
-    bits: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +35,6 @@ class Point:
     nbytes: int
     nats: float
     chosen: tuple[Option, ...]
-
-
-def parse_target(text: str) -> SizeTarget:
-    """Parse ``4.5bpw`` (bits per weight inside of blocks), ``18GB`` or ``17GiB`` (of all weight files).
-
-    Raises:
-        UsageError: it is neither, or not above 0.
-    """
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(bpw|[KMGT]?I?B)", text.strip(), re.IGNORECASE)
-    number = float(found[1]) if found else 0.0
-    if found is None or not 0 < number < math.inf:
-        bare = re.fullmatch(r"[0-9]*\.?[0-9]+", text.strip())
-        example = f"{text.strip()}bpw" if bare and 0 < float(text) < _WIDEST else "4.5bpw"
-        raise UsageError(f"--target {text}: no size", f"e.g. {example}, 18GB or 17GiB")
-    unit = found[2].upper()
-    if unit == "BPW":
-        return SizeTarget(text, bits=number)
-    return SizeTarget(text, nbytes=int(number * (_UNITS | _BINARY)[unit.removesuffix("B")]))
 
 
 def solved(groups: Sequence[Sequence[Option]], room: int) -> Point:

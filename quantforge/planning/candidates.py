@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
-from quantforge.formats import GGUF, format_of
+from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.matching import settle_tied
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
@@ -43,15 +43,21 @@ def plans_of(
     engine: str | None,
     *,
     given: bool,
+    together: bool,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
     """Return a plan for the first scheme that has one of each candidate, and why others are left out.
 
-    A candidate that is ``given`` has to have one.
+    A candidate that is ``given`` has to have one. ``together``: linears of a shared input get one scheme.
     """
     plans: dict[str, Planned] = {}
     left_out: dict[str, str] = {}
     for texts in candidates:
         for text in texts:
+            if text == KEEP:
+                raise UsageError(
+                    f"--candidates {text}: 16 bits are not chosen among",
+                    "--ignore PATTERN leaves layers as they are",
+                )
             try:
                 name = str(parse(text))
                 found = planned(name)
@@ -63,7 +69,7 @@ def plans_of(
                     raise
                 left_out[text] = error.message
                 continue
-            _check_apart(name, guided(found.plan.tensors, found.matched))
+            _check_apart(name, guided(found.plan.tensors, found.matched), together=together)
             plans[name] = replace(found, matched=settle_tied(found.matched, source))
             left_out = {other: why for other, why in left_out.items() if other not in texts}
             break
@@ -112,10 +118,10 @@ def _one_width(engine: str) -> str:
     return f"one width for all: quantforge quantize MODEL --for {engine}"
 
 
-def _check_apart(name: str, table: Mapping[str, TensorPlan]) -> None:
-    """Refuse a scheme under which matrices share parameters, so that errors do not add up."""
+def _check_apart(name: str, table: Mapping[str, TensorPlan], *, together: bool) -> None:
+    """Refuse a scheme under which matrices share parameters that may get others, so that errors would not add up."""
     schemes = {one.scheme.weight for one in table.values() if one.scheme}
-    if any(scheme.joint or scheme.whole for scheme in schemes):
+    if not together and any(scheme.joint for scheme in schemes):
         raise UsageError(
-            f"--candidates {name}: rows share its parameters", "a scheme by rows or groups"
+            f"--candidates {name}: matrices share its parameters", "a scheme by rows or groups"
         )

@@ -117,6 +117,11 @@ class Capacity:
         """Return the bytes of weights on one device."""
         return self.traffic.held / self.load.devices
 
+    @property
+    def cache_bytes(self) -> float:
+        """Return the bytes of the cache of all sequences on one device."""
+        return self.load.batch * self.cache.sequence_bytes(self.load.context)
+
     def activation_bytes(self, batch: int | None = None) -> float:
         """Return the bytes of a step: at the widest place of a block, and logits of every sequence in float32."""
         batch = batch or self.load.batch
@@ -131,9 +136,8 @@ class Capacity:
 
     def step_bytes(self) -> float:
         """Return the bytes that a step of decoding reads on one device, at the whole context."""
-        load = self.load
-        weights = self.traffic.step_bytes(load.batch) / load.devices
-        return weights + load.batch * self.cache.sequence_bytes(load.context)
+        weights = self.traffic.step_bytes(self.load.batch) / self.load.devices
+        return weights + self.cache_bytes
 
     def on(
         self, name: str, card: Card, price: float | None = None, throughput: float | None = None

@@ -27,7 +27,9 @@ In this folder:
     machine_rates        Rates of this machine, measured in about two seconds: products, and reading with digests
     make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     make_variants        Make variants: in this process, with others that give the same command, or on a cluster
+    measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
+    mixture_search       Search for a mixture of schemes of a given size, planned from headers
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     plan_release         Plan of a release: every variant planned, those that cannot be made named at once
@@ -40,6 +42,7 @@ In this folder:
     run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model          Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
+    sized_recipe         The recipe of a result of a given size: candidates are measured
     sweep_recipes        Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
     verify_artifact      Verify: whether a finished artifact, ours or anyone's, is what it says it is
 """

@@ -19,6 +19,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read
 from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.loader_form import as_loaded
+from quantforge.planning.planned_run import planned_of
 from quantforge.planning.planner import Planned
 from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
@@ -27,7 +28,6 @@ from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
 from quantforge.verbs.finished_result import events_of_finished
 from quantforge.verbs.output import beyond_disk, note_memory, space, stage_for
-from quantforge.verbs.plan import planned_of
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
 if TYPE_CHECKING:
@@ -128,3 +128,11 @@ def wanted_of(
     check_command(planned.plan, recipe.calibration.propagate, settings)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
     return AskedResult(source, checkpoint, before, planned, stage)
+
+
+def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -> None:
+    """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run."""
+    wanted = wanted_of(checkpoint, variant, replace(settings, announce=lambda *_: None))
+    if variant.out is not None and not wanted.stage.begun:
+        with wanted.stage:
+            pass

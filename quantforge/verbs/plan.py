@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -20,13 +20,15 @@ from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import plan_export
 from quantforge.planning.loader_form import as_loaded
-from quantforge.planning.planner import Planned, make_plan
+from quantforge.planning.planned_run import planned_of
+from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
-from quantforge.settings import Settings, workers_of
+from quantforge.settings import Settings
 from quantforge.verbs.given_options import checks_options
+from quantforge.verbs.mixture_search import asked_size, likely_plan, search_of
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
@@ -37,10 +39,22 @@ def plan(
     recipe: RecipeSource = None,
     settings: Settings | None = None,
     out: str | Path | None = None,
+    *,
+    target: str | None = None,
+    like: str | Path | None = None,
+    candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Plan:
-    """Return what `quantize` would do with the same arguments; nothing is written. Errors as `make_plan`."""
-    return planned_for(model, recipe, settings or Settings(), out, options).plan
+    """Return what `quantize` would do with the same arguments; nothing is written.
+
+    With a size nothing is measured: the plan is that of a mixture of that size, and a note says what is measured first.
+    Errors as `make_plan`, with a size those of `allocate` that headers tell.
+    """
+    settings = settings or Settings()
+    asked = asked_size(target, like, candidates, recipe, options)
+    if asked is None:
+        return planned_for(model, recipe, settings, out, options).plan
+    return likely_plan(search_of(model, asked, settings, Path(out) if out else None)).plan
 
 
 @checks_options(RecipeOptions)
@@ -50,6 +64,10 @@ def capacity(
     recipe: RecipeSource = None,
     settings: Settings | None = None,
     out: str | Path | None = None,
+    *,
+    target: str | None = None,
+    like: str | Path | None = None,
+    candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> tuple[Plan, Capacity]:
     """Return the plan, and what its result needs under a load; nothing is written.
@@ -62,12 +80,19 @@ def capacity(
         recipe: as `plan`.
         settings: as `plan`.
         out: as `plan`.
+        target: as `plan`.
+        like: as `plan`.
+        candidates: as `plan`.
         options: as `plan`.
 
     Raises:
         QuantForgeError: as `plan` and `quantforge.planning.capacity.capacity`.
     """
     settings = settings or Settings()
+    size = asked_size(target, like, candidates, recipe, options)
+    if size is not None:
+        planned = likely_plan(search_of(model, size, settings, Path(out) if out else None))
+        return planned.plan, of_plan(planned.plan, planned.matched, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVED)
     asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)
     opened = None if asked else open_model(resolve(str(model), settings.offline))
@@ -114,14 +139,3 @@ def _as_it_is(
     same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
     made = plan_export(checkpoint, same, serving).plan
     return made, match_quantized(checkpoint, layouts, headers)
-
-
-def planned_of(
-    checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
-) -> Planned:
-    """Plan for an opened model, with what the settings say of memory and threads."""
-    in_memory = settings.activations == "memory"
-    return make_plan(
-        recipe, checkpoint, out,
-        in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import DeniedError, InputError, RefusedError
+from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.handover import Handover
@@ -36,8 +36,10 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
+from quantforge.verbs.mixture_search import asked_size
 from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
+from quantforge.verbs.sized_recipe import sized_recipe
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
@@ -61,6 +63,9 @@ def quantize(
     settings: Settings | None = None,
     *,
     imatrix: str | Path | None = None,
+    target: str | None = None,
+    like: str | Path | None = None,
+    candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Outcome:
     """Quantize a model; the same call again goes on after any interruption.
@@ -71,12 +76,27 @@ def quantize(
         out: the result; where `naming` says when left out.
         settings: how to run.
         imatrix: importance of columns, made there first where it is missing.
+        target: a size that the result is to have, as of `allocate`, which is done first.
+        like: likewise.
+        candidates: likewise.
         options: choices that override the recipe, see `RecipeOptions`.
 
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
     """
     settings = settings or Settings()
+    asked = asked_size(target, like, candidates, recipe, options)
+    if asked is not None:
+        if imatrix is not None or settings.join:
+            given = "--join" if settings.join else f"--imatrix {imatrix}"
+            raise UsageError(
+                f"{given}: not while a mixture is looked for",
+                "quantforge allocate first, then quantize --recipe with what it writes",
+            )
+        place = Path(out) if out else None
+        with followed(settings.progress), sized_recipe(model, asked, place, settings) as wanted:
+            checkpoint = open_model(resolve(str(model), settings.offline))
+            return quantize_opened(checkpoint, wanted, place, settings)
     wanted = build_recipe(recipe, **options)
     with followed(settings.progress):
         wanted, settings = with_importance(model, wanted, settings, imatrix)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli import quantities
 from quantforge.errors import UsageError
+from quantforge.planning import quantities
 from tests import headers
 from tests.runs import command, quantize, recipe
 from tests.unit.planning.test_capacity import LLAMA_3_8B

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -9,15 +10,26 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.execution import candidate_errors
+from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.size_target import parse_target
+from quantforge.plans import Serving
 from quantforge.settings import Settings
+from quantforge.verbs import mixture_search
+from tests import headers
 from tests.runs import command
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
     "samples": 4, "length": 64, "calibration": "builtin",
     "candidates": ("int2:g64:asym", "int3:g128:sym", "int4:g128:sym"),
+}  # fmt: skip
+
+SIZES = {  # of the model
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -114,7 +126,156 @@ def test_the_same_recipe_for_any_threads(made):
 def test_candidates_and_sizes_in_bytes():
     found = allocated("3.5MB", candidates=("int3:g64:sym", "int4:g64:sym"))
     assert 0.99 * 3.5e6 <= found.nbytes <= 3.5e6
+    assert (
+        verbs.plan(DEMO, found.recipe).output_bytes == found.nbytes
+    )  # with the rules that are in headers
     assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
+
+
+def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
+    """`plan` says of the same memory and context that the recipe fits, and of a larger context that it does not."""
+    path = tmp_path / "mixed.toml"
+    settings = Settings(threads=1, serving=Serving(cache="fp8"))
+    found = allocated(
+        "15.7MB@2x512",
+        path,
+        settings,
+        candidates=("int3:g64:sym", "int4:g64:sym"),
+        samples=2,
+        length=32,
+    )
+    used = found.memory
+    assert used is not None
+    assert len({*found.chosen}) == 2
+    load = Load(512, 2, "fp8")
+    plan, known = verbs.capacity(DEMO, load, path)
+    assert (used.load, used.weights, used.cache) == (load, known.weights_bytes, known.cache_bytes)
+    assert used.working == known.activation_bytes()
+    assert known.needed() + used.left == pytest.approx(0.9 * 15.7e6)
+    assert 0 <= used.left < 0.005 * known.weights_bytes
+    assert plan.output_bytes == found.nbytes
+    assert found.document()["memory"]["left_bytes"] == round(used.left)
+
+
+def test_memory_is_refused_with_what_is_possible():
+    with pytest.raises(RefusedError, match="16MB@1024: it is below the smallest") as refused:
+        allocated("16MB@1024")
+    assert "as it is 9" in refused.value.hint  # hundreds of tokens
+    least = re.search(r"from (\S+) to (\S+) ", refused.value.hint)
+    for text in least.groups():  # what the hint says can be typed
+        parse_target(text)
+    with pytest.raises(RefusedError, match="above the largest"):
+        allocated("24GB@1024")
+    with pytest.raises(UsageError, match="has 1,024 positions"):
+        allocated("24GB@32k")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A file that somebody has made of the model."""
+    path = tmp_path_factory.mktemp("theirs") / "their.gguf"
+    verbs.quantize(DEMO, out=path, method="rtn", type="Q4_K_M")
+    return path
+
+
+def test_the_size_of_somebodys_file(theirs):
+    found = allocated(
+        None, like=theirs, candidates=("q3_k", "q4_k", "q5_k", "q6_k"), samples=2, length=32
+    )
+    size = theirs.stat().st_size
+    assert found.recipe.format == "gguf"
+    assert 0.995 * size <= found.nbytes <= size
+    assert found.target == str(theirs)
+    assert verbs.plan(DEMO, found.recipe).output_bytes == found.nbytes
+    with pytest.raises(
+        RefusedError, match=rf"--like their.gguf \({size:,} bytes\): it is below"
+    ) as refused:
+        allocated(None, like=theirs, candidates=("q5_k", "q6_k"))
+    assert "from " in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"vocab_size": 512}, "model.embed_tokens.weight is 512 x 256 there and 4096 x 256 here"),
+        ({"intermediate_size": 512}, r"model.layers.0.mlp.\S+ is .*512.* there and .*768.* here"),
+        ({"num_hidden_layers": 3}, "it has no model.layers.3"),
+        ({"num_hidden_layers": 5}, r"model.layers.4.\S+ \(.*\) is not in this one"),
+    ],
+)
+def test_a_file_of_another_model_is_refused_by_its_first_difference(changed, said, tmp_path):
+    with pytest.raises(RefusedError, match=f"--like other: it is another model: {said}") as refused:
+        allocated(None, like=headers.llama(tmp_path / "other", **SIZES | changed))
+    assert "--target" in refused.value.hint
+
+
+def test_a_file_that_is_none_is_refused(theirs, tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        allocated(None, like=tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("text")
+    with pytest.raises(InputError, match="GGUF"):
+        allocated(None, like=tmp_path / "text.gguf")
+    with pytest.raises(UsageError, match="two sizes"):
+        allocated("3bpw", like=theirs)
+    with pytest.raises(UsageError, match="no size"):
+        allocated(None)
+
+
+def test_matrices_that_share_a_scale_are_measured_together(tmp_path):
+    """NVFP4 has one scale for matrices that engines join; the errors are those of the run, which rounds all rows."""
+    found = allocated(
+        "7bpw",
+        tmp_path / "mixed.toml",
+        candidates=("nvfp4", "fp8_e4m3:row:sym", "int3:g64:sym"),
+        samples=2,
+        length=32,
+    )
+    assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*found.chosen}
+    outcome = verbs.quantize(DEMO, tmp_path / "mixed.toml", tmp_path / "out")
+    assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
+    assert 0.995 * 7 <= found.bits <= 7
+    nats = {name: one[2] for name, one in found.uniform.items()}
+    assert nats["fp8_e4m3:row:sym"] < nats["nvfp4"] < nats["int3:g64:sym"]
+
+
+def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
+    """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
+    candidates = (*ROWS["candidates"], "int3:g64:sym", "int4:g64:sym")
+    found = []
+    for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
+        monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
+        monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
+        monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
+        found.append(allocated(candidates=candidates, samples=16, length=128))
+    whole, part = found
+    assert whole.keys() == part.keys()
+    assert whole != part
+    for place in range(len(candidates)):
+        pairs = itertools.combinations([(whole[one][place], part[one][place]) for one in whole], 2)
+        agree = [1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in pairs]
+        assert sum(agree) / len(agree) >= 0.9  # 0.99 with as many rows as it really takes
+
+
+def test_a_measurement_that_was_interrupted_goes_on(made, tmp_path, monkeypatch):
+    found, _ = made
+    original, seen = candidate_errors._of_block, []
+
+    def stopped(part, *rest):
+        seen.append(part.index)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return original(part, *rest)
+
+    monkeypatch.setattr(candidate_errors, "_of_block", stopped)
+    path = tmp_path / "mixed.toml"
+    with pytest.raises(KeyboardInterrupt):
+        allocated(out=path)
+    assert [one.name[:10] for one in tmp_path.iterdir()] == [".allocate-"]
+    monkeypatch.setattr(candidate_errors, "observe_gradients", None)  # they are there
+    again = allocated("3.2bpw", path)  # another size needs the same
+    assert seen == [0, 1, 2, 2, 3]
+    assert again.uniform == found.uniform
+    assert [one.name for one in tmp_path.iterdir()] == ["mixed.toml"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +287,7 @@ def test_candidates_and_sizes_in_bytes():
         ("3bpw", {"method": "awq"}, UsageError, "gptq alone"),
         ("3bpw", {"guide": 2}, UsageError, "guide"),
         ("3bpw", {"candidates": ("int4:g64:sym",)}, UsageError, "two candidates"),
-        ("3bpw", {"candidates": ("int3:tensor:sym", "int4:g64:sym")}, UsageError, "share"),
+        ("3bpw", {"candidates": ("keep", "int4:g64:sym")}, UsageError, "--ignore PATTERN"),
         ("3bpw", {"candidates": ("int3:g64:sym", "q4_k")}, QuantForgeError, ""),
         ("3.5bpw", {"format": "gptq"}, RefusedError, "no mixture of int2:g64:asym"),
         ("3.5bpw", {"engine": "vllm", "candidates": ()}, RefusedError, "4 and 8 bits only"),

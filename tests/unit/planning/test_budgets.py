@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.errors import RefusedError, UsageError
-from quantforge.planning.budgets import Option, curve, parse_target, patterns_of, point_of, solved
+from quantforge.errors import RefusedError
+from quantforge.planning.budgets import Option, curve, patterns_of, point_of, solved
 
 
 def groups_of(sizes):
@@ -91,25 +91,6 @@ def test_the_curve_falls_from_the_smallest_to_the_largest():
     assert points[0].nbytes == 30
     assert points[-1].nbytes == 120
     assert all(a.nats > b.nats and a.nbytes < b.nbytes for a, b in itertools.pairwise(points))
-
-
-@pytest.mark.parametrize(
-    ("text", "bits", "nbytes"),
-    [("4.5bpw", 4.5, None), ("18GB", None, 18 * 10**9), ("17GiB", None, 17 << 30), (".5 mb", None, 500_000),
-     ("1000B", None, 1000)],
-)  # fmt: skip
-def test_sizes_as_people_write_them(text, bits, nbytes):
-    found = parse_target(text)
-    assert (found.bits, found.nbytes) == (bits, nbytes)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "4.5", "3.5", "bpw", "-3GB", "0bpw", "4,5bpw", "18 apples", "1e3GB"]
-)
-def test_what_is_no_size(text):
-    with pytest.raises(UsageError, match="no size") as refused:
-        parse_target(text)
-    assert ("4.5bpw" if text != "3.5" else "3.5bpw") in refused.value.hint
 
 
 def test_rules_mean_their_linears_and_no_others():

@@ -9,10 +9,10 @@ from quantforge.errors import UsageError
 
 _TOKENS: Mapping[str, int] = {"": 1, "k": 1 << 10, "K": 1 << 10, "m": 1 << 20, "M": 1 << 20}
 _DECIMAL = {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BYTES: Mapping[str, float] = {
+BYTES: Mapping[str, float] = {
     **_DECIMAL, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
-_RATES: Mapping[str, float] = {f"{unit}/s": size for unit, size in _BYTES.items()}
+_RATES: Mapping[str, float] = {f"{unit}/s": size for unit, size in BYTES.items()}
 _PRODUCTS: Mapping[str, float] = {"GFLOPS": 1e9, "TFLOPS": 1e12, "PFLOPS": 1e15}
 _MOST = 1e18
 
@@ -33,7 +33,7 @@ def tokens(text: str, option: str) -> int:
 
 def memory(text: str, option: str) -> float:
     """Parse ``24GB`` (24e9 bytes) or ``24GiB`` (25.8e9); errors as `tokens`."""
-    return _parsed(text, _BYTES, option, "bytes with a unit: 24GB (24e9 bytes), 24GiB (25.8e9)")
+    return _parsed(text, BYTES, option, "bytes with a unit: 24GB (24e9 bytes), 24GiB (25.8e9)")
 
 
 def bandwidth(text: str, option: str) -> float:

@@ -1,0 +1,237 @@
+"""Search for a mixture of schemes of a given size, planned from headers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import UsageError
+from quantforge.formats import GGUF, targets
+from quantforge.formats.format_choice import settled
+from quantforge.formats.opening import as_read, open_model
+from quantforge.planning.allocation import Allocated, Allocation
+from quantforge.planning.budgets import Option, Point, solved
+from quantforge.planning.candidates import check_mixed, plans_of, usual
+from quantforge.planning.changed_source import heads_as_asked
+from quantforge.planning.cited_files import cited
+from quantforge.planning.likeness import format_like, size_like
+from quantforge.planning.loader_form import as_loaded
+from quantforge.planning.planned_run import planned_of
+from quantforge.planning.planner import Planned
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.single_experts import single_experts
+from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
+from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.recipe import LayerChoices, Recipe, Rule
+from quantforge.results.source_files import small_files
+from quantforge.settings import Settings
+from quantforge.verbs.given_options import listed
+
+EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSize:
+    """A size that is asked for: a target as it is typed, or a file that is to be matched; one of the two.
+
+    Attributes:
+        target, like: these.
+        candidates: schemes to choose from; those that the format holds in usual widths where there are none.
+        recipe: what is wanted beside the size, without a width.
+    """
+
+    target: str | None
+    like: str | Path | None
+    candidates: str | Sequence[str]
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        if (self.target is None) == (self.like is None):
+            said = "no size is asked for" if self.target is None else "two sizes are asked for"
+            raise UsageError(
+                f"{said}: --target and --like", "give one: --target 3.5bpw, or --like FILE.gguf"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSearch:
+    """A search that can begin, as far as headers tell.
+
+    Attributes:
+        source: the model as `quantize` would read it.
+        before: its small files, by name: size and digest.
+        settings: how it runs, with the files that the recipe cites.
+        wanted: what is asked for beside the size, with its format.
+        target: the size.
+        plans: of each candidate alone, by its scheme.
+        left_out: which usual schemes are no candidates, and why.
+        room: bytes that the linears of blocks may take.
+        planned: returns the plan of a scheme for all of these, with rules before it.
+    """
+
+    source: Checkpoint
+    before: Mapping[str, Any]
+    settings: Settings
+    wanted: Recipe
+    target: SizeTarget
+    plans: Mapping[str, Planned]
+    left_out: Mapping[str, str]
+    allocation: Allocation
+    room: int
+    planned: Callable[..., Planned]
+
+    def found(self, nats: Mapping[str, Sequence[float]], target: str) -> Allocated:
+        """Return the mixture that loses least; ``nats`` are of each linear under each candidate."""
+        choices = self.allocation.options(nats)
+        point, final = self._solved(choices)
+        return Allocated(
+            recipe=self._recipe(point), target=target, left_out=self.left_out, engines=final.plan.engines,
+            memory=memory_use(self.target, final), nbytes=final.plan.output_bytes,
+            **self.allocation.outcome(point, choices),
+        )  # fmt: skip
+
+    def likely(self) -> tuple[Recipe, Planned]:
+        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+
+        Errors are taken to be a quarter with each bit more, everywhere alike.
+        """
+        tables = {name: dict(self.allocation.sizes(place)) for place, name in enumerate(self.plans)}
+        nats = {
+            linear: [weights * 4.0 ** (-8 * tables[name][linear][0] / weights) for name in tables]
+            for linear, (_, weights) in tables[next(iter(tables))].items()
+        }
+        point, final = self._solved(self.allocation.options(nats))
+        return self._recipe(point), final
+
+    def _recipe(self, point: Point) -> Recipe:
+        base, rules = self.allocation.rules_of(point)
+        return replace(self.wanted, scheme=base, rules=(*rules, Rule(EVERY, base)))
+
+    def _solved(self, choices: Sequence[Sequence[Option]]) -> tuple[Point, Planned]:
+        """Return the best choice and its plan; its files, rules in their headers included, are no larger than asked."""
+        room = self.room
+        while True:
+            point = solved(choices, room)
+            base, rules = self.allocation.rules_of(point)
+            found = self.planned(base, *rules)
+            over = found.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
+            if over <= 0:
+                return point, found
+            room -= math.ceil(over)
+
+
+def asked_size(
+    target: str | None, like: str | Path | None, candidates: str | Sequence[str], recipe: RecipeSource,
+    options: RecipeOptions,
+) -> AskedSize | None:  # fmt: skip
+    """Return the size that is asked for beside a recipe, None where none is.
+
+    Raises:
+        UsageError: candidates without a size, two sizes, or a width beside one.
+    """
+    if target is None and like is None:
+        if candidates:
+            raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
+        return None
+    return AskedSize(target, like, candidates, width_left_open(recipe, options))
+
+
+def likely_plan(search: MixtureSearch) -> Planned:
+    """Return the plan of a mixture of a size, with a note on what is measured first."""
+    _, planned = search.likely()
+    rows, names = search.wanted.calibration, [*search.plans]
+    note = (
+        f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
+        f" {len(search.allocation.groups)} groups of linears, on {rows.samples:,} rows of {rows.length:,} tokens,"
+        " forward and backward; which gets which is found then, this is another mixture of that size"
+    )
+    return replace(planned, plan=replace(planned.plan, notes=(note, *planned.plan.notes)))
+
+
+def search_of(
+    model: str | Path, asked: AskedSize, settings: Settings, out: Path | None
+) -> MixtureSearch:
+    """Plan a search, and refuse what headers tell to be impossible.
+
+    Args:
+        model: as of `quantize`.
+        asked: the size, and what is wanted beside it.
+        settings: how it runs.
+        out: of a result that is to be made at once: its name may decide the format.
+
+    Raises:
+        UsageError: the target is no size.
+        RefusedError: it is out of reach, or of another model; the format or the engine takes no mixture.
+    """
+    other, recipe = None, asked.recipe
+    if asked.like is not None:
+        other = open_model(resolve(str(asked.like), settings.offline))
+        if not (recipe.format or recipe.engine):
+            recipe = replace(recipe, format=format_like(other))
+    target = None
+    if asked.target is not None:
+        target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
+    read, own = cited(settled(recipe, out)[0], settings)
+    key = read.format
+    opened = as_read(open_model(resolve(str(model), settings.offline)), own.adapter)
+    source = _as_planned(opened, key, read.engine, read.layers)
+
+    def planned(scheme: str, *rules: Rule) -> Planned:
+        wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
+        return planned_of(source, wanted, None, own)
+
+    given = [(str(one),) for one in listed(asked.candidates, "candidates", '["int4:g128:sym"]')]
+    plans, left_out = plans_of(
+        source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF
+    )  # fmt: skip
+    first = plans[next(iter(plans))]
+    allocation = Allocation(plans, together=key != GGUF)
+    if other is not None:
+        target = size_like(other, first.matched)
+    assert target is not None
+    room = allocation.room(scale_of(target, first), left_out)
+    check_mixed(planned, allocation, [*plans], read.engine)
+    return MixtureSearch(
+        source, small_files(source), own, replace(recipe, format=key), target, plans, left_out, allocation, room,
+        planned,
+    )  # fmt: skip
+
+
+def _as_planned(
+    opened: Checkpoint, key: str, engine: str | None, layers: LayerChoices
+) -> Checkpoint:
+    """Return the view of a source that `quantize` takes by the same recipe."""
+    loaded = as_loaded(opened, key, engine)
+    return heads_as_asked(single_experts(loaded, key, layers), layers.mtp)
+
+
+def width_left_open(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
+    """Return the recipe without a width: what an engine is fast with in one width is not meant here."""
+    engine = options.pop("engine", None)
+    devices = None if engine is None else options.pop("tensor_parallel", None)
+    wanted = build_recipe(recipe, **options)
+    if engine is not None:
+        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
+        targets.target_of(engine)
+    _check(wanted.method, wanted.layers, wanted.guide)
+    return replace(wanted, method=ERROR_FEEDBACK)
+
+
+def _check(method: str, layers: LayerChoices, guide: int) -> None:
+    if method not in {"", ERROR_FEEDBACK}:
+        raise UsageError(
+            f"--method {method}: errors are measured of {ERROR_FEEDBACK} alone",
+            "leave --method out",
+        )
+    if layers.bits or layers.scheme or layers.type or layers.rules:
+        raise UsageError(
+            "a width, a type or rules are given, and the size decides on them",
+            "name --candidates instead, or leave the size out",
+        )
+    if guide:
+        raise UsageError(f"--guide {guide}: errors are measured without it", "leave it out")

@@ -1,0 +1,43 @@
+"""The recipe of a result of a given size: candidates are measured, and a mixture of them is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quantforge.checkpoint.hub import resolve
+from quantforge.execution.progress import phase
+from quantforge.formats.opening import open_model
+from quantforge.planning import naming
+from quantforge.planning.cited_files import cited
+from quantforge.recipe import Recipe
+from quantforge.results.significant import significant
+from quantforge.settings import Settings, check_device
+from quantforge.verbs.asked_result import Variant, check_wanted
+from quantforge.verbs.measured_candidates import measured
+from quantforge.verbs.mixture_search import AskedSize, search_of
+
+
+@contextmanager
+def sized_recipe(
+    model: str | Path, asked: AskedSize, out: Path | None, settings: Settings
+) -> Iterator[Recipe]:
+    """Find the recipe that `allocate` writes. What was measured is kept beside the result until the body ends.
+
+    Raises:
+        QuantForgeError: as `quantforge.verbs.allocate`, and what of the result is refused, before anything is measured.
+    """
+    check_device(settings.device)
+    place = resolve(str(model), settings.offline)
+    with phase("planning", 0.01, "headers of the model"):
+        search = search_of(model, asked, settings, out)
+        likely, own = cited(search.likely()[0], settings)
+        check_wanted(open_model(place), Variant(likely, out), own)
+    beside = (out or naming.place(search.wanted.format, place)).absolute().parent
+    with measured(search, beside, 0.7) as nats:
+        found = search.found(nats, str(asked.target or asked.like))
+        settings.note(
+            f"found: {found.bits:.3g} bits per weight, expected KL {significant(found.nats)}; rounding by that recipe"
+        )
+        yield found.recipe

@@ -1,0 +1,116 @@
+"""A size asked of `quantize`: the bytes of `allocate` and `quantize` by its recipe, in one command that goes on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.execution import candidate_errors
+from quantforge.settings import Settings
+
+DEMO = Path(__file__).parents[3] / "models/demo"
+ROWS = {"samples": 4, "length": 64, "calibration": "builtin"}
+SIZE = {"target": "3.4bpw", "candidates": ("int3:g128:sym", "int4:g128:sym")}
+
+
+def files(directory):
+    return {one.name: one.read_bytes() for one in directory.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def two_commands(tmp_path_factory):
+    place = tmp_path_factory.mktemp("two")
+    verbs.allocate(DEMO, out=place / "mixed.toml", **SIZE, **ROWS)
+    verbs.quantize(DEMO, place / "mixed.toml", place / "out")
+    return files(place / "out")
+
+
+def test_the_same_bytes_as_by_two_commands(two_commands, tmp_path):
+    said = []
+    outcome = verbs.quantize(
+        DEMO, out=tmp_path / "out", settings=Settings(note=said.append), **SIZE, **ROWS
+    )
+    assert files(tmp_path / "out") == two_commands
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert 3.36 < outcome.plan.bits_per_weight <= 3.4
+    assert any("expected KL" in one for one in said)
+
+
+def test_it_goes_on_where_it_was_stopped(two_commands, tmp_path, monkeypatch):
+    """Stopped once between two blocks that are measured, and once when it begins to round."""
+
+    def run():
+        return verbs.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
+
+    original, seen = candidate_errors._of_block, []
+
+    def counted(part, *rest):
+        seen.append(part.index)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return original(part, *rest)
+
+    monkeypatch.setattr(candidate_errors, "_of_block", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["quantforge.verbs.quantize"], "quantize_opened", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run()
+    run()
+    assert seen == [0, 1, 2, 2, 3]
+    assert files(tmp_path / "out") == two_commands
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_plan_says_what_is_measured_first():
+    plan = verbs.plan(DEMO, target="3.4bpw", **ROWS)
+    assert "measured first: what each of 7 schemes" in plan.notes[0]
+    assert "4 rows of 64 tokens" in plan.notes[0]
+    assert 3.35 < plan.bits_per_weight <= 3.4
+    plan, use = verbs.capacity(DEMO, verbs.Load(512), target="16MB@512")
+    assert 0.99 * 0.9 * 16e6 < use.needed() <= 0.9 * 16e6
+
+
+def test_bytes_that_a_token_reads_are_those_of_a_step():
+    candidates = ("int3:g128:sym", "int4:g128:sym")
+    plan, use = verbs.capacity(DEMO, verbs.Load(1), target="3.5MB/token", candidates=candidates)
+    assert 0.995 * 3.5e6 < use.traffic.step_bytes(1) <= 3.5e6
+    assert plan.output_bytes != pytest.approx(3.5e6, rel=1e-4)
+    with pytest.raises(RefusedError, match="above the largest") as refused:
+        verbs.plan(DEMO, target="1GB/token", candidates=candidates)
+    assert refused.value.hint.count("MB/token") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"target": "1bpw"}, RefusedError, "below the smallest"),
+        ({"target": "3.5"}, UsageError, "no size"),
+        ({"target": "3.5bpw", "bits": 4}, UsageError, "the size decides"),
+        ({"target": "3.5bpw", "method": "awq"}, UsageError, "gptq alone"),
+        ({"target": "3.5bpw", "imatrix": "i.gguf"}, UsageError, "--imatrix i.gguf: not while"),
+        ({"target": "3.5bpw", "settings": Settings(join=True)}, UsageError, "--join"),
+        ({"target": "3.5bpw", "like": "x.gguf"}, UsageError, "two sizes"),
+        ({"like": "x.gguf"}, InputError, "no such file"),
+        ({"candidates": ("int4:g64:sym",)}, UsageError, "for which size"),
+    ],
+)
+def test_refusals(options, kind, said, tmp_path):
+    with pytest.raises(kind) as raised:
+        verbs.quantize(DEMO, out=tmp_path / "out", **options)
+    assert said in f"{raised.value} {raised.value.hint}"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    monkeypatch.setattr(candidate_errors, "candidate_errors", None)
+    with pytest.raises(RefusedError, match="exists"):
+        verbs.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]

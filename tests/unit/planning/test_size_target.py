@@ -1,0 +1,79 @@
+"""Sizes as people type them for an allocation, and what they leave for the linears."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantforge.errors import UsageError
+from quantforge.planning.capacity import Load
+from quantforge.planning.size_target import parse_target
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "nbytes"),
+    [("4.5bpw", 4.5, 0), ("18GB", None, 18 * 10**9), ("17GiB", None, 17 << 30), (".5 mb", None, 500_000),
+     ("1000B", None, 1000)],
+)  # fmt: skip
+def test_sizes_as_people_write_them(text, bits, nbytes):
+    found = parse_target(text)
+    assert (found.bits, found.nbytes) == (bits, nbytes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4.5",
+        "3.5",
+        "bpw",
+        "-3GB",
+        "0bpw",
+        "4,5bpw",
+        "18 apples",
+        "1e3GB",
+        "5IB",
+        "0GB@32k",
+        "9" * 400 + "GB",
+        "99999999TB",
+    ],
+)
+def test_what_is_no_size(text):
+    with pytest.raises(UsageError, match="no size") as refused:
+        parse_target(text)
+    assert ("4.5bpw" if text != "3.5" else "3.5bpw") in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes", "load"),
+    [("24GB@32k", 24e9, Load(32768)), ("24GiB@8192", 24 * 2**30, Load(8192)), ("80gb@8x1k", 80e9, Load(1024, 8)),
+     ("24GB@1M", 24e9, Load(1 << 20))],
+)  # fmt: skip
+def test_memory_of_a_device_with_what_it_is_for(text, nbytes, load):
+    found = parse_target(text)
+    assert (found.nbytes, found.load) == (nbytes, load)
+    assert parse_target(text, "fp8", 2).load == Load(load.context, load.batch, "fp8", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("24GB@", "context"), ("24GB@0", "out of range"), ("24GB@32kB", "not understood"), ("24GB@-1", "not understood"),
+     ("24GB@0x32k", "--batch 0"), ("24GB@1.5x32k", "not understood"), ("3bpw@32k", "no context"),
+     ("24GB@9999999999", "out of range")],
+)  # fmt: skip
+def test_what_is_no_memory_for_a_context(text, said):
+    with pytest.raises(UsageError, match=f"--target {text}.*{said}") as refused:
+        parse_target(text)
+    assert refused.value.hint
+
+
+def test_bytes_that_a_token_reads():
+    found = parse_target("4.5GB/token")
+    assert (found.nbytes, found.per_token, found.of_files) == (4.5e9, True, False)
+    for text in ("4bpw/token", "4GB/token@32k", "4GB/s", "0GB/token"):
+        with pytest.raises(UsageError, match="no size"):
+            parse_target(text)
+
+
+def test_a_type_of_cache_belongs_to_memory():
+    with pytest.raises(UsageError, match="--cache fp8"):
+        parse_target("18GB", "fp8")
