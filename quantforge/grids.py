@@ -130,7 +130,7 @@ class Grid:
         superblock: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
-        coarse: whether `gptq` runs twice, the second time with scales fitted to the compensated weights. That pays
+        runs: how often `gptq` runs, after the first time with scales fitted to the compensated weights. That pays
             where codes are few or not evenly spaced; with fine integers it changes next to nothing.
     """
 
@@ -147,7 +147,7 @@ class Grid:
     superblock: Superblock | None = None
     short: str = ""
     scale: ScaleType | None = None
-    coarse: bool = True
+    runs: int = 2
 
     @property
     def free(self) -> bool:
@@ -167,7 +167,9 @@ def words_per_row(columns: int, bits: int) -> int:
 
 def _integer(bits: int) -> Grid:
     packer, minimum = "quantforge.packers.integer", "quantforge.packers.minima"
-    return Grid(bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN), coarse=bits <= 3)
+    return Grid(
+        bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN), runs=2 if bits <= 3 else 1
+    )
 
 
 def _book() -> Grid:
@@ -184,7 +186,8 @@ def _float(short: str = "") -> Grid:
 
 
 def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
-    return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale))
+    runs = 4 if scale is ScaleType.E4M3 else 2
+    return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), runs=runs)
 
 
 _MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"

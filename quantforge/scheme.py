@@ -73,6 +73,11 @@ class Scheme:
         return shared or self.scale in {ScaleType.E4M3, ScaleType.DOUBLE}
 
     @property
+    def divided(self) -> bool:
+        """Return whether all that rows share is one number, under which each has scales of its own."""
+        return self.scale is ScaleType.E4M3
+
+    @property
     def separate(self) -> bool:
         """Return whether each group of each row has parameters of its own, so that it can be fitted alone."""
         alone = self.block is None or self.block.group == self.block.columns
@@ -82,7 +87,7 @@ class Scheme:
     def joint(self) -> bool:
         """Return whether matrices that engines join have to share a parameter, so that they are rounded together."""
         one_scale = isinstance(self.granularity, PerTensor) and not self.integer
-        return one_scale or self.scale is ScaleType.E4M3
+        return one_scale or self.divided
 
     def group_size(self, in_features: int) -> int:
         """Return the number of input columns that share one scale (``in_features`` per row and per tensor)."""

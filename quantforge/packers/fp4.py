@@ -15,7 +15,7 @@ over neighbouring exponents.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
-from quantforge.packers.moments import Refit
+from quantforge.packers.moments import Held, Refit, ScaleMoments
 from quantforge.packers.points import Points
 from quantforge.packers.row_codes import chunks
 from quantforge.packers.scale_search import search_levels
@@ -99,18 +99,25 @@ def fit(
     peak = peaks.amax().clamp(min=torch.finfo(torch.float32).tiny * E4M3_LARGEST)
     divisor = (E4M3_LARGEST * E2M1_LARGEST / (ROOM if search else 1.0) / peak).view(1, 1)
     divisor = divisor.clamp(max=torch.finfo(torch.float32).max)
-    scales = nearest_scales(peaks / E2M1_LARGEST * divisor)
     if search:
-        found = search_levels(
-            groups,
-            scales.float() / divisor,
-            weights,
-            nearest_e2m1,
-            partial(_steps, divisor),
-            FACTORS,
-        )
-        scales = nearest_scales(found * divisor)
-    return {"scales": scales, "divisor": divisor}
+        return {"scales": _searched(groups, divisor, weights), "divisor": divisor}
+    return {"scales": nearest_scales(peaks / E2M1_LARGEST * divisor), "divisor": divisor}
+
+
+def fit_under(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
+) -> dict[str, Tensor]:
+    """Search the ``scales`` of another ``weight`` ``[out, in]`` under the divisor of ``parameters``."""
+    groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+    divisor, weights = parameters["divisor"], importance.view(groups.shape[1:])
+    return {"scales": _searched(groups, divisor, weights), "divisor": divisor}
+
+
+def _searched(groups: Tensor, divisor: Tensor, weights: Tensor | None) -> Tensor:
+    covering = nearest_scales(groups.abs().amax(-1) / E2M1_LARGEST * divisor).float() / divisor
+    stored = partial(_steps, divisor)
+    found = search_levels(groups, covering, weights, nearest_e2m1, stored, FACTORS)
+    return nearest_scales(found * divisor)
 
 
 def encode(
@@ -184,14 +191,43 @@ def _steps_of(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice |
     return power_of_two(chosen)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:  # noqa: ARG001
-    """Return None: rounders call `encode` for every column."""
-    return None
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
+    """Return the values that ``columns`` can take; None of mxfp8: its levels are too many to count thresholds."""
+    if scheme.grid != "nvfp4":
+        return None
+    steps = (parameters["scales"].float() / parameters["divisor"]).T
+    scales = steps[columns // scheme.group_size(0)]
+    none = torch.zeros_like(scales)
+    return Points(scales, none, none, (0, 15), torch.uint8, _table())
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
-    """Return nothing: scales stay as they are fitted."""
-    return ()
+@cache
+def _table() -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table of `Points`, in which a value at a threshold belongs above it."""
+    thresholds = torch.tensor(_THRESHOLDS, dtype=torch.float32)
+    return (
+        thresholds.nextafter(torch.tensor(torch.inf)),
+        torch.tensor(_LEVELS, dtype=torch.float32),
+        torch.tensor(_CODES, dtype=torch.float32),
+    )
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
+    """Return one step of nvfp4: it fits the scale of a group under the divisor; nothing of mxfp8."""
+    if scheme.grid != "nvfp4":
+        return ()
+    return (Refit(scheme.group_size(in_features), _refit),)
+
+
+def _refit(parameters: dict[str, Tensor], held: Held) -> Tensor:
+    divisor = parameters["divisor"][0].double()
+    scales = parameters["scales"][:, held.group]
+    moments, old = ScaleMoments(values_e2m1(held.codes), held), scales / divisor
+    fitted = nearest_scales(moments.fit(old) * divisor).to(scales)
+    gain = moments.gain(old, fitted / divisor)
+    better = gain > 0
+    parameters["scales"][:, held.group] = torch.where(better, fitted, scales)
+    return torch.where(better, gain, 0)
 
 
 def stated(tensor: QuantizedTensor) -> Statement:

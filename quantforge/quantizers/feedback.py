@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -52,12 +53,15 @@ class Solution:
         parameters = rtn.of_rows(self.parameters, rows)
         return Solution(parameters, self.codes[rows], self.errors[rows], self.plain[rows])
 
-    def mixed(self, other: Solution, rows: Tensor) -> Solution:
-        """Return a solution with the ``rows`` (bool ``[out]``) of ``other`` and else of this one, without terms."""
+    def or_better(self, other: Solution, scheme: Scheme) -> Solution:
+        """Return the better of two solutions without terms, of each row where rows share nothing that differs."""
+        if scheme.whole and not scheme.divided:
+            return min(self, other, key=lambda solution: fsum(solution.errors.tolist()))
+        rows = other.errors < self.errors
         choose = rows.unsqueeze(1)
         parameters = {
             key: value
-            if value is other.parameters[key]
+            if torch.equal(value, other.parameters[key])
             else torch.where(choose, other.parameters[key], value)
             for key, value in self.parameters.items()
         }

@@ -353,7 +353,7 @@ def test_a_power_of_two_moves_only_the_scales(power: int) -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", ["int4:g64:sym:f16", "int3:tensor:asym:f32"])
+@pytest.mark.parametrize("scheme", ["int4:g64:sym:f16", "int3:tensor:asym:f32", "nvfp4"])
 def test_the_number_of_threads_changes_nothing(scheme: str) -> None:
     weight, hessian = _matrix(240, 192), _hessian(192)
     before, results = torch.get_num_threads(), []

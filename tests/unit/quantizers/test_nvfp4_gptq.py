@@ -1,0 +1,125 @@
+"""GPTQ into nvfp4: its scales are fitted again under a divisor that stays, and each row has the best of its runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge import grids
+from quantforge.model.statistics import Statistics
+from quantforge.notation import parse
+from quantforge.packers import fp4
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import gptq, rtn, strips
+from quantforge.quantizers.hessian import Objective, factorise
+from quantforge.quantizers.refine import Refinement
+from quantforge.recipe import GptqOptions, Rounding
+
+SCHEME = parse("nvfp4")
+
+
+def problem(rows: int = 48, columns: int = 128) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(2000, 32, generator=generator) @ torch.randn(
+        32, columns, generator=generator
+    )
+    inputs += torch.randn(2000, columns, generator=generator)
+    return torch.randn(rows, columns, generator=generator), inputs.T @ inputs / len(inputs)
+
+
+def goal(hessian: Tensor) -> Objective:
+    return Objective(hessian, float(0.01 * hessian.diagonal().mean()))
+
+
+def rounded(
+    weight: Tensor, hessian: Tensor, refine: int = 2, scales: str = "search"
+) -> QuantizedTensor:
+    rounding = Rounding(scales=scales, gptq=GptqOptions(refine=refine))
+    statistics = Statistics(tokens=2000, hessian=hessian)
+    return gptq.round_shared({"w": weight}, statistics, {"w": SCHEME}, rounding)["w"].tensor
+
+
+def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
+    weight = problem()[0]
+    parameters = fp4.fit(weight, SCHEME)
+    steps = parameters["scales"].float() / parameters["divisor"]
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    weight[:, :14] = torch.cat([middles, -middles]) * steps[:, :1]
+    grid = fp4.points(parameters, SCHEME, torch.arange(128))
+    assert grid is not None
+    assert grid.table is not None
+    thresholds, values, codes = grid.table
+    places = torch.bucketize((weight.T / grid.scales).contiguous(), thresholds, right=True)
+    found = fp4.encode(weight, parameters, SCHEME)
+    assert torch.equal(codes[places].T.to(grid.dtype), found)
+    assert torch.equal((values[places] * grid.scales).T, fp4.decode(found, parameters, SCHEME))
+
+
+def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = problem()
+    found = rounded(weight, hessian)
+    monkeypatch.setattr(strips, "COMPILED_FROM", 1)
+    compiled = rounded(weight, hessian)
+    monkeypatch.setattr(strips, "loops_for", lambda *_: None)
+    plain = rounded(weight, hessian)
+    assert torch.equal(found.codes, compiled.codes)
+    assert torch.equal(found.decode(), compiled.decode())
+    assert float((found.codes == plain.codes).all(1).float().mean()) > 0.8
+
+
+@pytest.mark.parametrize("scales", ["absmax", "search"])
+def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
+    weight, hessian = problem()
+    tensor, objective = rounded(weight, hessian, 0, scales), goal(hessian)
+    before = objective.of_rows(weight - tensor.decode())
+    state = Refinement(weight, objective, SCHEME, tensor.parameters, tensor.codes)
+    gained = state.sweep()
+    after = objective.of_rows(
+        weight - replace(tensor, codes=state.codes, parameters=state.parameters).decode()
+    )
+    assert float(gained.min()) >= 0
+    assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
+    assert float(after.sum()) < 0.95 * float(before.sum())
+    assert torch.equal(state.parameters["divisor"], tensor.parameters["divisor"])
+    changed = state.parameters["scales"].float() != tensor.parameters["scales"].float()
+    assert bool(changed.any())
+
+
+def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
+    weight, hessian = problem()
+    tensor = rtn.quantized({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
+    wanted = tensor.decode()
+    moved = dict(tensor.parameters)
+    moved["scales"] = fp4.nearest_scales(moved["scales"].float() * 1.25)
+    state = Refinement(wanted, goal(hessian), SCHEME, moved, tensor.codes)
+    state.sweep()
+    first = goal(hessian).of_rows(wanted - replace(tensor, parameters=moved).decode())
+    left = goal(hessian).of_rows(
+        wanted - replace(tensor, codes=state.codes, parameters=state.parameters).decode()
+    )
+    assert float(left.sum()) < 0.05 * float(first.sum())
+
+
+def test_each_row_has_the_best_of_all_runs_under_one_divisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hessian = problem()
+    factor = factorise(hessian, 0.01, hessian.diagonal().argsort(descending=True))
+    assert factor is not None
+    found = []
+    for runs in (1, 2, 4):
+        grid = replace(grids.GRIDS["nvfp4"], runs=runs)
+        monkeypatch.setitem(grids.GRIDS, "nvfp4", grid)  # type: ignore[arg-type]
+        found.append(gptq._run("w", weight, factor, SCHEME, Rounding()))
+        tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
+        expected = factor.objective.of_rows(weight - tensor.decode())
+        assert torch.allclose(found[-1].errors, expected, rtol=1e-3)
+        assert torch.equal(tensor.parameters["divisor"], found[0].parameters["divisor"])
+    for before, after in pairwise(found):
+        better = after.errors < before.errors
+        assert bool((after.errors <= before.errors).all())
+        assert 0 < int(better.sum()) < len(weight)
