@@ -101,6 +101,8 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
                 f", {report.figures['kl_predicted']:.4g} predicted from the errors of its tensors"
             )
         console.text(text)
+    for text in report.notes:
+        console.note(text)
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")
