@@ -19,7 +19,7 @@ from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError
 from quantforge.execution.progress import followed
 from quantforge.formats.opening import open_model
-from quantforge.planning.cited_files import check_given
+from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.results.present_names import MODELFILE, present_names
@@ -87,7 +87,7 @@ def reproduce(
             the result, `NAMING` are not compared.
 
     Raises:
-        InputError: no manifest that holds a recipe.
+        InputError: no manifest that holds a recipe, or what it was made with is not given.
         IntegrityError: ``source`` is not the model that the manifest names.
         QuantForgeError: as `quantize`.
     """
@@ -97,6 +97,7 @@ def reproduce(
     )
     recipe = from_toml(document["recipe"], str(path))
     check_given(recipe.calibration, settings)
+    check_adapter_given(recipe.adapter, settings.adapter)
     original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = tuple(document["outputs"])

@@ -63,7 +63,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
 
     Raises:
         InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
-        IntegrityError: the adapter is not the one that the manifest states.
+        IntegrityError: the adapter is not the one that the manifest states, or it states none.
         UsageError: no engine has that name, or the library for signatures is not installed.
     """
     options = options or VerificationOptions()
