@@ -114,6 +114,11 @@ class Report:
         """Return whether the artifact must not be used."""
         return any(strict or item.severity is Severity.ERROR for item in self.findings)
 
+    @property
+    def structure_only(self) -> bool:
+        """Return whether neither a manifest, nor a signature, nor a source says what the bytes should be."""
+        return {"manifest", "signature", "kept-changed"} <= self.skipped.keys()
+
     def document(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the report as plain data (``quantforge.verify/1``)."""
         return {
@@ -123,6 +128,7 @@ class Report:
             "format": self.format,
             "model_type": self.model_type,
             "ok": not self.failed(strict=strict),
+            "structure_only": self.structure_only,
             "findings": [item.to_json() for item in self.findings],
             "checked": [check for check in CHECKS if check not in self.skipped],
             "skipped": self.skipped,

@@ -27,7 +27,7 @@ from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verification.numbers import Numbers
-from quantforge.verification.recorded_source import check_source
+from quantforge.verification.recorded_source import Named, check_source
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
@@ -79,23 +79,25 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
     derive = options.source is not None and (not document or _folds(document))
     artifact = open_artifact(report, derive=derive)
-    if options.source:
-        single = artifact is not None and any(t.expert >= 0 for t in artifact.matched.tensors)
-        derive |= single
-        source = open_source(
-            options.source, stated, options.adapter, one_by_one=single, derive=derive
-        )
     if artifact is None:
+        if options.source:  # what is wrong with it is said all the same
+            open_source(options.source, stated, options.adapter, derive=derive)
         return report
-    if options.source and not check_source(report, artifact, document, options.source):
+    named = check_source(report, artifact, document, options.source) if options.source else None
+    if named is Named.SWAPPED:
         return report
+    if options.source and named is Named.COMPARABLE:
+        single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
+        source = open_source(
+            options.source, stated, options.adapter, one_by_one=single, derive=derive or single
+        )
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)
     check_file_type(report, artifact)
     check_within(report, artifact)
-    if source is None:
+    if options.source is None:
         report.skip("no source was named (--source)", *COMPARED)
-    else:
+    elif source is not None:
         check_side_files(report, artifact, source)
     with phase("running the source" if source and options.forward else "", 0.25):
         observed = _observed(report, artifact, source, options)
