@@ -36,14 +36,12 @@ SCHEMA = "quantforge.manifest/1"
 CALLED = (
     "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
 )
-DECIDING = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "numpy",
-)  # packages whose version may change a byte
+# Packages whose version may change a byte.
+DECIDING = ("torch", "transformers", "tokenizers", "numpy")
 
-_PASSED_ON = ("source", "method", "format", "recipe", "calibration", "base_model", "lineage")
+_PASSED_ON = (
+    "source", "method", "format", "recipe", "calibration", "event_counts", "base_model", "lineage",
+)  # fmt: skip
 
 
 def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:

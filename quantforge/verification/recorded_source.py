@@ -30,7 +30,7 @@ _HEADERS = (
 )
 
 
-class Named(Enum):
+class RecordedAs(Enum):
     """A source that is named, by what manifests record of it."""
 
     COMPARABLE = "the source, or nobody knows"
@@ -49,7 +49,7 @@ class _Recorded:
 
 def check_source(
     report: Report, artifact: Artifact, document: Mapping[str, Any] | None, source: Path
-) -> Named:
+) -> RecordedAs:
     """Report a source that no manifest of the artifact's chain records.
 
     Names do not matter, nor do files beside the weights: a model may have been moved, its card rewritten.
@@ -61,7 +61,7 @@ def check_source(
         source: the source that is named.
 
     Returns:
-        what it is; it is only compared with where it is `Named.COMPARABLE`.
+        what it is; it is only compared with where it is `RecordedAs.COMPARABLE`.
 
     Raises:
         InputError: a file of the source cannot be read.
@@ -74,7 +74,7 @@ def check_source(
         report.add(_CHECK, report.path.name, f"{text} quantforge verify RESULT --source MODEL")
         done = {"manifest", "signature", _CHECK}
         report.skip("result and source are swapped", *(item for item in CHECKS if item not in done))
-        return Named.SWAPPED
+        return RecordedAs.SWAPPED
     if recorded and not _made_of(given, recorded):
         made = " or ".join(f"{one.name} ({_told(one.files)})" for one in recorded)
         text = f"by its manifest it was made from {made}; "
@@ -90,10 +90,10 @@ def check_source(
                 _CHECK, report.path.name, f"{text}: name what it was made from with --source"
             )
             report.skip("the source that is named is another model", *COMPARED[1:])
-            return Named.OTHER
+            return RecordedAs.OTHER
     if not recorded:
         report.skip("no manifest records the digests of a source", _CHECK)
-    return Named.COMPARABLE
+    return RecordedAs.COMPARABLE
 
 
 def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:

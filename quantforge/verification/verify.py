@@ -27,13 +27,15 @@ from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verification.numbers import Numbers
-from quantforge.verification.recorded_source import Named, check_source
+from quantforge.verification.recorded_source import RecordedAs, check_source
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tuned_gains import states_tuning
 from quantforge.verification.zeros import stated_zeros
+
+_ROUNDED_TWICE = frozenset({"requantized", "inexact"})  # events
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,9 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
             open_source(options.source, stated, options.adapter, derive=derive)
         return report
     named = check_source(report, artifact, document, options.source) if options.source else None
-    if named is Named.SWAPPED:
+    if named is RecordedAs.SWAPPED:
         return report
-    if options.source and named is Named.COMPARABLE:
+    if options.source and named is RecordedAs.COMPARABLE:
         single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
         source = open_source(
             options.source, stated, options.adapter, one_by_one=single, derive=derive or single
@@ -120,9 +122,9 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
 
 
 def _twice(document: dict[str, Any] | None) -> bool:
-    """Return whether a manifest says that the source of the artifact was quantized already."""
-    found = document or {}
-    return bool(found.get("lineage")) or "requantized" in found.get("event_counts", {})
+    """Return whether a manifest says that values were rounded twice; an export that is exact rounds none."""
+    events = [item.get("event_counts", {}) for item in chain(document)]
+    return any(not _ROUNDED_TWICE.isdisjoint(counts) for counts in events)
 
 
 def _folds(document: dict[str, Any] | None) -> bool:
