@@ -182,6 +182,15 @@ def placed(out: Path, name: str) -> str:
     return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
 
 
+def set_of(file: Path) -> list[Path]:
+    """Return the paths of all parts of the set of numbered files that one belongs to; of another file, itself."""
+    part = _PART.search(file.name)
+    if part is None:
+        return [file]
+    head, count, end = file.name[: part.start()], part[2], part[3] or ""
+    return [file.with_name(f"{head}-{n:05}-of-{count}{end}") for n in range(1, int(count) + 1)]
+
+
 def side_of(file: Path, suffix: str = SIDE) -> Path:
     """Return the path of a file's manifest, or other ``suffix``; for numbered files, as if they were one file."""
     part = _PART.search(file.name)

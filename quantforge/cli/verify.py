@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +13,10 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.completion import OF_CHOICES, models
 from quantforge.cli.console import Console
+from quantforge.cli.diff import SHOWN
 
 if TYPE_CHECKING:
-    from quantforge.verification.findings import Report
+    from quantforge.verification.findings import Finding, Report
 
 EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
 FAILED = 5
@@ -80,8 +83,8 @@ def verify(
 def _show(console: Console, report: Report, *, strict: bool) -> None:
     """Print the findings for people, and what was not looked at."""
     console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
-    for item in report.findings:
-        console.text(f"{item.severity}: {item.check}: {item.where}: {item.detail}")
+    for line in _listed(report.findings):
+        console.text(line)
     if report.tensors:
         worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
         noisiest = (
@@ -101,10 +104,26 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
                 f", {report.figures['kl_predicted']:.4g} predicted from the errors of its tensors"
             )
         console.text(text)
+    for text in report.notes:
+        console.note(text)
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")
     if report.unsigned:
         console.note(f"not covered by the signature: {', '.join(report.unsigned)}")
     failed = report.failed(strict=strict)
-    console.text(f"{len(report.findings)} finding(s): failed" if failed else "verified")
+    sound = "verified: structure only" if report.structure_only else "verified"
+    console.text(f"{len(report.findings)} finding(s): failed" if failed else sound)
+
+
+def _listed(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield a line for each finding, for each kind at most `SHOWN` and then how many more there are."""
+    met: Counter[str] = Counter()
+    for item in findings:
+        kind = f"{item.severity}: {item.check}"
+        met[kind] += 1
+        if met[kind] <= SHOWN:
+            yield f"{kind}: {item.where}: {item.detail}"
+    for kind, count in met.items():
+        if count > SHOWN:
+            yield f"{kind}: {count - SHOWN} more (--json lists all)"

@@ -57,17 +57,30 @@ def _adapter(options: AdapterOptions, settings: Settings) -> tuple[AdapterOption
     typed = settings.adapter or (Path(options.source) if options.source else None)
     if typed is None:
         return options, settings
-    wanted = "; ".join(digest.replace("  ", " is ") for digest in options.sha256)
-    hint = f"--adapter DIR, of an adapter called {options.source}: SHA-256 {wanted}"
+    hint = adapter_hint(options) if options.sha256 else "check the path"
     if not typed.is_dir():
-        raise InputError(
-            f"--adapter {typed}: no such directory", hint if wanted else "check the path"
-        )
+        raise InputError(f"--adapter {typed}: no such directory", hint)
     found = open_adapter(typed)
     if options.sha256 and options.sha256 != found.digests:
         raise IntegrityError(f"--adapter {typed}: not the adapter that the recipe states", hint)
     name = options.source if options.sha256 else typed.resolve().name
     return AdapterOptions(name, found.digests), replace(settings, adapter=typed)
+
+
+def adapter_hint(options: AdapterOptions) -> str:
+    """Return what to type where a recorded adapter has to be given."""
+    wanted = "; ".join(digest.replace("  ", " is ") for digest in options.sha256)
+    return f"--adapter DIR, of an adapter called {options.source}: SHA-256 {wanted}"
+
+
+def check_adapter_given(stated: AdapterOptions, given: Path | None) -> None:
+    """Refuse a recorded recipe whose adapter is not given: one of its name in the working directory is not looked for.
+
+    Raises:
+        InputError: saying what to give.
+    """
+    if stated.source and given is None:
+        raise InputError(f"it was made with the adapter {stated.source}", adapter_hint(stated))
 
 
 def _importance(options: CalibrationOptions, imatrix: Path | None) -> CalibrationOptions:

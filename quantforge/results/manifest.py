@@ -27,19 +27,21 @@ from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
 from quantforge.results.handed import with_handed
+from quantforge.results.present_names import present_names, recorded_name
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
 SCHEMA = "quantforge.manifest/1"
-DECIDING = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "numpy",
-)  # packages whose version may change a byte
+CALLED = (
+    "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
+)
+# Packages whose version may change a byte.
+DECIDING = ("torch", "transformers", "tokenizers", "numpy")
 
-_PASSED_ON = ("source", "method", "format", "recipe", "calibration", "base_model", "lineage")
+_PASSED_ON = (
+    "source", "method", "format", "recipe", "calibration", "event_counts", "base_model", "lineage",
+)  # fmt: skip
 
 
 def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
@@ -209,11 +211,8 @@ def with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
         what = f"{place}: it is damaged, or no manifest of quantforge"
     else:
         what = f"{result}: no {place.name} {'in' if result.is_dir() else 'beside'} it, which would hold its recipe"
-        lone = [
-            one
-            for one in place.parent.glob(f"*{SIDE}")
-            if not one.with_name(one.name.removesuffix(SIDE)).exists()
-        ]
+        beside = place.parent.glob(f"*{SIDE}")
+        lone = [one for one in beside if not one.with_name(one.name.removesuffix(SIDE)).exists()]
         if lone and not result.is_dir():
             otherwise = f"beside it lies {lone[0].name}, whose file is missing: if it is this one, rename it back"
     raise InputError(what, otherwise, file=str(place))
@@ -222,7 +221,8 @@ def with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
 def read(result: Path) -> dict[str, Any] | None:
     """Return the manifest of a directory or of a file, or None when it has none that can be read.
 
-    Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there.
+    Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there; those of
+    a file that was renamed with its manifest have their present names, and `CALLED` is there.
     """
     path = place_of(result)
     try:
@@ -239,4 +239,10 @@ def read(result: Path) -> dict[str, Any] | None:
     events, outputs = data.get("events", ()), data["outputs"].values()
     if any(event.keys() != _EVENT or event["kind"] not in KINDS for event in events):
         return None
-    return data if all(entry.keys() == _FILE.keys() for entry in outputs) else None
+    if not all(entry.keys() == _FILE.keys() for entry in outputs):
+        return None
+    data.pop(CALLED, None)
+    called = "" if result.is_dir() else recorded_name(data["outputs"], result)
+    if called not in {"", side_of(result, "").name}:
+        data |= {"outputs": present_names(data["outputs"], result, called), CALLED: called}
+    return data

@@ -121,6 +121,14 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
     return {**body, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, digest).urn}
 
 
+def bill_name(document: Mapping[str, Any]) -> str:
+    """Return the name of the result that a bill of materials states, "" where it states none."""
+    found: Any = document
+    for key in ("metadata", "component", "name"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
 def _files(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"type": "file", "name": name, "hashes": [{"alg": "SHA-256", "content": entry["sha256"]}]}

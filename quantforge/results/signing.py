@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -26,10 +26,11 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.results.manifest import MUTABLE, read
+from quantforge.results.manifest import MUTABLE, read, sha256
 from quantforge_files.roles import KEY, FileRole
 from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
 
+_SHOWN = 5  # names of files of a kind
 _HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
 
 
@@ -89,8 +90,34 @@ def check_signature(result: Path, public_key: Path) -> list[str]:
         with _copied(data) as checked:
             verifier.verify(result if result.is_dir() else result.parent, checked)
     except Exception as error:  # of the library, its cryptography and its containers
-        raise IntegrityError(f"{place}: {error}", file=str(place)) from error
+        why = _otherwise(result, listed(place, data)) or f"it is not by the key {public_key}"
+        raise IntegrityError(f"{place}: {why}", file=str(place)) from error
     return sorted(_present(result) - {*names, place.name})
+
+
+def _otherwise(result: Path, signed: Mapping[str, str]) -> str:
+    """Say which files are not as a signature lists them: changed, missing, added; "" where all are."""
+    root = result if result.is_dir() else result.parent
+    missing = [name for name in sorted(signed) if not (root / name).is_file()]
+    changed = [
+        name for name in sorted(signed) if name not in missing and not _is(root, name, signed[name])
+    ]
+    here = _present(result) if result.is_dir() else set()
+    added = sorted(here - {*signed} - unsigned(result.name, one_file=False))
+    told = {"changed since": changed, "missing": missing, "not signed": added}
+    parts = [
+        f"{what}: {', '.join(names[:_SHOWN])}" + (" ..." if len(names) > _SHOWN else "")
+        for what, names in told.items() if names
+    ]  # fmt: skip
+    return f"the files are not those that were signed ({'; '.join(parts)})" if parts else ""
+
+
+def _is(root: Path, name: str, digest: str) -> bool:
+    """Return whether a file has a digest; not where it may not be read as part of the result."""
+    try:
+        return sha256(root / name, root) == digest
+    except InputError:
+        return False
 
 
 def _present(result: Path) -> set[str]:
@@ -147,9 +174,8 @@ def _keys(key: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the library and its cryptography
-        what = str(error).split(".", maxsplit=1)[0][:100]
         raise InputError(
-            f"{key}: no {kind} in PEM without a password, of a curve P-256, P-384 or P-521 ({what})",
+            f"{key}: no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken",
             _HINT,
             file=str(key),
         ) from error

@@ -17,6 +17,7 @@ from quantforge.execution.journal import recorded_fingerprint
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
+from quantforge.results.present_names import MODELFILE
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.publish import source_of
 from quantforge.results.signing import signature_of
@@ -84,7 +85,7 @@ def _is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
 def _is_what_is_asked(document: Mapping[str, Any], stage: Stage, settings: Settings) -> bool:
     """Return whether a result has the files beside it that the settings ask for."""
     names = tuple(document["outputs"])
-    beside = {STATEMENT: settings.provenance, ".Modelfile": settings.modelfile}
+    beside = {STATEMENT: settings.provenance, MODELFILE: settings.modelfile}
     return all(
         not asked or any(name.endswith(ending) for name in names)
         for ending, asked in beside.items()

@@ -13,23 +13,26 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError
 from quantforge.execution.progress import followed
 from quantforge.formats.opening import open_model
-from quantforge.planning.cited_files import check_given
+from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
-from quantforge.results.provenance import BILL, STATEMENT
+from quantforge.results.present_names import MODELFILE, present_names
+from quantforge.results.provenance import BILL, STATEMENT, bill_name
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
+from quantforge_files.roles import MANIFEST
 
 SCHEMA = "quantforge.reproduce/1"
-NAMING = (BILL, STATEMENT, ".Modelfile")  # files that say what the result is called
+NAMING = (BILL, STATEMENT, MODELFILE)  # files that say what the result is called
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def reproduce(
             the result, `NAMING` are not compared.
 
     Raises:
-        InputError: no manifest that holds a recipe.
+        InputError: no manifest that holds a recipe, or what it was made with is not given.
         IntegrityError: ``source`` is not the model that the manifest names.
         QuantForgeError: as `quantize`.
     """
@@ -94,20 +97,21 @@ def reproduce(
     )
     recipe = from_toml(document["recipe"], str(path))
     check_given(recipe.calibration, settings)
+    check_adapter_given(recipe.adapter, settings.adapter)
     original = resolve(str(source), settings.offline)
     check_same(document.get("source", {}).get("files", {}), open_model(original))
     stated = tuple(document["outputs"])
     settings = replace(
         settings,
         provenance=any(name.endswith(STATEMENT) for name in stated),
-        modelfile=not path.is_dir() and any(name.endswith(".Modelfile") for name in stated),
+        modelfile=not path.is_dir() and any(name.endswith(MODELFILE) for name in stated),
     )
     with followed(settings.progress):
         if keep is not None:
             quantize(source, recipe, keep, settings)
             return _compared(path, document, Path(keep))
         with TemporaryDirectory(prefix="quantforge-") as directory:
-            out = Path(directory) / side_of(path, "").name  # of the whole, not of a part
+            out = Path(directory) / _called(path, document)
             quantize(source, recipe, out, settings)
             return _compared(path, document, out)
 
@@ -115,18 +119,18 @@ def reproduce(
 def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
     again = manifest.read(out)
     assert again is not None
-    own = [side_of(place, "") for place in (path, out)]
-    naming = () if own[0].name == own[1].name else NAMING
-    stems = ["" if place.is_dir() else place.stem for place in own]
+    naming = () if side_of(out, "").name == _called(path, then) else NAMING
     root = path if path.is_dir() else path.parent
     outputs = {
         name: entry for name, entry in then["outputs"].items() if name not in manifest.MUTABLE
     }
     left_out = tuple(sorted(name for name in outputs if name.endswith(naming))) if naming else ()
     lying = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
+    made = again["outputs"]
+    made = made if path.is_dir() else present_names(made, path, side_of(out, "").name)
     found = {
-        stems[0] + name.removeprefix(stems[1]): entry["sha256"]
-        for name, entry in again["outputs"].items()
+        name: entry["sha256"]
+        for name, entry in made.items()
         if name not in manifest.MUTABLE and not (naming and name.endswith(naming))
     }
     names = sorted(lying.keys() | found.keys())
@@ -143,6 +147,15 @@ def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
             if before.get(key) != now.get(key)
         },
     )
+
+
+def _called(path: Path, document: Mapping[str, Any]) -> str:
+    """Return the name that a result had when it was made, as far as it is known: of the whole, not of a part."""
+    present, bill = side_of(path, "").name, document["outputs"].get(BILL)
+    if bill is None or _digest(path / BILL, path) != bill["sha256"]:
+        return str(document.get(manifest.CALLED, present))
+    name = bill_name(read_object(path / BILL, MANIFEST, path))
+    return name if Path(name).name == name else present
 
 
 def _digest(path: Path, root: Path) -> str:

@@ -12,7 +12,7 @@ from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.planning.cited_files import check_given
+from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source
@@ -50,6 +50,7 @@ def quantize_again(
             max_shard_bytes=wanted.max_shard_bytes,
         )  # fmt: skip
         check_given(again.calibration, settings)
+        check_adapter_given(again.adapter, settings.adapter)
         return quantize_opened(original, again, out, settings)
     if not requantize:
         raise RefusedError(

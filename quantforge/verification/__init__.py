@@ -17,6 +17,7 @@ In this folder:
     kept_tensors     Comparison of a tensor that is stored as it is with the source's: equal but for its type
     limits           Limits on what an artifact may lose, in units of plain rounding: one row for each width of codes
     numbers          Every tensor of an artifact: readable, finite
+    own_groups       Groups that a matrix was rounded in, where its format repeats their scales for shorter ones
     predicted        The source with noise: every quantized weight is off by as much as in the artifact
     ranges           Ranges that calibration measured: of static inputs, and of keys and values in the cache
     recorded_source  The source that is named against the one that manifests record

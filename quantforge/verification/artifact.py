@@ -124,7 +124,9 @@ def open_source(
     """
     document = manifest.read(path)
     had = StatedChanges.of(document)
-    checkpoint = open_plain_source(path, None if stated_adapter(document).source else adapter)
+    merged = stated_adapter(document)
+    had_adapter = merged is not None and bool(merged.source)
+    checkpoint = open_plain_source(path, None if had_adapter else adapter)
     form = detect(checkpoint.config)
     stored = _headers(checkpoint)
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}

@@ -79,6 +79,7 @@ class Report:
         format, model_type: what it is, as far as it could be read.
         findings: what is wrong.
         skipped: checks that were not made, with the reason.
+        notes: what is no fault, but worth knowing: of names.
         unsigned: files that a signature which was checked does not cover.
         tensors: figures of each quantized tensor.
         tuned: modules that carry factors which no manifest records and which cancel: no fault, but worth knowing.
@@ -91,6 +92,7 @@ class Report:
     model_type: str = ""
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     unsigned: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
@@ -112,6 +114,11 @@ class Report:
         """Return whether the artifact must not be used."""
         return any(strict or item.severity is Severity.ERROR for item in self.findings)
 
+    @property
+    def structure_only(self) -> bool:
+        """Return whether neither a manifest, nor a signature, nor a source says what the bytes should be."""
+        return {"manifest", "signature", "kept-changed"} <= self.skipped.keys()
+
     def document(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the report as plain data (``quantforge.verify/1``)."""
         return {
@@ -121,9 +128,11 @@ class Report:
             "format": self.format,
             "model_type": self.model_type,
             "ok": not self.failed(strict=strict),
+            "structure_only": self.structure_only,
             "findings": [item.to_json() for item in self.findings],
             "checked": [check for check in CHECKS if check not in self.skipped],
             "skipped": self.skipped,
+            "notes": self.notes,
             "unsigned": self.unsigned,
             "tensors": self.tensors,
             "tuned": self.tuned,

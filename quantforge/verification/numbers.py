@@ -25,6 +25,7 @@ from quantforge.verification.findings import Report, Severity
 from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
 from quantforge.verification.limits import excesses
+from quantforge.verification.own_groups import own_groups
 from quantforge.verification.ranges import SIBLINGS, wrong_input
 from quantforge.verification.tuned_gains import beyond_tuning, tuned_offset
 from quantforge.verification.zeros import Zeros, differs
@@ -53,7 +54,7 @@ class Numbers:
             artifact: whose tensors are looked at.
             source: what they are compared with.
             inputs: what its linears read, as far as that is known.
-            twice: it was made of a quantized model, so that too much noise is a warning only.
+            twice: it was rounded twice, so that too much noise is a warning only.
             zeros: those that the manifest states; with any, no factors are looked for.
             tuned: gains of norms were tuned, likewise.
         """
@@ -177,7 +178,7 @@ class Numbers:
         if inputs is not None and module in factors.columns:
             inputs = inputs / factors.columns[module]
         scattered = found.scheme.granularity == PerGroup(1)
-        scheme = layout.scheme.weight if scattered else found.scheme
+        scheme = layout.scheme.weight if scattered else own_groups(found)
         self._judge(tensor, found, scheme, target, inputs)
 
     def _check_input(

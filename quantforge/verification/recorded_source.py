@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact
+from quantforge.verification.artifact import COMPARED, Artifact
 from quantforge.verification.findings import CHECKS, Report
 from quantforge.verification.stated_changes import chain
 
@@ -27,6 +28,14 @@ _WEIGHTS = (".safetensors", ".gguf")  # endings of files of weights
 _HEADERS = (
     4  # times those of the files that are there: what the headers of the same tensors take at most
 )
+
+
+class RecordedAs(Enum):
+    """A source that is named, by what manifests record of it."""
+
+    COMPARABLE = "the source, or nobody knows"
+    OTHER = "another model"
+    SWAPPED = "made from the artifact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class _Recorded:
 
 def check_source(
     report: Report, artifact: Artifact, document: Mapping[str, Any] | None, source: Path
-) -> bool:
+) -> RecordedAs:
     """Report a source that no manifest of the artifact's chain records.
 
     Names do not matter, nor do files beside the weights: a model may have been moved, its card rewritten.
@@ -52,7 +61,7 @@ def check_source(
         source: the source that is named.
 
     Returns:
-        whether to compare with it: not where the source was made from the artifact.
+        what it is; it is only compared with where it is `RecordedAs.COMPARABLE`.
 
     Raises:
         InputError: a file of the source cannot be read.
@@ -65,7 +74,7 @@ def check_source(
         report.add(_CHECK, report.path.name, f"{text} quantforge verify RESULT --source MODEL")
         done = {"manifest", "signature", _CHECK}
         report.skip("result and source are swapped", *(item for item in CHECKS if item not in done))
-        return False
+        return RecordedAs.SWAPPED
     if recorded and not _made_of(given, recorded):
         made = " or ".join(f"{one.name} ({_told(one.files)})" for one in recorded)
         text = f"by its manifest it was made from {made}; "
@@ -76,10 +85,15 @@ def check_source(
             )
             report.warn(_CHECK, report.path.name, text)
         else:
-            report.add(_CHECK, report.path.name, f"{text}the weights of {name} are others")
+            text += f"the weights of {name} are others, and nothing else is compared with them"
+            report.add(
+                _CHECK, report.path.name, f"{text}: name what it was made from with --source"
+            )
+            report.skip("the source that is named is another model", *COMPARED[1:])
+            return RecordedAs.OTHER
     if not recorded:
         report.skip("no manifest records the digests of a source", _CHECK)
-    return True
+    return RecordedAs.COMPARABLE
 
 
 def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:

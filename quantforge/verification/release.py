@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.publish_file import set_of, side_of
 from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError, IntegrityError
 from quantforge.results import manifest
@@ -35,12 +35,12 @@ def check_release(report: Report) -> dict[str, Any] | None:
         report.add("manifest", place.name, f"is no manifest of the kind {manifest.SCHEMA}")
         return None
     _compare(report, stated, path.parent if path.is_file() else path)
-    if path.is_dir():
-        present = {str(item.relative_to(path)) for item in FILES.below(path)}
-        for name in sorted(
-            present - set(stated) - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
-        ):
-            report.add("manifest", name, "is not listed in the manifest")
+    if called := document.get(manifest.CALLED):
+        report.notes.append(
+            f"the manifest calls {side_of(path, '').name} by another name: {called}"
+        )
+    for name in sorted(_present(path) - set(stated)):
+        report.add("manifest", name, "is not listed in the manifest")
     return document
 
 
@@ -59,6 +59,14 @@ def check_signed(report: Report, key: Path | None) -> None:
         report.unsigned = check_signature(report.path, key)
     except IntegrityError as error:
         report.add("signature", place.name, error.message)
+
+
+def _present(path: Path) -> set[str]:
+    """Return the names of the files of a release that a manifest lists: of a file, that and the parts of its set."""
+    if path.is_dir():
+        there = {str(item.relative_to(path)) for item in FILES.below(path)}
+        return there - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
+    return {path.name, *(one.name for one in set_of(path) if one.exists())}
 
 
 def _compare(report: Report, stated: Mapping[str, Any], root: Path) -> None:

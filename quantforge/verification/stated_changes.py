@@ -14,8 +14,9 @@ from quantforge.checkpoint.fewer_experts import FACT as EXPERTS
 from quantforge.checkpoint.fewer_experts import Removed, from_text
 from quantforge.checkpoint.fewer_heads import FACT as HEADS
 from quantforge.checkpoint.prepared import RUNNING
-from quantforge.errors import InputError, IntegrityError
+from quantforge.errors import IntegrityError
 from quantforge.formats.sources.adapter import open_adapter
+from quantforge.planning.cited_files import adapter_hint, check_adapter_given
 from quantforge.quantizers import source_transforms
 from quantforge.recipe import AdapterOptions, from_toml
 
@@ -64,25 +65,36 @@ def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         document = document.get("lineage")
 
 
-def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions:
-    """Return the adapter that a result has had, by the last recipe in its manifest and those that it passes on."""
-    for item in chain(document):
-        recipe = item.get("recipe")
-        if isinstance(recipe, str) and recipe:
-            return from_toml(recipe, "the recipe of its manifest").adapter
-    return AdapterOptions()
+def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
+    """Return the adapter that a result has had, by the recipes of its manifest and of those that it passes on.
+
+    Returns:
+        the last one; options that name none where the recipes have none, None where there is no recipe.
+    """
+    recipes = [item.get("recipe") for item in chain(document)]
+    found = [
+        from_toml(recipe, "the recipe of its manifest").adapter
+        for recipe in recipes if isinstance(recipe, str) and recipe
+    ]  # fmt: skip
+    return next((one for one in found if one.source), found[0] if found else None)
 
 
 def check_adapter(document: Mapping[str, Any] | None, adapter: Path | None) -> None:
-    """Refuse a comparison without the adapter that the manifest of a result states, or with another.
+    """Refuse a comparison without the adapter that the recipe of a result states, with another, or with one too many.
+
+    Without a recipe nothing is known of adapters, and any may be given.
 
     Raises:
         InputError: none is given.
-        IntegrityError: it is another.
+        IntegrityError: it is another, or the recipe states none.
     """
     stated = stated_adapter(document)
-    hint = f"--adapter DIR, of {stated.source}: SHA-256 {'; '.join(stated.sha256)}"
-    if stated.source and adapter is None:
-        raise InputError(f"it was made with the adapter {stated.source}", hint)
+    if stated is None:
+        return
+    check_adapter_given(stated, adapter)
+    if adapter is not None and not stated.source:
+        text = f"--adapter {adapter}: by its manifest it was made without an adapter"
+        raise IntegrityError(text, "leave --adapter out")
     if stated.sha256 and adapter is not None and open_adapter(adapter).digests != stated.sha256:
-        raise IntegrityError(f"--adapter {adapter}: not the adapter that it was made with", hint)
+        text = f"--adapter {adapter}: not the adapter that it was made with"
+        raise IntegrityError(text, adapter_hint(stated))

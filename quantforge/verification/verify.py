@@ -27,13 +27,15 @@ from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verification.numbers import Numbers
-from quantforge.verification.recorded_source import check_source
+from quantforge.verification.recorded_source import RecordedAs, check_source
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tuned_gains import states_tuning
 from quantforge.verification.zeros import stated_zeros
+
+_ROUNDED_TWICE = frozenset({"requantized", "inexact"})  # events
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
 
     Raises:
         InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
-        IntegrityError: the adapter is not the one that the manifest states.
+        IntegrityError: the adapter is not the one that the manifest states, or it states none.
         UsageError: no engine has that name, or the library for signatures is not installed.
     """
     options = options or VerificationOptions()
@@ -79,23 +81,25 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
     derive = options.source is not None and (not document or _folds(document))
     artifact = open_artifact(report, derive=derive)
-    if options.source:
-        single = artifact is not None and any(t.expert >= 0 for t in artifact.matched.tensors)
-        derive |= single
-        source = open_source(
-            options.source, stated, options.adapter, one_by_one=single, derive=derive
-        )
     if artifact is None:
+        if options.source:  # what is wrong with it is said all the same
+            open_source(options.source, stated, options.adapter, derive=derive)
         return report
-    if options.source and not check_source(report, artifact, document, options.source):
+    named = check_source(report, artifact, document, options.source) if options.source else None
+    if named is RecordedAs.SWAPPED:
         return report
+    if options.source and named is RecordedAs.COMPARABLE:
+        single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
+        source = open_source(
+            options.source, stated, options.adapter, one_by_one=single, derive=derive or single
+        )
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)
     check_file_type(report, artifact)
     check_within(report, artifact)
-    if source is None:
+    if options.source is None:
         report.skip("no source was named (--source)", *COMPARED)
-    else:
+    elif source is not None:
         check_side_files(report, artifact, source)
     with phase("running the source" if source and options.forward else "", 0.25):
         observed = _observed(report, artifact, source, options)
@@ -118,9 +122,9 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
 
 
 def _twice(document: dict[str, Any] | None) -> bool:
-    """Return whether a manifest says that the source of the artifact was quantized already."""
-    found = document or {}
-    return bool(found.get("lineage")) or "requantized" in found.get("event_counts", {})
+    """Return whether a manifest says that values were rounded twice; an export that is exact rounds none."""
+    events = [item.get("event_counts", {}) for item in chain(document)]
+    return any(not _ROUNDED_TWICE.isdisjoint(counts) for counts in events)
 
 
 def _folds(document: dict[str, Any] | None) -> bool:

@@ -253,7 +253,8 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
     documents = [manifest.read(place) or {} for place in (quantized, first, second)]
     assert (
         documents[1]["lineage"].keys()
-        == {"source", "method", "recipe", "calibration", "format"} & documents[0].keys()
+        == {"source", "method", "recipe", "calibration", "format", "event_counts"}
+        & documents[0].keys()
     )
     for document, earlier in zip(documents[1:], documents, strict=False):
         assert all(document["lineage"][key] == earlier[key] for key in document["lineage"])

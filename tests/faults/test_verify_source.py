@@ -15,7 +15,7 @@ from quantforge.results.manifest import NAME
 from quantforge.verbs.export import export
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import VerificationOptions, verify
-from tests.runs import quantize, recipe
+from tests.runs import command, quantize, recipe
 
 
 def look(path: Path, source: Path) -> Report:
@@ -49,6 +49,7 @@ def test_another_source_is_an_error_that_names_both(tiny, tmp_path, near):
     (text,) = sources(report := look(out, near))
     assert f"made from {source.name} (SHA-256 " in text
     assert "the weights of near are others" in text
+    assert "name what it was made from with --source" in text
     assert len(report.findings) == 1
     assert report.failed()
     assert not look(out, source).findings
@@ -146,6 +147,46 @@ def test_an_export_has_what_it_was_made_from_and_the_origin(tiny, tmp_path, near
     (text,) = sources(look(blocks, near))
     assert "made from q (SHA-256 " in text
     assert f" or {source.name} (SHA-256 " in text
+
+
+def test_nothing_else_is_compared_with_another_model(tiny, tmp_path):
+    out = made(tiny("llama-wide"), tmp_path / "q")
+    for other in ("llama", "qwen2"):
+        report = look(out, tiny(other))
+        assert [item.check for item in report.findings] == ["source"]
+        assert report.skipped["noise"] == "the source that is named is another model"
+        assert "source" not in report.skipped
+        assert not report.tensors
+    manifest_of_it = out / NAME
+    manifest_of_it.unlink()
+    assert len(look(out, tiny("llama")).findings) > 1  # nobody said what it was made from
+
+
+def test_each_kind_of_finding_is_listed_up_to_a_number(tiny, tmp_path, capsys):
+    out = made(tiny("llama-wide"), tmp_path / "q")
+    document = json.loads((out / NAME).read_text())
+    gone = {f"gone-{n:02}": {"bytes": 1, "sha256": "0"} for n in range(25)}
+    (out / NAME).write_text(json.dumps(document | {"outputs": document["outputs"] | gone}))
+    found = command(capsys, "verify", out, "--no-forward")
+    assert found.code == 5
+    assert found.out.count("error: manifest: gone-") == 20
+    assert "error: manifest: 5 more (--json lists all)\n25 finding(s): failed" in found.out
+    every = json.loads(command(capsys, "verify", out, "--no-forward", "--json").out)["findings"]
+    assert len(every) == 25
+
+
+def test_without_manifest_and_source_only_the_structure_is_verified(tiny, tmp_path, capsys):
+    source, out = tiny("llama-wide"), made(tiny("llama-wide"), tmp_path / "q")
+    options = ("--no-forward", "-q")
+    assert command(capsys, "verify", out, *options).out.endswith("\nverified\n")
+    (out / NAME).unlink()
+    alone = command(capsys, "verify", out, *options)
+    assert (alone.code, alone.out.splitlines()[-1]) == (0, "verified: structure only")
+    compared = command(capsys, "verify", out, "--source", source, *options)
+    assert compared.out.endswith("\nverified\n")
+    for more, only in (((), True), (("--source", source), False)):
+        ended = command(capsys, "verify", out, "--no-forward", "--json", *more)
+        assert json.loads(ended.out)["structure_only"] is only
 
 
 def test_a_source_that_was_made_from_the_artifact_is_said_once(tiny, tmp_path):

@@ -9,6 +9,7 @@ from ``usage`` where the server sends it, and the tokens of a piece then share i
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -88,16 +89,15 @@ class _Sender:
         try:
             async with session.get(f"{self._url}/models") as answer:
                 listed = [str(one["id"]) for one in (await answer.json())["data"]]
-        except (
-            aiohttp.ClientError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            TimeoutError,
-        ) as error:
+        except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
             raise InputError(
-                f"{self._url}/models: {error!r:.200}", "the address of a server up to /v1"
+                _unreached(self._url, error), "start the server, or give its address up to /v1"
+            ) from error
+        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+            own = self._url.endswith("/v1")
+            raise InputError(
+                f"{self._url}/models: what answers there lists no models as OpenAI's API does",
+                "the address of a server up to /v1" if own else f"--url {self._url}/v1",
             ) from error
         if self._model and self._model not in listed:
             raise InputError(
@@ -121,8 +121,10 @@ class _Sender:
                     waited.error = f"status {answer.status}: {(await answer.text()):.120}"
                 else:
                     await self._read(answer.content, waited)
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-            waited.error = f"{error!r:.120}"
+        except (aiohttp.ClientConnectionError, OSError, TimeoutError) as error:
+            waited.error = _unreached(self._url, error)
+        except (aiohttp.ClientError, ValueError, AttributeError, KeyError, TypeError):
+            waited.error = "its stream is not that of OpenAI's API, or broke off"
         self._finished += 1
         self._follow(self._finished)
 
@@ -143,6 +145,21 @@ class _Sender:
             if usage:
                 tokens = int(usage["completion_tokens"])
         waited.times = spread(pieces, tokens or len(pieces))
+
+
+def _unreached(url: str, error: Exception) -> str:
+    """Say why a server was not reached."""
+    import aiohttp
+
+    if isinstance(error, TimeoutError):
+        return f"{url} does not answer in time"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"{url}: there is no such host"
+    if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
+        return f"nothing listens at {url}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{url}: {error.strerror}"
+    return f"{url} closed the connection"
 
 
 def spread(pieces: Sequence[float], tokens: int) -> list[float]:

@@ -145,7 +145,10 @@ def test_equal_to_peft(tiny: Tiny, tmp_path: Path, family: str, options: dict[st
 
 
 def test_from_plan_to_reproduce(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
     place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
@@ -163,8 +166,10 @@ def test_from_plan_to_reproduce(
     with pytest.raises(InputError, match="made with the adapter tuned"):
         verify(out, VerificationOptions(model))
     assert reproduce(out, model, Settings(adapter=place)).differing == ()
-    with pytest.raises(InputError, match="adapter tuned: no such directory"):
+    monkeypatch.chdir(tmp_path)  # where a directory of its name lies
+    with pytest.raises(InputError, match="made with the adapter tuned") as refused:
         reproduce(out, model, Settings())
+    assert "--adapter DIR, of an adapter called tuned: SHA-256" in refused.value.hint
     other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
     with pytest.raises(IntegrityError, match="not the adapter"):
         reproduce(out, model, Settings(adapter=other))
@@ -174,6 +179,33 @@ def test_from_plan_to_reproduce(
     with_it = json.loads(command(capsys, "eval", model, out, "--adapter", place, *options).out)
     without = json.loads(command(capsys, "eval", model, out, *options).out)
     assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
+
+
+def test_an_adapter_is_given_where_the_recipes_say_so(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out, file = tiny("llama-wide"), tmp_path / "q", tmp_path / "q.gguf"
+    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj",)))
+    quantize(model, out, recipe(scheme="int4:g32:sym"))
+    verbs.export(out, out=file, format="gguf")
+    blocks = tmp_path / "b.gguf"
+    quantize(model, blocks, recipe(format="gguf", type="Q8_0", scales="absmax"))
+    for result in (out, file, blocks):
+        with pytest.raises(IntegrityError, match="by its manifest it was made without an adapter"):
+            verify(result, VerificationOptions(model, adapter=place))
+    ended = command(capsys, "verify", file, "--source", model, "--adapter", place)
+    assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
+    (out / manifest.NAME).unlink()  # nobody says what it was made with
+    assert verify(out, VerificationOptions(model, adapter=place, forward=False)).tensors
+    verbs.export(out, out=tmp_path / "of-it.gguf", format="gguf")
+    assert verify(tmp_path / "of-it.gguf", VerificationOptions(model, adapter=place)).tensors
+    merged = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
+    quantize(model, tmp_path / "m", merged)
+    verbs.export(tmp_path / "m", out=tmp_path / "m.gguf", format="gguf")
+    for result in (tmp_path / "m", tmp_path / "m.gguf"):
+        assert not verify(result, VerificationOptions(model, adapter=place)).findings
+        with pytest.raises(InputError, match="made with the adapter tuned"):
+            verify(result, VerificationOptions(model))
 
 
 def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(

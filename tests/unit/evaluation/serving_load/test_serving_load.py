@@ -150,8 +150,9 @@ def test_stream_on_an_engine():
 class Server:
     """A server of the completions API that answers so many tokens, some of them in one piece, or fails."""
 
-    def __init__(self, fail=(), piece=1):
+    def __init__(self, fail=(), piece=1, *, other=False, closes=False):
         self.fail, self.piece, self.bodies = set(fail), piece, []
+        self.other, self.closes = other, closes
 
     def __enter__(self):
         self.loop = asyncio.new_event_loop()
@@ -169,11 +170,13 @@ class Server:
         from aiohttp import web
 
         async def models(_):
-            return web.json_response({"data": [{"id": "fake"}]})
+            return web.json_response({"models": []} if self.other else {"data": [{"id": "fake"}]})
 
         async def completions(request):
             body = await request.json()
             self.bodies.append(body)
+            if len(self.bodies) - 1 in self.fail and self.closes:
+                request.transport.close()
             if len(self.bodies) - 1 in self.fail:
                 return web.Response(status=503, text="busy")
             answer = web.StreamResponse()
@@ -220,8 +223,17 @@ def test_servers_that_are_none():
     one = [TimedRequest(0.0, (1,), 1)]
     with pytest.raises(UsageError):
         serve_there("127.0.0.1:8000", "", one)
-    with pytest.raises(InputError, match="models"):
-        serve_there("http://127.0.0.1:9/v1", "", one)
+    with pytest.raises(InputError, match=r"^nothing listens at http://127\.0\.0\.1:9$"):
+        serve_there("http://127.0.0.1:9", "", one)
+    with Server() as url, pytest.raises(InputError, match="lists no models as OpenAI") as refused:
+        serve_there(url.removesuffix("/v1"), "", one)
+    assert refused.value.hint == f"--url {url}"
+    with Server(other=True) as url, pytest.raises(InputError, match="lists no models") as refused:
+        serve_there(url, "", one)
+    assert refused.value.hint == "the address of a server up to /v1"
+    with Server(fail={1}, closes=True) as url:
+        (waited,) = serve_there(url, "", one)
+    assert waited.error == f"{url} closed the connection"
     with Server() as url, pytest.raises(InputError, match="fake"):
         serve_there(url, "other", one)
     with Server(fail={0}) as url, pytest.raises(InputError, match="503"):

@@ -1,0 +1,148 @@
+"""A result that was renamed or moved: its manifest speaks of what it lies beside, and of no neighbour."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantforge.verbs.reproduce import reproduce
+from quantforge.verification.findings import Report
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.runs import command, quantize, recipe
+
+SIDE = ".quantforge.json"
+BLOCKS = {"format": "gguf", "type": "Q4_0"}
+
+
+def copied(file: Path, new: Path, *, beside: tuple[str, ...] = ()) -> Path:
+    """Return a copy of a file, or set, under another name, with its manifest and what else is named."""
+    new.parent.mkdir(exist_ok=True)
+    if file.exists():
+        shutil.copy(file, new)
+    for part in file.parent.glob(f"{file.stem}-*-of-*{file.suffix}"):
+        shutil.copy(part, new.with_name(new.stem + part.name.removeprefix(file.stem)))
+    for ending in (SIDE, *beside):
+        shutil.copy(f"{file}{ending}", f"{new}{ending}")
+    return new
+
+
+def damaged(file: Path) -> Path:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def look(path: Path, source: Path | None = None) -> Report:
+    return verify(path, VerificationOptions(source, forward=False))
+
+
+def files(report: Report) -> list[tuple[str, str]]:
+    return [(one.where, one.detail) for one in report.findings if one.check == "manifest"]
+
+
+CHANGED = "its SHA-256 is not that of the manifest"
+
+
+@pytest.fixture
+def result(tiny, tmp_path):
+    out = tmp_path / "q" / "m-Q4_0.gguf"
+    out.parent.mkdir()
+    quantize(tiny("llama"), out, recipe(**BLOCKS), provenance=True)
+    return out
+
+
+ALL = (".provenance.intoto.json", ".bom.cdx.json")
+
+
+@pytest.mark.parametrize("name", ["My-Q4_0.gguf", "blob"])
+def test_a_renamed_file_is_what_its_manifest_speaks_of(result, tmp_path, tiny, name):
+    alone = copied(result, tmp_path / "rn" / name, beside=ALL)
+    report = look(alone, tiny("llama"))
+    assert not report.findings
+    assert report.notes == [f"the manifest calls {name} by another name: m-Q4_0.gguf"]
+    assert report.document()["notes"] == report.notes
+    assert not look(result).notes
+    # The neighbour is whole: nothing of that makes up for a byte of this one, nor the other way round.
+    beside = damaged(copied(result, result.with_name(name), beside=ALL))
+    assert files(look(beside)) == [(name, CHANGED)]
+    assert not files(look(result))
+    damaged(result)
+    assert not files(look(copied(alone, result.with_name(f"2{name}"), beside=ALL)))
+
+
+def test_what_lies_beside_it_goes_by_its_present_name(result, tmp_path):
+    renamed = copied(result, result.with_name("My.gguf"))
+    missing = files(look(renamed))
+    assert missing == [
+        (f"My.gguf{one}", "is listed in the manifest and missing") for one in sorted(ALL)
+    ]
+
+
+def test_a_note_says_so_to_people(result, tmp_path, capsys):
+    renamed = copied(result, tmp_path / "rn" / "My.gguf", beside=ALL)
+    found = command(capsys, "verify", renamed, "--no-forward")
+    assert found.code == 0
+    assert "by another name: m-Q4_0.gguf" in found.err
+
+
+def test_a_set_of_numbered_files_is_renamed_as_one(tiny, tmp_path):
+    out = tmp_path / "q.gguf"
+    quantize(tiny("llama"), out, recipe(**BLOCKS, max_shard_bytes=20000))
+    parts = sorted(tmp_path.glob("q-*-of-*.gguf"))
+    assert len(parts) > 1
+    copied(out, tmp_path / "rn.gguf")
+    first, *_, last = sorted(tmp_path.glob("rn-*-of-*.gguf"))
+    assert not look(first).findings
+    assert look(first).notes
+    assert files(look(damaged(last))) == [(last.name, CHANGED)]
+    assert [one for one, _ in files(look(first))] == [last.name]
+    assert not look(parts[0]).findings
+
+
+def test_a_file_that_the_manifest_does_not_list_is_an_error(tiny, tmp_path, result):
+    """Nothing is verified by a manifest that lists nothing, or only some parts of a set."""
+    place = Path(f"{result}{SIDE}")
+    document = json.loads(place.read_text())
+    document["outputs"] = {}
+    place.write_text(json.dumps(document))
+    assert files(look(result)) == [(result.name, "is not listed in the manifest")]
+    out = tmp_path / "s.gguf"
+    quantize(tiny("llama"), out, recipe(**BLOCKS, max_shard_bytes=20000))
+    place, (first, *_, last) = Path(f"{out}{SIDE}"), sorted(tmp_path.glob("s-*-of-*.gguf"))
+    document = json.loads(place.read_text())
+    del document["outputs"][last.name]
+    place.write_text(json.dumps(document))
+    assert files(look(first)) == [(last.name, "is not listed in the manifest")]
+
+
+def test_a_renamed_file_is_reproduced_and_no_neighbour(result, tmp_path, tiny):
+    renamed = copied(result, result.with_name("My.gguf"), beside=ALL)
+    assert reproduce(renamed, tiny("llama")).differing == ()
+    damaged(renamed)
+    made = reproduce(renamed, tiny("llama"))
+    assert (made.differing, made.edited) == (("My.gguf",), ("My.gguf",))
+    kept = reproduce(renamed, tiny("llama"), keep=tmp_path / "other.gguf")
+    assert kept.left_out == tuple(f"My.gguf{one}" for one in sorted(ALL))
+    assert kept.differing == ("My.gguf",)
+
+
+def test_a_renamed_directory_is_verified_and_reproduced(tiny, tmp_path):
+    out, moved = tmp_path / "q", tmp_path / "elsewhere"
+    quantize(tiny("llama"), out, recipe(), provenance=True)
+    out.rename(moved)
+    assert not look(moved, tiny("llama")).findings
+    assert reproduce(moved, tiny("llama")).differing == ()
+
+
+def test_a_renamed_source_is_the_source(tiny, tmp_path):
+    plain = tmp_path / "plain.gguf"
+    quantize(tiny("llama"), plain, recipe(format="gguf", type="F16"))
+    out = tmp_path / "q"
+    quantize(plain, out, recipe(scheme="int4:g32:sym", scales="absmax"))
+    moved = copied(plain, tmp_path / "rn" / "other.gguf")
+    assert not look(out, moved).findings
+    assert reproduce(out, moved).differing == ()

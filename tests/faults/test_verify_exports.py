@@ -1,0 +1,71 @@
+"""Exports against the source: judged in the groups of what they restate, more softly if rounded twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge.verbs.export import export
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.runs import quantize, recipe
+
+OTHER = "model.layers.0.mlp.up_proj.weight"
+
+
+def look(path: Path, source: Path) -> Report:
+    return verify(path, VerificationOptions(source, forward=False))
+
+
+def exported(source: Path, place: Path, scheme: str, form: str) -> Path:
+    """Return the export of a result, beside it."""
+    out = place / "q"
+    quantize(source, out, recipe(scheme=scheme, scales="absmax"))
+    file = place / ("e.gguf" if form == "gguf" else "e")
+    export(out, out=file, format=form)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [("int4:channel:sym", "gguf"), ("int8:tensor:sym", "gguf"), ("int4:channel:sym", "awq")],
+)
+def test_scales_that_are_repeated_are_judged_as_the_one_that_they_were(
+    tiny, tmp_path, scheme, form
+):
+    source = tiny("llama-wide")
+    report = look(exported(source, tmp_path, scheme, form), source)
+    assert report.findings == []
+    assert max(row["over_rounding"] for row in report.tensors) < 2
+
+
+def test_too_much_noise_is_an_error_but_where_values_were_rounded_twice(tiny, tmp_path):
+    source, other = tiny("llama-wide"), tmp_path / "other"
+    file = exported(source, tmp_path, "int4:g32:sym", "gguf")
+    shutil.copytree(source, other)
+    tensors = load_file(other / "model.safetensors")
+    value = tensors[OTHER].float()
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+    tensors[OTHER] = (value + 0.4 * value.std() * noise).to(tensors[OTHER].dtype)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    place = Path(f"{file}.quantforge.json")
+    document: dict[str, Any] = json.loads(place.read_text())
+    for one in (document, document["lineage"]):
+        one["source"]["files"] = {}  # no digest says that it is another model
+        assert one["event_counts"] == {}
+
+    def severity() -> set[Severity]:
+        place.write_text(json.dumps(document))
+        return {one.severity for one in look(file, other).findings if one.check == "noise"}
+
+    assert severity() == {Severity.ERROR}
+    for one, kind in ((document, "inexact"), (document["lineage"], "requantized")):
+        one["event_counts"] = {kind: 1}
+        assert severity() == {Severity.WARNING}
+        one["event_counts"] = {}
