@@ -54,9 +54,9 @@ def asked(work: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     found: list[int] = []
     check = Stage.check_space
 
-    def noted(stage: Stage, needed: int) -> None:
+    def noted(stage: Stage, needed: int, *hint: str) -> None:
         found.append(needed)
-        check(stage, needed)
+        check(stage, needed, *hint)
 
     with monkeypatch.context() as patch:
         patch.setattr(Stage, "check_space", noted)
