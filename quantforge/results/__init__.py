@@ -3,7 +3,7 @@
 In this folder:
 
     card          The model card of a directory: what hubs list it by, and what a person wants to know before loading it
-    card_figures  Measured figures in a card
+    card_figures  Delimited parts of ``README.md`` that may change after the result is made: figures
     front_matter  Front matter of a card: the fields by which the hub lists a model, written by the hub's own library
     handed        Weight files that a command has taken: a manifest lists them as if they were there
     manifest      The manifest: what went in, what was done, what came out

@@ -95,6 +95,7 @@ def _files(folder: Path, models: Iterable[Path]) -> list[Path]:
 
 def write_folder_card(
     folder: Path, divergence: Mapping[str, float], source: Checkpoint, base: str = "", only: Iterable[Path] = (),
+    repository: str = "",
 ) -> None:  # fmt: skip
     """Make the card of a folder, or renew what it says of the files; the rest of a card stays.
 
@@ -105,6 +106,7 @@ def write_folder_card(
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.
+        repository: on the hub, to which the folder is uploaded; "" where that is not known.
 
     Raises:
         InputError: a card that is there has no part for files.
@@ -125,7 +127,8 @@ def write_folder_card(
     plan, document = known[shown][0], documents[shown]
     about = format_of(plan.format).ABOUT
     chat = any(name.startswith("chat_template") for name in side_data(open_model(shown)))
-    content = files_part(files, context, snippets(about, plan.engines, shown.name, chat=chat))
+    code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
+    content = files_part(files, context, code)
     place = folder / CARD
     if place.exists():
         text = _replaced(place, folder, content)

@@ -338,7 +338,7 @@ def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
         "ex-mine.txt",
     ):
         (tmp_path / name).touch()
-    said = upload(tmp_path / "ex.gguf", "ex.gguf")
+    said = upload(tmp_path / "ex.gguf")
     patterns = shlex.split(said.partition("hf ")[2])
     chosen = [two for one, two in pairwise(patterns) if one == "--include"]
     taken = {path.name for path in tmp_path.iterdir() for one in chosen if fnmatch(path.name, one)}
