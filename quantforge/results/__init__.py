@@ -2,6 +2,7 @@
 
 In this folder:
 
+    adapters      Adapters that were merged into a model on the way to a result
     card          The model card of a directory: what hubs list it by, and what a person wants to know before loading it
     card_figures  Delimited parts of ``README.md`` that may change after the result is made: figures
     front_matter  Front matter of a card: the fields by which the hub lists a model, written by the hub's own library

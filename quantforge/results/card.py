@@ -17,6 +17,7 @@ from quantforge.events import KINDS
 from quantforge.formats import format_of
 from quantforge.formats.loading import snippets
 from quantforge.plans import Action, Plan
+from quantforge.results.adapters import adapter_name, stated_adapters
 from quantforge.results.card_figures import (
     EMPTY_FIGURES,
     EMPTY_INDEX,
@@ -43,7 +44,9 @@ def model_card(
         chat: whether the result has a chat template.
     """
     about = format_of(plan.format).ABOUT
-    fields = front_matter(base, about.library, [plan.format], carried_fields(source_card))
+    fields = front_matter(
+        base, about.library, [plan.format], carried_fields(source_card), tuned=bool(stated_adapters(document)),
+    )  # fmt: skip
     lines = [
         "---", fields, EMPTY_INDEX, "---", "",
         f"# {title(plan, document)}", "",
@@ -84,7 +87,7 @@ def title(plan: Plan, document: Mapping[str, Any]) -> str:
     made = first(document)
     name = cell(str(made.get("source", {}).get("model")).rpartition("/")[2])
     done = f" quantized by {cell(str(made.get('method')))}" if _rounded(plan, made) else ""
-    return f"{name}{done} ({plan.format})"
+    return f"{name}{_merged(document, name_only=True)}{done} ({plan.format})"
 
 
 def _rounded(plan: Plan, made: Mapping[str, Any]) -> bool:
@@ -92,10 +95,19 @@ def _rounded(plan: Plan, made: Mapping[str, Any]) -> bool:
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:
-    """Return the original model: a link to the hub, or the name that it had."""
+    """Return the original model, by a link to the hub or the name that it had, and what was merged into it."""
+    named = code(str(first(document).get("source", {}).get("model")))
     if base:
-        return f"[{base}](https://huggingface.co/{base})"
-    return code(str(first(document).get("source", {}).get("model")))
+        named = f"[{base}](https://huggingface.co/{base})"
+    return f"{named}{_merged(document)}"
+
+
+def _merged(document: Mapping[str, Any], *, name_only: bool = False) -> str:
+    """Return which adapters were merged into a model, in words that stand after its name; "" where none was."""
+    found = stated_adapters(document)
+    if name_only:
+        return "".join(f" with {cell(adapter_name(said))}" for said in found)
+    return "".join(f" with the adapter {code(said)} merged into it" for said in found)
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -147,7 +159,8 @@ def steps(document: Mapping[str, Any]) -> Iterator[str]:
             done = f"quantized by {code(str(told.get('method')))} into {form}"
         else:
             done = f"exported to {form}, which restates its numbers"
-        yield f"{number}. {code(str(source.get('model')))}{revision}: {done}"
+        alone = {"source": source}  # what was merged in this step
+        yield f"{number}. {code(str(source.get('model')))}{revision}{_merged(alone)}: {done}"
 
 
 def _calibration(document: Mapping[str, Any]) -> Iterator[str]:

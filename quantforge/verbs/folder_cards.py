@@ -23,6 +23,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
+from quantforge.results.adapters import adapter_name, stated_adapters
 from quantforge.results.card import cell, first, origin
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
@@ -135,8 +136,12 @@ def write_folder_card(
     else:
         named = base_model(base, document, source.config)
         stated = first(document).get("source", {}).get("model")
-        title = f"{named.rpartition('/')[2] or cell(str(stated))} ({plan.format})"
-        fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
+        merged = stated_adapters(document)
+        words = [named.rpartition("/")[2] or cell(str(stated))]
+        words += [f"with {cell(adapter_name(said))}" for said in merged]
+        title = f"{' '.join(words)} ({plan.format})"
+        carried = carried_fields(source.card)
+        fields = front_matter(named, about.library, [plan.format], carried, tuned=bool(merged))
         text = new_card(fields, title, origin(document, named), content)
     save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)
 
