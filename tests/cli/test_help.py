@@ -327,6 +327,12 @@ def test_a_prompt_before_its_model_is_noticed(
     assert "comes first" not in told.err
 
 
+def test_the_page_of_the_command_line_has_a_row_for_every_verb() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    told = {verb for row in rows for verb in re.findall(r"`(\w+)", row)}
+    assert {command.name for command in app.registered_commands} - told == set()
+
+
 def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
     """No pattern takes another file in."""
     for name in (
