@@ -11,7 +11,7 @@ from typing import Any
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import UsageError
-from quantforge.formats import GGUF, targets
+from quantforge.formats import GGUF, format_of, targets
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.allocation import Allocated, Allocation
@@ -89,11 +89,28 @@ class MixtureSearch:
         """Return the mixture that loses least; ``nats`` are of each linear under each candidate."""
         choices = self.allocation.options(nats)
         point, final = self._solved(choices)
+        told = self.allocation.outcome(point, choices)
+        bits = {name: found[1] for name, found in told["uniform"].items()}
         return Allocated(
             recipe=self._recipe(point), target=target, left_out=self.left_out, engines=final.plan.engines,
-            memory=memory_use(self.target, final), nbytes=final.plan.output_bytes,
-            **self.allocation.outcome(point, choices),
+            memory=memory_use(self.target, final), nbytes=final.plan.output_bytes, least=self._least(final, bits),
+            **told,
         )  # fmt: skip
+
+    def _least(self, final: Planned, bits: Mapping[str, float]) -> dict[str, float]:
+        """Return the least bits of a mixture that an engine loads, for those that do not load the final one."""
+        key = str(self.wanted.format)
+        known = format_of(key).ABOUT.engines
+        found = {}
+        for engine in (one.engine for one in final.plan.engines if not one.loads):
+            taken = [
+                name
+                for name, one in self.plans.items()
+                if any(one.engine == engine and one.loads for one in one.plan.engines)
+            ]
+            if key in targets.candidates(engine) and not known[engine].mixture and len(taken) > 1:
+                found[engine] = min(bits[name] for name in taken)
+        return found
 
     def likely(self) -> tuple[Recipe, Planned]:
         """Return a mixture of the size that is asked for, and its plan, before anything is measured.
