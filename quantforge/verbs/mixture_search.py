@@ -11,12 +11,12 @@ from typing import Any
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import UsageError
-from quantforge.formats import GGUF, format_of, targets
+from quantforge.formats import GGUF, targets
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import Option, Point, solved
-from quantforge.planning.candidates import check_mixed, plans_of, usual
+from quantforge.planning.candidates import check_mixed, least_bits, plans_of, usual
 from quantforge.planning.changed_source import heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.likeness import format_like, size_like
@@ -93,24 +93,10 @@ class MixtureSearch:
         bits = {name: found[1] for name, found in told["uniform"].items()}
         return Allocated(
             recipe=self._recipe(point), target=target, left_out=self.left_out, engines=final.plan.engines,
-            memory=memory_use(self.target, final), nbytes=final.plan.output_bytes, least=self._least(final, bits),
+            memory=memory_use(self.target, final), nbytes=final.plan.output_bytes,
+            least=least_bits(str(self.wanted.format), self.plans, final, bits),
             **told,
         )  # fmt: skip
-
-    def _least(self, final: Planned, bits: Mapping[str, float]) -> dict[str, float]:
-        """Return the least bits of a mixture that an engine loads, for those that do not load the final one."""
-        key = str(self.wanted.format)
-        known = format_of(key).ABOUT.engines
-        found = {}
-        for engine in (one.engine for one in final.plan.engines if not one.loads):
-            taken = [
-                name
-                for name, one in self.plans.items()
-                if any(one.engine == engine and one.loads for one in one.plan.engines)
-            ]
-            if key in targets.candidates(engine) and not known[engine].mixture and len(taken) > 1:
-                found[engine] = min(bits[name] for name in taken)
-        return found
 
     def likely(self) -> tuple[Recipe, Planned]:
         """Return a mixture of the size that is asked for, and its plan, before anything is measured.
