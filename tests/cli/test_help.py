@@ -168,7 +168,11 @@ HINTS = [
     (["quantize", "x", "--low_gpu_mem_usage"], "--activations disk"),
     (["quantize", "x", "--local-files-only"], "--offline"),
     (["quantize", "x", "--quant", "Q4_K_M"], "--type Q4_K_M"),
-    (["quantize", "x", "--group_size", "64"], "--scheme"),
+    (["quantize", "x", "--group_size", "64"], "--scheme, e.g. int4:g64:sym"),
+    (["quantize", "x", "--group-size=64", "--bits", "8"], "--scheme, e.g. int8:g64:sym"),
+    (["quantize", "x", "--g", "32"], "--scheme, e.g. int4:g32:sym"),
+    (["plan", "x", "--vram", "8GB"], "--memory SIZE"),
+    (["bench", "x", "--concurrency", "8"], "--rows N"),
     (["quantize", "x", "--nsamples", "4"], "'--samples'"),
     (["quantize", "x", "--seqlen", "4"], "--length"),
     (["quantize", "x", "--dataset", "c4"], "--calibration"),
@@ -261,7 +265,7 @@ def test_no_word_of_a_library_reaches_a_person(
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
         command(capsys, "help", verb).out
-        for verb in ("quantize", "export", "eval", "generate", "bench", "serve")
+        for verb in ("plan", "quantize", "export", "eval", "generate", "bench", "serve")
     )
     for said in hints.OPTIONS.values():
         if said.startswith("-"):
@@ -325,6 +329,17 @@ def test_a_prompt_before_its_model_is_noticed(
     assert f"hint: quantforge generate {model} 'Explain json.'" in ended.err
     told = command(capsys, "generate", "nowhere", "Explain json.")
     assert "comes first" not in told.err
+
+
+def test_a_misspelt_model_is_answered_with_its_neighbour_and_not_said_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in (["deom", "hi"], ["./deom", "hi"]):
+        ended = command(capsys, "generate", *words)
+        assert "hint: did you mean 'demo'?" in ended.err
+        assert "loading" not in ended.err
 
 
 def test_the_page_of_the_command_line_has_a_row_for_every_verb() -> None:
