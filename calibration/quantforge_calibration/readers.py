@@ -161,7 +161,7 @@ def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:
     if "messages" in fields:
         return SourceError(
             f"{where} holds chat messages and no text in '{column}'",
-            "set chat_template = true under [calibration] to render them",
+            "to render them: --chat-template, or chat_template = true under [calibration] of a recipe",
         )
     return SourceError(
         f"{where} has no text in '{column}'; its fields are: {', '.join(fields)[:200]}",

@@ -9,6 +9,7 @@ not in the cache is an error that says what to type, never an empty result.
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run
@@ -57,15 +58,27 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
                 f"{model}: no such directory; a run that makes it has not ended",
                 "type the command that was interrupted again: it goes on",
             )
-        raise InputError(
-            f"{model}: {_missing(model)}", "give a directory, or org/name[@revision] of the hub"
-        )
+        raise InputError(f"{model}: {_missing(model)}", _near(model) or _GIVE)
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
+
+
+_GIVE = "give a directory, or org/name[@revision] of the hub"
 
 
 def _missing(name: str) -> str:
     """Return that there is no such thing, of the kind that its name tells."""
     return f"no such {'file' if Path(name).suffix.lower() in _FILES else 'directory'}"
+
+
+def _near(model: str) -> str:
+    """Return the name beside it that a missing one is most like, as a question; "" where there is none."""
+    place = Path(model)
+    try:
+        there = [one.name for one in place.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    close = get_close_matches(place.name, there, 1, cutoff=0.7)
+    return f"did you mean '{place.with_name(close[0])}'?" if close else ""
 
 
 def _unfinished(path: Path) -> bool:

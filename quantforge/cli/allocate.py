@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -136,3 +137,17 @@ def _show(console: Console, found: Allocated) -> None:
         ("engine", "loads", "why"),
         [(v.engine, "yes" if v.loads else "no", v.reason) for v in found.engines],
     )
+    console.text()
+    console.wrapped(_loaded(found))
+
+
+def _loaded(found: Allocated) -> str:
+    """Return which engines load the recipe's mixture, and what to ask for so that others load one."""
+    loading = [one.engine for one in found.engines if one.loads]
+    said = f"loaded by {', '.join(loading) or 'none of these'}"
+    least: dict[float, list[str]] = {}
+    for engine, bits in found.least.items():
+        least.setdefault(math.ceil(100 * bits) / 100, []).append(f"--for {engine}")
+    for bits, engines in least.items():
+        said += f"; {' or '.join(engines)} takes what that engine loads mixed, from --target {bits:g}bpw on"
+    return said

@@ -113,7 +113,7 @@ class Console:
         if self.terminal and needed > self.width:
             columns = folded(columns, self.width)
         for column, side in zip(columns, aligned, strict=True):
-            drawn.add_column(Text(column.header), justify=side, overflow="fold")
+            drawn.add_column(Text(column.head), justify=side, overflow="fold")
         for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
             best = ["bold" if index in column.best else "" for column in columns]
             drawn.add_row(*map(Text, row, best))

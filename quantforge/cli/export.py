@@ -121,4 +121,4 @@ def _show(console: Console, result: Exported) -> None:
     list_events(console, result.events)
     for note in result.notes:
         console.note(placed(note, out))
-    console.note(upload(out, result.name))
+    console.note(upload(out))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quantforge.checkpoint.hub import is_hub_name, resolve
 from quantforge.cli import options
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
@@ -82,8 +83,7 @@ def generate(
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    if prompt is not None:
-        _check_order(model, prompt)
+    _check_order(model, prompt or "")
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
         needing = "--json, --compare and -n need a PROMPT"
@@ -96,6 +96,7 @@ def generate(
         )
         raise UsageError(f"--compare and {other}", "leave one out")
     _check_effect(given, draft, draft_tokens, as_json=as_json)
+    _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
     settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
@@ -133,6 +134,13 @@ def _check_effect(given: dict[str, Any], draft: str, draft_tokens: int, *, as_js
         raise UsageError("--draft-tokens: nothing is guessed without --draft", "add --draft ngram")
     if given["include_stop"] and not given.get("stop"):
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
+
+
+def _check_there(*models: str) -> None:
+    """Refuse models that are nowhere, before one is said to load; errors as `resolve`."""
+    for one in models:
+        if not is_hub_name(one.partition("@")[0]):
+            resolve(one)
 
 
 def _check_order(model: str, prompt: str) -> None:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 
 VERBS: Mapping[str, str] = {
@@ -37,7 +38,8 @@ VERBS: Mapping[str, str] = {
 YES, NO = {"yes", "true", "on"}, {"no", "false", "off"}  # of flags
 OPTIONS: Mapping[str, str] = {
     "wbits w-bit w-bits bit nbits num-bits q-bits qbits load-in-4bit load-in-8bit": "--bits N",
-    "q-group-size group-size groupsize group sym asym zero-point q-mode": "--scheme, e.g. int4:g128:sym",
+    "q-group-size group-size groupsize group g": "--scheme, e.g. int4:g128:sym",
+    "sym asym zero-point q-mode": "--scheme, e.g. int4:g128:sym",
     "quant quantization outtype ftype qtype preset": "--type for GGUF, e.g. --type Q4_K_M; --scheme otherwise",
     "algorithm algo quant-method q-method": "--method",
     "output-format save-format to export-to": "--format",
@@ -68,6 +70,8 @@ OPTIONS: Mapping[str, str] = {
     "iters lr minmax-lr": "nothing: no rounding is learned here; without --method what measured best is taken",
     "static-groups true-sequential": "a recipe file: `quantforge recipes balanced-4bit` prints one to start from",
     "double-quant bnb-4bit-use-double-quant bnb-4bit-quant-type": "--scheme, e.g. nf4:g64:sym:double",
+    "vram gpu-memory vram-size device-memory": "--memory SIZE",
+    "concurrency max-concurrency num-concurrent max-num-seqs": "--rows N",
     "max-shard-size split-max-size shard-size": "--max-shard-bytes N",
     "allow-requantize": "`quantforge export FILE --type Q4_K_M --requantize`",
     "leave-output-tensor": "--head keep",
@@ -109,7 +113,13 @@ def for_verb(word: str, known: Collection[str]) -> str:
     return f"verbs: {', '.join(known)}"
 
 
-def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+def for_option(
+    word: str,
+    verb: str,
+    known: Collection[str],
+    elsewhere: Mapping[str, str],
+    typed: Sequence[str] = (),
+) -> str:
     """Return what to type in place of an option that the verb has not.
 
     Args:
@@ -117,6 +127,7 @@ def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[
         verb: the verb.
         known: the options of the verb.
         elsewhere: which verbs have an option, by the option.
+        typed: the whole line; the size of groups that was typed is said again in a scheme.
     """
     if word in elsewhere:
         return f"it is an option of {elsewhere[word]}"
@@ -125,11 +136,23 @@ def for_option(word: str, verb: str, known: Collection[str], elsewhere: Mapping[
     said = [one for words, one in OPTIONS.items() if bare in words.split()]
     said = [one for one in said if not one.startswith("-") or re.split("[ ,]", one)[0] in known]
     if said and (not close or said[0].startswith("nothing: ")):
+        size, bits = _value(word, typed), _value("--bits", typed) or "4"
+        if "g128" in said[0] and size.isdecimal():
+            return f"here it is {said[0].replace('int4:g128', f'int{bits}:g{size}')}"
         return f"here it is {said[0]}"
     close = close or get_close_matches(f"--{bare}", known, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"`quantforge help {verb}` lists what it takes"
+
+
+def _value(option: str, typed: Sequence[str]) -> str:
+    """Return what was typed for an option, "" for nothing."""
+    for word, following in pairwise((*typed, "")):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else following
+    return ""
 
 
 def typed_option(short: str, typed: Sequence[str]) -> str:

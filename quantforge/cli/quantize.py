@@ -155,25 +155,23 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     console.note(
         UNREAD if unread else f"next: quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
     )
-    console.note(upload(out, plan.name))
+    console.note(upload(out))
 
 
-def upload(out: Path, name: str) -> str:
+def upload(out: Path) -> str:
     """Return how a result is published on the hub: a directory as it is, of a file what belongs to it.
 
-    Args:
-        out: the result.
-        name: that its plan gives it, which becomes that of the repository.
+    The repository is called as the result is; of a file, as the result without its type.
     """
     if not format_of_name(out):
-        said = f"to publish it: hf upload ORG/{repository_name(name)} {shlex.quote(str(out))} ."
+        said = f"to publish it: hf upload ORG/{repository_name(out.name)} {shlex.quote(str(out))} ."
         if (manifest.read(out) or {}).get("base_model"):
             return said
         return f"{said}\nits card names no base_model: --base-model ORG/NAME states one"
     weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"
     extra = [text for text in (f"{out.stem}.Modelfile",) if out.with_name(text).exists()]
     chosen = (f"--include {shlex.quote(text)}" for text in (weights, f"{out.name}.*", *extra))
-    repository = repository_name(f"{Path(name).stem}-GGUF")
+    repository = repository_name(f"{out.stem}-GGUF")
     place = shlex.quote(str(out.parent))
     return f"to publish it: hf upload ORG/{repository} {place} . {' '.join(chosen)}"
 

@@ -42,7 +42,8 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
                 flag: ", ".join(filter(None, (others.get(flag), name))) for flag in _flags(one)
             }
         return UsageError(
-            f"{verb} has no option {option}", hints.for_option(str(option), verb, known, others)
+            f"{verb} has no option {option}",
+            hints.for_option(str(option), verb, known, others, arguments),
         )
     if kind == "BadOptionUsage":
         return _valueless(group.commands[verb], str(option), arguments, more)

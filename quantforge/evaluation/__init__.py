@@ -27,6 +27,7 @@ In this folder:
     requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
     speed              Speed: time to the first token, time per further token at several batch sizes, share of the roof
     task_code          Task files that would run code: refused before the work
+    task_names         Names of tasks, and their files
     text_tables        Evaluation as two tables of text: quality, and speed with memory
     verdict            Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words
     windows            The text that is scored: one document, cut into windows, and the protocol that says so

@@ -28,17 +28,24 @@ class Column:
         cells: one for each row.
         rank: what has the highest is left out first; 0 always stays.
         best: indices of the rows whose value is the best.
+        broken: characters of a line of the title, if it is drawn in several; 0 is one line.
     """
 
     header: str
     cells: tuple[str, ...]
     rank: int = 0
     best: frozenset[int] = frozenset()
+    broken: int = 0
+
+    @property
+    def head(self) -> str:
+        """Return the title as it is drawn, with line breaks."""
+        return _lines(self.header, self.broken) if self.broken else self.header
 
     @property
     def width(self) -> int:
-        """Return the characters of its widest cell, the header included."""
-        return max(map(len, (self.header, *self.cells)))
+        """Return the characters of its widest cell, or line of its title."""
+        return max(map(len, (*self.head.split("\n"), *self.cells)))
 
 
 def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False) -> list[Column]:
@@ -92,7 +99,9 @@ def folded(columns: Sequence[Column], width: int) -> list[Column]:
             break
         widths[place] -= 1
     return [
-        replace(one, header=_lines(one.header, most), cells=tuple(_lines(cell, most) for cell in one.cells))
+        replace(
+            one, header=_lines(one.header, most), cells=tuple(_lines(cell, most) for cell in one.cells), broken=0
+        )
         for one, most in zip(columns, widths, strict=True)
     ]  # fmt: skip
 

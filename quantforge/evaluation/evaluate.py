@@ -18,7 +18,6 @@ import torch
 from quantforge.evaluation.comparable import answering_of, check_comparable, positions_of
 from quantforge.evaluation.figures import plain
 from quantforge.evaluation.generated import Answering, Prompts
-from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.harness import run as run_tasks
 from quantforge.evaluation.kept_reference import KeptReference
 from quantforge.evaluation.kept_rows import KeptRows, keeping
@@ -26,6 +25,7 @@ from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
+from quantforge.evaluation.task_names import Tasks
 from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell

@@ -11,82 +11,39 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
-from quantforge.errors import InputError, QuantForgeError, UsageError
+from quantforge.errors import InputError, QuantForgeError
 from quantforge.evaluation.language_model import OwnError, language_model
 from quantforge.evaluation.requests import Answers
-from quantforge.evaluation.task_code import YAML, check_file, check_folder, guarded, name_of
-from quantforge_files.roles import TASK
+from quantforge.evaluation.task_code import YAML, guarded, name_of
+from quantforge.evaluation.task_names import (
+    NAMES,
+    Tasks,
+    check_names,
+    refuse_unknown,
+    text_of,
+    unknown,
+)
 
 TASK_ERROR = "_stderr"
-_NAME = r"[\w.()+/*?\[\]!-]+"  # with the signs of a pattern
-# A name stands behind one of these keys, or in a list.
-_STATED = re.compile(
-    r"""(?m)^\s*(?:-\s*)?(?:['"]?(?:task|group|tag)['"]?\s*:\s*|-\s+)['"]?([.()+/-]*\w[\w.()+/-]*)['"]?\s*(?:\#.*)?$"""
-)
-_NAMES = "lm-eval ls tasks shows the library's names"
-MOST_TASKS = 1000  # that a pattern may mean: of all of them, 14,000, nobody wants the figures
-
-
-@dataclass(frozen=True, slots=True)
-class Tasks:
-    """Tasks that a model is to answer.
-
-    Attributes:
-        names: of tasks, or YAML files.
-        limit: documents of each task; 0 is all.
-        code: whether task files may run code.
-    """
-
-    names: tuple[str, ...]
-    limit: int = 0
-    code: bool = False
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Return those names that are files."""
-        return tuple(Path(name) for name in self.names if name.endswith(YAML))
 
 
 def check(tasks: Tasks) -> None:
     """Refuse, before any work, what cannot be run.
 
     Raises:
-        InputError: the library or a task file is missing, the library has no task of a name, or cannot load its data.
-        RefusedError: a task file would run code.
-        UsageError: no task.
+        InputError: the library has no task of a name, or cannot load its data.
+        QuantForgeError: as `check_names`.
     """
-    if not tasks.names:
-        raise UsageError("--tasks: no task", "give names, or YAML files, separated by commas")
-    for file in tasks.files:
-        if not file.is_file():
-            raise InputError(f"--tasks: no file {file}", "give a name or the path of a YAML file")
-        FILES.check(file, TASK, None)
-        if not tasks.code:
-            check_file(file)
-    for folder in {file.resolve().parent for file in tasks.files}:
-        check_folder(folder, tasks.files)
-    if find_spec("lm_eval") is None:
-        raise InputError(
-            "--tasks needs lm-eval, which is not installed", "pip install 'quantforge[eval]'"
-        )
-    for name in tasks.names:  # before the library reads all of its files, which takes ten seconds
-        if not name.endswith(YAML) and not re.fullmatch(_NAME, name):
-            raise InputError(f"--tasks: {name!r} is no name of a task", _NAMES)
-    if not tasks.files:
-        _refuse_unknown(tasks, _stated())
+    check_names(tasks)
     manager = _manager(tasks)
-    _refuse_unknown(tasks, manager.all_tasks)
+    refuse_unknown(tasks, manager.all_tasks)
     with _errors_of_tasks(tasks):
         for task in manager.load(_names(tasks))["tasks"].values():
             task.build_all_requests(limit=1, rank=0, world_size=1)
@@ -132,7 +89,7 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
         raise
     except Exception as error:  # the library and a task's templates raise what they like
         said = " ".join(str(error).split())[:300]
-        hint = "see the library's task guide" if tasks.files else _NAMES
+        hint = "see the library's task guide" if tasks.files else NAMES
         where = f"--tasks {','.join(tasks.names)}"
         raise InputError(f"{where}: {type(error).__name__}: {said}", hint) from error
 
@@ -173,44 +130,10 @@ def _manager(tasks: Tasks) -> Any:
     with _quiet(), nullcontext() if tasks.code else guarded():
         if folders:
             found = TaskManager(include_path=folders, include_defaults=False)
-            grouped = any(re.search(r"(?m)^group:", _text(file)) for file in tasks.files)
-            if not grouped and not _unknown(tasks, found.all_tasks):
+            grouped = any(re.search(r"(?m)^group:", text_of(file)) for file in tasks.files)
+            if not grouped and not unknown(tasks, found.all_tasks):
                 return found
         return TaskManager(include_path=folders or None)
-
-
-def _unknown(tasks: Tasks, known: Iterable[str]) -> list[str]:
-    asked = (name for name in tasks.names if not name.endswith(YAML))
-    return [name for name in asked if not fnmatch.filter(known, name)]
-
-
-def _refuse_unknown(tasks: Tasks, known: Iterable[str]) -> None:
-    for name in _unknown(tasks, known):
-        close = get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else _NAMES
-        raise InputError(f"--tasks: lm-eval has no task {name!r}", hint)
-    for name in tasks.names:
-        if not name.endswith(YAML) and len(fnmatch.filter(known, name)) > MOST_TASKS:
-            raise InputError(f"--tasks: {name!r} means more than {MOST_TASKS} tasks", _NAMES)
-
-
-def _stated() -> set[str]:
-    """Return all that may be a name in the library's files, which takes a fifth of having it read them."""
-    return set(_STATED.findall(_library()))
-
-
-@lru_cache(1)
-def _library() -> str:
-    """Join the files of the library's own tasks."""
-    package = find_spec("lm_eval.tasks")
-    roots = [Path(root) for root in (package and package.submodule_search_locations) or ()]
-    files = [file for root in roots for file in root.rglob("*") if file.suffix in ("", *YAML)]
-    found = (FILES.read(file, TASK, None) for file in files if file.is_file())
-    return b"\n".join(found).decode("utf-8", "replace")
-
-
-def _text(file: Path) -> str:
-    return FILES.read(file, TASK, None).decode("utf-8", "replace")
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from quantforge.evaluation.columns import Column, fitting, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.report_page.assemble import assemble
-from quantforge.evaluation.text_tables import ON_FRONT, quality_columns, speed_columns
+from quantforge.evaluation.text_tables import IN_ENGINE, ON_FRONT, quality_columns, speed_columns
 from quantforge.evaluation.verdict import short_names
 from quantforge.results.significant import significant
 
@@ -47,6 +47,11 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
         found.append("bits: of a quantized weight, head and embedding included where they are")
     lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
     lines += ["; ".join(found)] if found else []
+    if IN_ENGINE in shown:
+        lines.append(
+            f"{IN_ENGINE}: of the same tokens, by the engine's own arithmetic, which also quantizes activations; all"
+            " other figures are by QuantForge's own runtime"
+        )
     lines += _of_answers(evaluation, shown)
     reference = evaluation.rows[0]["perplexity"]
     if "perplexity" in shown and reference is not None and reference > FOREIGN:

@@ -7,7 +7,7 @@ draws the table; a perplexity has no best, since one below the reference is no g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,9 @@ from quantforge.results.significant import significant, size, with_error
 
 Row = Mapping[str, Any]
 ON_FRONT = "*"
+PERPLEXITY, IN_ENGINE = "perplexity", "perplexity in llama.cpp"
+_OF_ENGINE = "llama_cpp_perplexity"
+_ASKED = 1  # the rank of columns for which somebody gave an option: as that of the divergence, which stands before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class _Figure:
     write: Callable[[Row], str]
     key: str = ""
     largest: bool = False
+    broken: int = 0
 
 
 def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
@@ -37,7 +41,7 @@ def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
     return [
         Column("", front),
         Column("model", verdict.names),
-        *_columns((*_QUALITY, *_tasks(rows), *_FILES), rows),
+        *_columns((*_quality(rows), *_tasks(rows), *_FILES), rows),
     ]
 
 
@@ -46,10 +50,17 @@ def speed_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
     return [Column("model", verdict.names), *_columns(_SPEED, rows)]
 
 
+def _quality(rows: Sequence[Row]) -> Iterator[_Figure]:
+    """Yield the columns; beside the perplexity of an engine that was asked for, ours was asked for too."""
+    asked = any(row[_OF_ENGINE] is not None for row in rows)
+    for figure in _QUALITY:
+        yield replace(figure, rank=_ASKED) if asked and figure.header == PERPLEXITY else figure
+
+
 def _columns(figures: Sequence[_Figure], rows: Sequence[Row]) -> Iterator[Column]:
     for figure in figures:
         cells = tuple(figure.write(row) for row in rows)
-        yield Column(figure.header, cells, figure.rank, _best(figure, rows))
+        yield Column(figure.header, cells, figure.rank, _best(figure, rows), figure.broken)
 
 
 def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
@@ -120,7 +131,9 @@ def _tasks(rows: Sequence[Row]) -> list[_Figure]:
         for metric in figures
         if not metric.endswith(TASK_ERROR)
     )
-    return [_Figure(f"{task} {metric}", 2, partial(_task, task, metric)) for task, metric in asked]
+    return [
+        _Figure(f"{task} {metric}", _ASKED, partial(_task, task, metric)) for task, metric in asked
+    ]
 
 
 def _task(task: str, metric: str, row: Row) -> str:
@@ -144,15 +157,15 @@ def _answers(row: Row) -> str:
 
 
 _QUALITY = (
-    _Figure("weights", 1, _bytes("weight_bytes"), "weight_bytes"),
-    _Figure("bits", 1, _plain("bits_per_weight")),
+    _Figure("weights", 2, _bytes("weight_bytes"), "weight_bytes"),
+    _Figure("bits", 2, _plain("bits_per_weight")),
     _Figure("KL", 1, _plain("kl_mean", error="kl_se"), "kl_mean"),
-    _Figure("KL of answers", 2, _answers),
+    _Figure("KL of answers", _ASKED, _answers),
     _Figure("KL p99", 4, _plain("kl_p99"), "kl_p99"),
     _Figure("top-1 %", 3, _plain("top1_agreement", 100), "top1_agreement", largest=True),
-    _Figure("perplexity", 3, _plain("perplexity", error="perplexity_se")),
+    _Figure(PERPLEXITY, 3, _plain("perplexity", error="perplexity_se")),
+    _Figure(IN_ENGINE, _ASKED, _plain(_OF_ENGINE), broken=len("in llama.cpp")),
     _Figure("rise %", 5, _plain("perplexity_increase", 100, sign=True)),
-    _Figure("in llama.cpp", 2, _plain("llama_cpp_perplexity")),
     _Figure("parts after", 4, partial(_generated, "same_tokens")),
     _Figure("length", 6, partial(_generated, "length_ratio")),
     _Figure("KL median", 7, _plain("kl_median"), "kl_median"),

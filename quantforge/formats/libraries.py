@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from quantforge.checkpoint.hub import repository_name
-
 PROMPT, QUESTION = "The first thing to know is", "What can you do?"
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A program: ``{name}`` is the result, ``{repository}`` its name on the hub.
-
-    ``{inputs}`` is ``plain``, or ``chat`` where there is a chat template.
-    """
+    """A program: ``{name}`` is the result, ``{inputs}`` is ``plain``, or ``chat`` where there is a chat template."""
 
     program: str
     plain: str
@@ -25,7 +20,7 @@ class Library:
         """Return the program for a result; ``chat``: whether that has a chat template."""
         inputs = self.chat if chat else self.plain
         quoted = json.dumps(name, ensure_ascii=False)[1:-1]  # between the quotes of the program
-        return self.program.format(name=quoted, repository=repository_name(name), inputs=inputs)
+        return self.program.format(name=quoted, inputs=inputs)
 
 
 _MESSAGES = f'messages = [{{"role": "user", "content": "{QUESTION}"}}]\n'
@@ -33,7 +28,7 @@ TRANSFORMERS = Library(
     """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-place = "{name}"  # this directory, or its name on the hub: ORG/{repository}
+place = "{name}"
 tokenizer = AutoTokenizer.from_pretrained(place)
 model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", device_map="auto")
 {inputs}
@@ -47,7 +42,7 @@ MLX = Library(
     """\
 from mlx_lm import generate, load
 
-model, tokenizer = load("{name}")  # this directory, or its name on the hub: ORG/{repository}
+model, tokenizer = load("{name}")
 {inputs}
 print(generate(model, tokenizer, prompt=prompt, max_tokens=64))""",
     f'prompt = "{PROMPT}"',

@@ -18,6 +18,8 @@ from quantforge.formats.libraries import PROMPT, QUESTION
 from quantforge.formats.targets import TARGETS
 from quantforge.plans import EngineVerdict, Serving
 
+_CALLED = "model"  # in requests: a directory has another name wherever it is copied
+
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
@@ -29,43 +31,55 @@ class Snippet:
 
 
 def snippets(
-    about: About, verdicts: Iterable[EngineVerdict], name: str, *, chat: bool
+    about: About,
+    verdicts: Iterable[EngineVerdict],
+    place: str,
+    *,
+    chat: bool,
+    repository: str = "",
 ) -> list[Snippet]:
-    """Return code for every engine that loads a result; none for a name that no line can hold.
+    """Return code for every engine that loads a result; none for a place that no line can hold.
 
     Args:
         about: facts of the format.
         verdicts: of the plan.
-        name: of the result: the directory or file from beside which the code is run, and what servers call it.
+        place: of the result: a directory, a file, or a name on the hub.
         chat: whether it has a chat template.
+        repository: on the hub, from which the file is fetched first; "" where it is there.
     """
     found = []
-    if not name.isprintable():  # a line of it could end the block that the code stands in
+    if not place.isprintable():  # a line of it could end the block that the code stands in
         return []
     for engine in (verdict.engine for verdict in verdicts if verdict.loads):
         if engine not in TARGETS:
             continue
         packages = f"{TARGETS[engine].packages} {about.packages.get(engine, '')}".strip()
         install = f"pip install {packages}\n" if packages else ""
+        if repository:
+            install += f"hf download {shlex.quote(repository)} {shlex.quote(place)} --local-dir .\n"
         library = TARGETS[engine].library
         if library is not None:
-            code = library.code(name, chat=chat)
-            found.append(Snippet(engine, "python", f"# {install}{code}"))
+            code = library.code(place, chat=chat)
+            found.append(
+                Snippet(
+                    engine, "python", "".join(f"# {line}\n" for line in install.splitlines()) + code
+                )
+            )
         else:
-            found.append(Snippet(engine, "bash", install + _served(engine, name, chat=chat)))
+            found.append(Snippet(engine, "bash", install + _served(engine, place, chat=chat)))
     return found
 
 
-def _served(engine: str, name: str, *, chat: bool) -> str:
+def _served(engine: str, place: str, *, chat: bool) -> str:
     """Return the command that serves a result, and a request to it."""
     target = TARGETS[engine]
-    label = name.rpartition(".gguf")[0] or name
-    command = command_of(engine, name, Serving(), name=label)
+    label = place.rpartition(".gguf")[0] or _CALLED
+    command = command_of(engine, place, Serving(), name=label)
     if not target.port:
         return command
     asked = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": PROMPT}
     request = json.dumps(
-        {"model": label if COMMANDS[engine].named else name, **asked, "max_tokens": 64}
+        {"model": label if COMMANDS[engine].named else place, **asked, "max_tokens": 64}
     )
     route = "chat/completions" if chat else "completions"
     return (

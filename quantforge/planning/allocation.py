@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quantforge.errors import RefusedError
@@ -36,6 +36,7 @@ class Allocated:
         left_out: candidates that the format does not hold or the engine does not load, and why.
         engines: which of them load what the recipe makes.
         memory: of a device, as a target of memory shares it out; None for other targets.
+        least: for engines that do not load it, but mixtures of some candidates: the bits of the smallest of these.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Allocated:
     left_out: Mapping[str, str]
     engines: tuple[EngineVerdict, ...]
     memory: MemoryUse | None = None
+    least: Mapping[str, float] = field(default_factory=dict)
 
     def written(self) -> bytes:
         """Return the recipe as a file, behind a line on what it makes, in the figures that `quantize` ends with."""
@@ -75,6 +77,7 @@ class Allocated:
             "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
             "left_out": dict(self.left_out),
             "engines": [asdict(verdict) for verdict in self.engines],
+            "least_bits": dict(self.least),
             **({"memory": self.memory.document()} if self.memory else {}),
         }
 

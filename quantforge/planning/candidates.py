@@ -14,6 +14,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.matching import settle_tied
+from quantforge.formats.targets import candidates
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
 from quantforge.planning.allocation import Allocation, others
@@ -33,6 +34,30 @@ def usual(key: str) -> list[Sequence[str]]:
         except QuantForgeError:  # it has no such width
             continue
         found.append((named, default) if named and named != default else (default,))
+    return found
+
+
+def least_bits(
+    key: str, plans: Mapping[str, Planned], final: Planned, bits: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the least bits of a mixture that an engine loads, for engines that do not load the final one.
+
+    Args:
+        key: the format.
+        plans: of each candidate alone.
+        final: the plan of the mixture that was found.
+        bits: per weight of each candidate alone.
+    """
+    known = format_of(key).ABOUT.engines
+    found = {}
+    for engine in (one.engine for one in final.plan.engines if not one.loads):
+        taken = [
+            name
+            for name, alone in plans.items()
+            if any(one.engine == engine and one.loads for one in alone.plan.engines)
+        ]
+        if key in candidates(engine) and not known[engine].mixture and len(taken) > 1:
+            found[engine] = min(bits[name] for name in taken)
     return found
 
 

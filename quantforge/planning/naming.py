@@ -1,9 +1,10 @@
 """Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
 
-One rule, stated in ``docs/cli.md``: the name of the original model, the method, the scheme, and the format where it is
-not the default (a method that is called as the format is said once). A GGUF file is called after its mixture, as
-llama.cpp's tools do, or after its bits for a weight where rules mix types (``wren-mixed-4.06bpw.gguf``). The original
-model is the one that the first manifest of a chain of exports names, so that no name grows by an export of an export.
+One rule, stated in ``docs/cli.md``: the name of the original model and of what was merged into it, the method, the
+scheme, and the format where it is not the default (a method that is called as the format is said once). A GGUF file is
+called after its mixture, as llama.cpp's tools do, or after its bits for a weight where rules mix types
+(``wren-mixed-4.06bpw.gguf``). The original model is the one that the first manifest of a chain of exports names, so
+that no name grows by an export of an export.
 Every part is a name for files on any system; what exists is never replaced.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from quantforge.plans import TensorPlan
 from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
+from quantforge.results.adapters import adapter_name, adapters_of
 from quantforge.scheme import LayerScheme, Sparsity
 
 _LONGEST = (
@@ -60,7 +62,7 @@ def derived(
     if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
     origin = "-".join(
-        (_origin(checkpoint, first), *_zeros(zeros or first_recipe(checkpoint).zeros))
+        (*_origin(checkpoint, first), *_zeros(zeros or first_recipe(checkpoint).zeros))
     )
     if suffix := format_of(key).ABOUT.suffix:
         word = "" if method is None or word == PLAIN_ROUNDING else word
@@ -96,13 +98,16 @@ def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return said if isinstance(said.get("source"), Mapping) else {}
 
 
-def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> str:
+def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name of the original model, and those of the adapters that were merged into it."""
     known = first.get("source", {}).get("model")
     name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
     name = name.rpartition("/")[2]
     if format_of_name(Path(name)):
         name = _without_type(side_of(Path(name), "").stem)
-    return _safe(name) or "model"
+    yield _safe(name) or "model"
+    for said in adapters_of(checkpoint):
+        yield _safe(adapter_name(said))
 
 
 def _zeros(pattern: Sparsity | None) -> tuple[str, ...]:

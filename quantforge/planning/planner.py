@@ -185,7 +185,8 @@ def _matched(checkpoint: Checkpoint) -> Matched:
     if isinstance(found, Mapping):
         raise InputError(
             f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
-            "quantize the original model, or move this one with `quantforge export`",
+            "quantize the original model, or move this one with `quantforge export`;"
+            " `quantforge plan` with --context N looks at it as it is",
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)

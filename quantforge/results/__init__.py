@@ -2,8 +2,9 @@
 
 In this folder:
 
+    adapters       Adapters that were merged into a model on the way to a result
     card           The model card of a directory: what hubs list it by
-    card_figures   Measured figures in a card
+    card_figures   Delimited parts of ``README.md`` that may change after the result is made: figures
     front_matter   Front matter of a card: the fields by which the hub lists a model, written by the hub's own library
     handed         Weight files that a command has taken: a manifest lists them as if they were there
     manifest       The manifest: what went in, what was done, what came out

@@ -17,7 +17,14 @@ from quantforge.events import KINDS
 from quantforge.formats import format_of
 from quantforge.formats.loading import snippets
 from quantforge.plans import Action, Plan
-from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX
+from quantforge.results.adapters import adapter_name, stated_adapters
+from quantforge.results.card_figures import (
+    EMPTY_FIGURES,
+    EMPTY_INDEX,
+    HERE,
+    LOADED_FROM,
+    LOADING,
+)
 from quantforge.results.front_matter import carried_fields, front_matter
 from quantforge.results.significant import sized
 
@@ -37,14 +44,19 @@ def model_card(
         chat: whether the result has a chat template.
     """
     about = format_of(plan.format).ABOUT
-    fields = front_matter(base, about.library, [plan.format], carried_fields(source_card))
+    fields = front_matter(
+        base, about.library, [plan.format], carried_fields(source_card), tuned=bool(stated_adapters(document)),
+    )  # fmt: skip
     lines = [
         "---", fields, EMPTY_INDEX, "---", "",
-        f"# {plan.name}", "",
+        f"# {title(plan, document)}", "",
         *_summary(plan, document, base), "",
         EMPTY_FIGURES, "",
         "## Loading", "",
-        *_loading(plan, chat=chat),
+        *_engines(plan), "",
+        LOADING.begin,
+        loading(plan, HERE, chat=chat),
+        LOADING.end, "",
         "## What was done", "",
         *steps(document),
         *_calibration(document),
@@ -59,8 +71,7 @@ def model_card(
 
 def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str]:
     made = first(document)
-    rounded = plan.quantized() and made.get("recipe")
-    done = f"quantized by {code(str(made.get('method')))}" if rounded else "stored"
+    done = f"quantized by {code(str(made.get('method')))}" if _rounded(plan, made) else "stored"
     yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
     yield ""
@@ -71,11 +82,32 @@ def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str
         yield f"- the source's files: {sized(before)}{ratio}"
 
 
+def title(plan: Plan, document: Mapping[str, Any]) -> str:
+    """Return the heading: what the result is, not what a directory that holds it is called."""
+    made = first(document)
+    name = cell(str(made.get("source", {}).get("model")).rpartition("/")[2])
+    done = f" quantized by {cell(str(made.get('method')))}" if _rounded(plan, made) else ""
+    return f"{name}{_merged(document, name_only=True)}{done} ({plan.format})"
+
+
+def _rounded(plan: Plan, made: Mapping[str, Any]) -> bool:
+    return bool(plan.quantized() and made.get("recipe"))
+
+
 def origin(document: Mapping[str, Any], base: str) -> str:
-    """Return the original model: a link to the hub, or the name that it had."""
+    """Return the original model, by a link to the hub or the name that it had, and what was merged into it."""
+    named = code(str(first(document).get("source", {}).get("model")))
     if base:
-        return f"[{base}](https://huggingface.co/{base})"
-    return code(str(first(document).get("source", {}).get("model")))
+        named = f"[{base}](https://huggingface.co/{base})"
+    return f"{named}{_merged(document)}"
+
+
+def _merged(document: Mapping[str, Any], *, name_only: bool = False) -> str:
+    """Return which adapters were merged into a model, in words that stand after its name; "" where none was."""
+    found = stated_adapters(document)
+    if name_only:
+        return "".join(f" with {cell(adapter_name(said))}" for said in found)
+    return "".join(f" with the adapter {code(said)} merged into it" for said in found)
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -96,13 +128,26 @@ def _source_bytes(document: Mapping[str, Any]) -> int:
     return sum(entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHTS))
 
 
-def _loading(plan: Plan, *, chat: bool) -> Iterator[str]:
+def _engines(plan: Plan) -> Iterator[str]:
     yield from ("| engine | loads | |", "|---|---|---|")
     for verdict in plan.engines:
         yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {cell(verdict.reason)} |"
-    yield ""
-    for item in snippets(format_of(plan.format).ABOUT, plan.engines, plan.name, chat=chat):
-        yield from (f"### {item.engine}", "", f"```{item.language}", item.code, "```", "")
+
+
+def loading(plan: Plan, place: str, *, chat: bool) -> str:
+    """Return the code that loads a result, as Markdown.
+
+    Args:
+        plan: that was carried out.
+        place: `HERE`, or its name on the hub.
+        chat: whether it has a chat template.
+    """
+    lines = [
+        f"{LOADED_FROM}`{place}`; the path of this directory, or its name on the hub, may stand there."
+    ]
+    for item in snippets(format_of(plan.format).ABOUT, plan.engines, place, chat=chat):
+        lines += ["", f"### {item.engine}", "", f"```{item.language}", item.code, "```"]
+    return "\n".join(lines)
 
 
 def steps(document: Mapping[str, Any]) -> Iterator[str]:
@@ -114,7 +159,8 @@ def steps(document: Mapping[str, Any]) -> Iterator[str]:
             done = f"quantized by {code(str(told.get('method')))} into {form}"
         else:
             done = f"exported to {form}, which restates its numbers"
-        yield f"{number}. {code(str(source.get('model')))}{revision}: {done}"
+        alone = {"source": source}  # what was merged in this step
+        yield f"{number}. {code(str(source.get('model')))}{revision}{_merged(alone)}: {done}"
 
 
 def _calibration(document: Mapping[str, Any]) -> Iterator[str]:

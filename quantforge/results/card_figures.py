@@ -1,12 +1,14 @@
-"""Measured figures in a card: two delimited parts of ``README.md`` that may change after the result is made.
+"""Delimited parts of ``README.md`` that may change after the result is made: figures, and where it is loaded from.
 
-One is a section of the text, the other ``model-index`` in the front matter, where hubs look for figures. The manifest
-declares both (``mutable``); `verify` does not compare the card, and a signature leaves it out. Whoever writes figures
-replaces what is between the delimiters, and not a byte of anything else.
+Figures are a section of the text, and ``model-index`` in the front matter, where hubs look for them. The code that
+loads a result names this directory, and in a release the repository. The manifest declares all (``mutable``);
+`verify` does not compare the card, and a signature leaves it out. Whoever writes a part replaces what is between the
+delimiters, and not a byte of anything else.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from quantforge.results import manifest
 from quantforge_files.roles import CARD as CARD_ROLE
 
 CARD = "README.md"
+HERE = "."  # the directory, for code that is run in it: the bytes of a card are the same wherever it is made
+LOADED_FROM = "The code loads it from "
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,19 @@ class MutablePart:
         inside = f"{content.strip()}\n" if content.strip() else ""
         return "".join([*lines[: first + 1], inside, *lines[last:]])
 
+    def content(self, text: str) -> str:
+        """Return what a card has between the delimiters; "" where a person has taken them out."""
+        _, begun, rest = text.partition(f"{self.begin}\n")
+        inside, ended, _ = rest.partition(f"\n{self.end}\n")
+        return inside if begun and ended else ""
+
 
 _SECTION = MutablePart("<!-- quantforge eval: begin -->", "<!-- quantforge eval: end -->")
 _INDEX = MutablePart("# quantforge eval: begin", "# quantforge eval: end")
+LOADING = MutablePart("<!-- quantforge loading: begin -->", "<!-- quantforge loading: end -->")
 EMPTY_FIGURES, EMPTY_INDEX = _SECTION.empty, _INDEX.empty
 MUTABLE = [
-    {"file": CARD, "begin": part.begin, "end": part.end} for part in (_SECTION, _INDEX)
+    {"file": CARD, "begin": part.begin, "end": part.end} for part in (_SECTION, _INDEX, LOADING)
 ]  # as the manifest declares it
 
 
@@ -122,7 +133,7 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
     read_card(folder)
     for model in inside:
         declared = (manifest.read(model) or {}).get("mutable")
-        if declared != MUTABLE:
+        if not isinstance(declared, list) or any(one not in declared for one in MUTABLE[:2]):
             raise InputError(
                 f"{model}: no manifest beside it declares parts of {CARD} mutable",
                 "only results of this version have such cards: quantize or export again",
@@ -134,3 +145,29 @@ def write_figures(folder: Path, section: str, index: str) -> None:
     """Put figures into the card of a folder, in place of those that it has; errors as `read_card` and `save`."""
     text = with_figures(read_card(folder), section, index)
     save(folder / CARD, text.encode("utf-8", "surrogateescape"), overwrite=True)
+
+
+def write_loading(folder: Path, content: str) -> None:
+    """Put the code that loads a result into its card; one whose delimiters a person has taken out stays as it is."""
+    place = folder / CARD
+    if not place.is_file():
+        return
+    text = FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
+    if LOADING.content(text) not in {"", content}:
+        save(
+            place,
+            LOADING.replaced(text, content).encode("utf-8", "surrogateescape"),
+            overwrite=True,
+        )
+
+
+def forget_repository(folder: Path) -> None:
+    """Let the code of a card load the directory again, as when the result was made."""
+    place = folder / CARD
+    if not place.is_file():
+        return
+    inside = LOADING.content(
+        FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
+    )
+    if named := re.match(re.escape(LOADED_FROM) + "`([^`]+)`", inside):
+        write_loading(folder, inside.replace(named[1], HERE))

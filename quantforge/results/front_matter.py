@@ -72,7 +72,9 @@ def base_model(stated: str, document: Mapping[str, Any], config: Mapping[str, An
     return next((name for name in known if isinstance(name, str) and is_hub_name(name)), "")
 
 
-def front_matter(base: str, library: str, tags: list[str], carried: Mapping[str, Any]) -> str:
+def front_matter(
+    base: str, library: str, tags: list[str], carried: Mapping[str, Any], *, tuned: bool
+) -> str:
     """Return the front matter of a card as YAML, without its dashes.
 
     Args:
@@ -80,10 +82,13 @@ def front_matter(base: str, library: str, tags: list[str], carried: Mapping[str,
         library: that loads the result, as the hub calls it.
         tags: beside ours.
         carried: see `carried_fields`.
+        tuned: whether an adapter was merged into the base.
     """
     from huggingface_hub import ModelCardData
 
-    related = {"base_model": base, "base_model_relation": "quantized"} if base else {}
+    # The hub knows one relation: with an adapter merged it is not the base in fewer bits.
+    relation = "finetune" if tuned else "quantized"
+    related = {"base_model": base, "base_model_relation": relation} if base else {}
     fields = {**related, "library_name": library, "pipeline_tag": _TASK, **carried}
     data = ModelCardData(**fields, quantized_by=_MAKER, tags=[_MAKER, *tags])
     return str(data.to_yaml())

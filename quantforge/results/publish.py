@@ -134,7 +134,7 @@ def publish(
     document["mutable"] = card_figures.MUTABLE
     base = base_model(settings.base_model, document, checkpoint.config)
     document |= {"base_model": base} if base else {}
-    text = card.model_card(plan, document, base, checkpoint.card, chat=_chats(stage.path))
+    text = card.model_card(plan, document, base, checkpoint.card, chat=chats(stage.path))
     stage.write_file(card_figures.CARD, text)
     if settings.provenance:
         _write_provenance(stage, document, "", handed)
@@ -161,7 +161,7 @@ def _write_provenance(
         stage.write_file(prefix + name, data)
 
 
-def _chats(directory: Path) -> bool:
+def chats(directory: Path) -> bool:
     """Return whether a directory has a chat template, in a file of its own or in the settings of its tokenizer."""
     settings = directory / "tokenizer_config.json"
     return any(directory.glob("chat_template*")) or (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.evaluation.task_names import Tasks, check_names
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
@@ -77,7 +78,8 @@ def evaluate(
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
-        if options.get("tasks") is not None:
+        tasks = _tasks(options)
+        if tasks is not None:
             lean.forbid()  # lm-eval uses transformers in its own ways
         tell("libraries")
         import torch
@@ -85,7 +87,7 @@ def evaluate(
         from quantforge.evaluation.evaluate import evaluate as measure
         from quantforge.numerics.allocator import return_freed_memory
 
-        measurement = _measurement(paths[0], options, settings)
+        measurement = _measurement(paths[0], options, tasks, settings)
         return_freed_memory()  # the peaks that are told are of what is alive
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -103,20 +105,28 @@ def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
     return "quantization_config" in reference.config and LARGER * small < large
 
 
-def _measurement(
-    reference: Path, options: MeasurementOptions, settings: Settings
-) -> EvaluationOptions:
-    """Check the tasks, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""
-    from quantforge.evaluation.evaluate import EvaluationOptions
-    from quantforge.evaluation.harness import Tasks, check
+def _tasks(options: MeasurementOptions) -> Tasks | None:
+    """Return the tasks that are asked for, refused where their names and files alone show that they cannot be run."""
+    names = options.get("tasks")
+    if names is None:
+        return None
+    tasks = Tasks(
+        tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
+        options.get("task_limit", 0),
+        options.get("allow_code", False),
+    )
+    check_names(tasks)
+    return tasks
 
-    tasks, names = None, options.get("tasks")
-    if names is not None:
-        tasks = Tasks(
-            tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
-            options.get("task_limit", 0),
-            options.get("allow_code", False),
-        )
+
+def _measurement(
+    reference: Path, options: MeasurementOptions, tasks: Tasks | None, settings: Settings
+) -> EvaluationOptions:
+    """Have tasks checked, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""
+    from quantforge.evaluation.evaluate import EvaluationOptions
+    from quantforge.evaluation.harness import check
+
+    if tasks is not None:
         check(tasks)
     given: Mapping[str, Any] = {**options}
     same = ("windows", "length", "speed", "engine")  # what is passed on as it is

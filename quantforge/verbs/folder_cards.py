@@ -23,6 +23,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
+from quantforge.results.adapters import adapter_name, stated_adapters
 from quantforge.results.card import cell, first, origin
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
@@ -95,6 +96,7 @@ def _files(folder: Path, models: Iterable[Path]) -> list[Path]:
 
 def write_folder_card(
     folder: Path, divergence: Mapping[str, float], source: Checkpoint, base: str = "", only: Iterable[Path] = (),
+    repository: str = "",
 ) -> None:  # fmt: skip
     """Make the card of a folder, or renew what it says of the files; the rest of a card stays.
 
@@ -105,6 +107,7 @@ def write_folder_card(
         source: what the files were made from.
         base: the original model's name on the hub, as a user states it.
         only: the files that it speaks of; all results in the folder when empty.
+        repository: on the hub, to which the folder is uploaded; "" where that is not known.
 
     Raises:
         InputError: a card that is there has no part for files.
@@ -125,15 +128,20 @@ def write_folder_card(
     plan, document = known[shown][0], documents[shown]
     about = format_of(plan.format).ABOUT
     chat = any(name.startswith("chat_template") for name in side_data(open_model(shown)))
-    content = files_part(files, context, snippets(about, plan.engines, shown.name, chat=chat))
+    code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
+    content = files_part(files, context, code)
     place = folder / CARD
     if place.exists():
         text = _replaced(place, folder, content)
     else:
         named = base_model(base, document, source.config)
         stated = first(document).get("source", {}).get("model")
-        title = f"{named.rpartition('/')[2] or cell(str(stated))} ({plan.format})"
-        fields = front_matter(named, about.library, [plan.format], carried_fields(source.card))
+        merged = stated_adapters(document)
+        words = [named.rpartition("/")[2] or cell(str(stated))]
+        words += [f"with {cell(adapter_name(said))}" for said in merged]
+        title = f"{' '.join(words)} ({plan.format})"
+        carried = carried_fields(source.card)
+        fields = front_matter(named, about.library, [plan.format], carried, tuned=bool(merged))
         text = new_card(fields, title, origin(document, named), content)
     save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)
 

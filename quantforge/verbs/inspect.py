@@ -18,6 +18,7 @@ from quantforge.formats.gguf.parsing import is_gguf
 from quantforge.formats.opening import open_model
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge.results import manifest
+from quantforge.results.adapters import stated_adapters
 from quantforge.verbs.given_options import checks_options
 
 
@@ -160,4 +161,5 @@ def _provenance(path: Path) -> dict[str, Any]:
     if known is None:
         return {"manifest": "damaged: nothing of it is read"} if os.path.lexists(place) else {}
     keys = ("method", "versions", "source", "event_counts", "calibration")
-    return {key: known[key] for key in keys if key in known}
+    merged = {"adapter": "; ".join(found)} if (found := stated_adapters(known)) else {}
+    return {key: known[key] for key in keys if key in known} | merged

@@ -23,7 +23,7 @@ from quantforge.execution.units import check_new_output
 from quantforge.formats.opening import open_model
 from quantforge.planning.release_spec import read_release
 from quantforge.results import manifest
-from quantforge.results.card_figures import write_figures
+from quantforge.results.card_figures import forget_repository, write_figures
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
@@ -33,7 +33,8 @@ from quantforge.verbs.join_variants import turn
 from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.make_variants import make_variants
 from quantforge.verbs.plan_release import PlannedVariant, check_place, plan_release, within
-from quantforge.verbs.release_files import SPEC, ReleasedVariant, finish, reports_of
+from quantforge.verbs.release_files import SPEC, finish, reports_of
+from quantforge.verbs.upload_script import ReleasedVariant
 from quantforge_files.roles import RECIPE
 
 
@@ -154,7 +155,8 @@ def _make(
             if one.out.is_dir() and manifest.read(one.out) is not None:
                 write_figures(
                     one.out, "", ""
-                )  # as it was published: figures are no edit of a person
+                )  # as it was published: neither is an edit of a person
+                forget_repository(one.out)
 
     def is_there(number: int) -> bool:
         one = missing[number]

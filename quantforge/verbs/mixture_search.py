@@ -16,7 +16,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import Option, Point, solved
-from quantforge.planning.candidates import check_mixed, plans_of, usual
+from quantforge.planning.candidates import check_mixed, least_bits, plans_of, usual
 from quantforge.planning.changed_source import heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.likeness import format_like, size_like
@@ -89,10 +89,13 @@ class MixtureSearch:
         """Return the mixture that loses least; ``nats`` are of each linear under each candidate."""
         choices = self.allocation.options(nats)
         point, final = self._solved(choices)
+        told = self.allocation.outcome(point, choices)
+        bits = {name: found[1] for name, found in told["uniform"].items()}
         return Allocated(
             recipe=self._recipe(point), target=target, left_out=self.left_out, engines=final.plan.engines,
             memory=memory_use(self.target, final), nbytes=final.plan.output_bytes,
-            **self.allocation.outcome(point, choices),
+            least=least_bits(str(self.wanted.format), self.plans, final, bits),
+            **told,
         )  # fmt: skip
 
     def likely(self) -> tuple[Recipe, Planned]:

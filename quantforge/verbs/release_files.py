@@ -5,9 +5,8 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,13 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
 from quantforge.plans import Plan
 from quantforge.results import manifest
-from quantforge.results.card_figures import CARD, write_figures
+from quantforge.results.card import loading
+from quantforge.results.card_figures import CARD, HERE, write_figures, write_loading
+from quantforge.results.publish import chats
 from quantforge.settings import Settings
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.folder_cards import write_folder_card
+from quantforge.verbs.upload_script import ReleasedVariant, repository_of, upload_script
 from quantforge_files.roles import MANIFEST
 
 if TYPE_CHECKING:
@@ -37,36 +39,6 @@ _LIMITS = (
     ("max_ppl_increase", "perplexity_increase", "perplexity increased by {:.2%}, at most {:.2%}"),
     ("max_bytes", "weight_bytes", "{} bytes, at most {}"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasedVariant:
-    """A finished variant.
-
-    Attributes:
-        name: of the file.
-        out: the directory or file.
-        format, method: of its plan.
-        weight_bytes: of the weight files.
-        figures: measured ones; empty where nothing was scored.
-        failed: the gates that it is beyond, in words.
-    """
-
-    name: str
-    out: Path
-    format: str
-    method: str
-    weight_bytes: int
-    figures: Mapping[str, Any]
-    failed: tuple[str, ...]
-
-    def document(self) -> dict[str, Any]:
-        """Return the variant as plain data; its place is inside of the release."""
-        return {
-            **asdict(self),
-            "out": f"{self.out.parent.name}/{self.out.name}",
-            "failed": list(self.failed),
-        }
 
 
 def finish(
@@ -93,6 +65,10 @@ def finish(
     variants = tuple(
         _released(variant, out, plan, scored.get(variant.name, {})) for variant, out, plan in made
     )
+    for _, out, plan in made:
+        if out.is_dir():
+            named = repository_of(asked.card.repository, out) or HERE
+            write_loading(out, loading(plan, named, chat=chats(out)))
     _write_cards(asked, variants, found)
     document = {
         "schema": SCHEMA,
@@ -102,7 +78,7 @@ def finish(
         "variants": [variant.document() for variant in variants],
     }
     _write(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    _write(place / UPLOAD, _upload(asked, variants))
+    _write(place / UPLOAD, upload_script(asked.card.repository, variants))
     _write(place / SUMS, _sums(place, asked, variants))
     return variants
 
@@ -175,7 +151,9 @@ def _write_cards(
         mine = [one for one in files if one.out.parent == folder]
         told = {one.out.name: one.figures["kl_mean"] for one in mine if one.figures}
         source = open_model(resolve(asked.model, offline=True))
-        write_folder_card(folder, told, source, asked.card.base_model, [one.out for one in mine])
+        outs = [one.out for one in mine]
+        repository = repository_of(asked.card.repository, outs[0])
+        write_folder_card(folder, told, source, asked.card.base_model, outs, repository)
     if found is None:
         return
     from quantforge.evaluation.card_section import index, section
@@ -204,31 +182,6 @@ def _beyond(limits: QualityGates, values: Mapping[str, Any]) -> tuple[str, ...]:
         "not measured" if value is None else text.format(value, limit)
         for limit, value, text in stated if limit is not None and (value is None or not value <= limit)
     )  # fmt: skip
-
-
-def _upload(asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
-    """Return a script for a shell with one command for each repository; variants that failed are left out."""
-    named = (
-        shlex.quote(asked.card.repository)
-        if asked.card.repository
-        else '${1:?"usage: sh upload.sh ORG/NAME"}'
-    )
-    lines = [
-        "#!/bin/sh",
-        "# Uploads this release with the command hf of huggingface_hub.",
-        "set -eu",
-    ]
-    lines += ['cd "$(dirname "$0")"', f"repository={named}"]
-    files = [one.name for one in variants if one.out.is_file() and not one.failed]
-    if files:
-        chosen = [shlex.quote(f"{name}.gguf{rest}") for name in files for rest in ("", ".*")]
-        taken = " ".join(f"--include {text}" for text in (CARD, *chosen))
-        lines.append(f'hf upload "$repository-GGUF" gguf . {taken}')
-    for one in variants:
-        if not one.out.is_file() and not one.failed:
-            lines.append(f'hf upload "$repository-{one.name}" {one.format}/{one.name} .')
-    lines += [f"# {one.name} failed: {'; '.join(one.failed)}" for one in variants if one.failed]
-    return "\n".join(lines) + "\n"
 
 
 def _sums(place: Path, asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:

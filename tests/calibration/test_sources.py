@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge_calibration import SourceError, parse_sources
+from quantforge_calibration import SourceError, parse_sources, readers
 from quantforge_calibration.readers import read_text
 from quantforge_calibration.sources import builtin
 from tests.calibration.support import TALK, read, refused
@@ -262,3 +262,8 @@ def test_sources_need_neither_torch_nor_tokenizers():
         "sys.exit(bool({'torch', 'tokenizers', 'pyarrow', 'quantforge'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_of_chats_are_answered_with_the_option_that_renders_them():
+    said = readers._no_text("chats.jsonl, line 1", ["messages"], "text")
+    assert "--chat-template, or chat_template = true" in str(said.hint)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli import doctor, hints
+from quantforge.cli import doctor, hints, plan_forecast
 from quantforge.cli.app import app
 from quantforge.cli.quantize import upload
 from tests.conftest import Tiny
@@ -168,7 +168,11 @@ HINTS = [
     (["quantize", "x", "--low_gpu_mem_usage"], "--activations disk"),
     (["quantize", "x", "--local-files-only"], "--offline"),
     (["quantize", "x", "--quant", "Q4_K_M"], "--type Q4_K_M"),
-    (["quantize", "x", "--group_size", "64"], "--scheme"),
+    (["quantize", "x", "--group_size", "64"], "--scheme, e.g. int4:g64:sym"),
+    (["quantize", "x", "--group-size=64", "--bits", "8"], "--scheme, e.g. int8:g64:sym"),
+    (["quantize", "x", "--g", "32"], "--scheme, e.g. int4:g32:sym"),
+    (["plan", "x", "--vram", "8GB"], "--memory SIZE"),
+    (["bench", "x", "--concurrency", "8"], "--rows N"),
     (["quantize", "x", "--nsamples", "4"], "'--samples'"),
     (["quantize", "x", "--seqlen", "4"], "--length"),
     (["quantize", "x", "--dataset", "c4"], "--calibration"),
@@ -261,7 +265,7 @@ def test_no_word_of_a_library_reaches_a_person(
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
         command(capsys, "help", verb).out
-        for verb in ("quantize", "export", "eval", "generate", "bench", "serve")
+        for verb in ("plan", "quantize", "export", "eval", "generate", "bench", "serve")
     )
     for said in hints.OPTIONS.values():
         if said.startswith("-"):
@@ -277,8 +281,13 @@ def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_dry_run_is_the_plan_and_writes_nothing(
-    arguments: list[str], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 1 << 40)  # it changes by itself
     model, made, out = tiny("llama-wide"), tmp_path / "made", tmp_path / "out"
     if "MADE" in arguments:
         assert command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0
@@ -327,6 +336,23 @@ def test_a_prompt_before_its_model_is_noticed(
     assert "comes first" not in told.err
 
 
+def test_a_misspelt_model_is_answered_with_its_neighbour_and_not_said_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in (["deom", "hi"], ["./deom", "hi"]):
+        ended = command(capsys, "generate", *words)
+        assert "hint: did you mean 'demo'?" in ended.err
+        assert "loading" not in ended.err
+
+
+def test_the_page_of_the_command_line_has_a_row_for_every_verb() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    told = {verb for row in rows for verb in re.findall(r"`(\w+)", row)}
+    assert {command.name for command in app.registered_commands} - told == set()
+
+
 def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
     """No pattern takes another file in."""
     for name in (
@@ -338,7 +364,7 @@ def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
         "ex-mine.txt",
     ):
         (tmp_path / name).touch()
-    said = upload(tmp_path / "ex.gguf", "ex.gguf")
+    said = upload(tmp_path / "ex.gguf")
     patterns = shlex.split(said.partition("hf ")[2])
     chosen = [two for one, two in pairwise(patterns) if one == "--include"]
     taken = {path.name for path in tmp_path.iterdir() for one in chosen if fnmatch(path.name, one)}

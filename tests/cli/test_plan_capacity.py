@@ -133,4 +133,5 @@ def test_an_artifact_is_looked_at_as_it_is(tiny, tmp_path, capsys):
     assert 0.8 < document["capacity"]["weights_bytes"] / stored <= 1
     refused = command(capsys, "plan", out)
     assert refused.code == 3
+    assert "--context N looks at it as it is" in " ".join(refused.err.split())
     assert "already quantized" in refused.err

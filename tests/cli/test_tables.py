@@ -19,7 +19,7 @@ from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.figures import _MEASURED
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.report import notes
+from quantforge.evaluation.report import markdown, notes
 from quantforge.evaluation.windows import Protocol
 from tests.runs import command
 
@@ -189,6 +189,30 @@ def test_what_a_table_leaves_out_is_named_with_the_option_that_shows_it(found, m
     assert "(--wide)" in told
     show_tables(Console(), replace(found, rows=rows), wide=True)
     assert "too wide" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_was_asked_for_can_be_read_alone(found, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    first, *others, last = found.rows
+    asked = replace(found, rows=(first, *others, {**last, "llama_cpp_perplexity": 228.1}))
+    show_tables(Console(), asked, wide=False)
+    drawn = capsys.readouterr().out
+    above, below = drawn.splitlines()[1:3]
+    place = below.index("in llama.cpp")
+    assert above[place:].split() == ["perplexity"]
+    assert "perplexity" in below[:place]
+    assert "KL" in below
+    assert "\nperplexity in llama.cpp: of the same tokens, " in drawn
+    assert "| perplexity | perplexity in llama.cpp |" in markdown(asked)
+
+
+def test_the_divergence_stays_longest(found, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    show_tables(Console(), found, wide=False)
+    drawn = capsys.readouterr().out
+    assert drawn.splitlines()[1].split() == ["model", "KL"]
+    assert "left out, too wide: weights, bits, " in " ".join(drawn.split())
 
 
 def test_what_was_measured_of_answers_is_told(found, monkeypatch, capsys):

@@ -81,6 +81,41 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
 
 
+def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
+    spec, out = written(tmp_path, model, INT4, Q8), tmp_path / "out"
+    release(spec, out)
+    card = out / "compressed-tensors/int4/README.md"
+    before = card.read_text()
+    assert "vllm serve . " in before
+    assert "hf download" not in (out / "gguf/README.md").read_text()
+    plain = tree(out)
+    text = spec.read_text()
+    spec.write_text(f'{text}[card]\nrepository = "acme/demo"\n')
+    assert release(spec, out).made == ()
+    script = (out / "upload.sh").read_text()
+    assert "repository=acme/demo\n" in script
+    assert 'hf upload "$repository-int4" compressed-tensors/int4 .' in script
+    assert 'hf upload "$repository-GGUF" gguf . ' in script
+    named = card.read_text()
+    assert "vllm serve acme/demo-int4 --served-model-name model\n" in named
+    assert 'place = "acme/demo-int4"\n' in named
+    assert "vllm serve . " not in named
+    files = (out / "gguf/README.md").read_text()
+    assert "hf download acme/demo-GGUF q8.gguf --local-dir .\nllama-server -m q8.gguf" in files
+    checked = subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out, check=False)
+    assert checked.returncode == 0
+    spec.write_text(text)  # and back: to the bytes of a release that never had one
+    release(spec, out)
+    assert tree(out) == plain
+    spec.write_text(f'{text}[card]\nrepository = "acme/demo"\n'.replace("int4:g32", "int4:g64"))
+    card.write_text(named)
+    again = release(spec, out, Settings(overwrite=True))
+    assert again.made == ("int4",)
+    assert (
+        "vllm serve acme/demo-int4 " in card.read_text()
+    )  # the older card was no edit of a person
+
+
 def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, capsys):
     spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from typer.testing import CliRunner
 
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation import bounded_templates, harness
-from quantforge.evaluation.harness import Tasks, run
+from quantforge.evaluation import bounded_templates, harness, task_names
+from quantforge.evaluation.harness import run
 from quantforge.evaluation.language_model import language_model
 from quantforge.evaluation.requests import Answers, disjoint
+from quantforge.evaluation.task_names import Tasks
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
 
@@ -106,8 +109,8 @@ def test_every_name_of_the_library_is_found_without_it():
 
     known = TaskManager().all_tasks
     assert len(known) > 1000
-    assert not set(known) - harness._stated()
-    assert not harness._stated() & {"hellaswag_", "task", "doc_to_text", "."}
+    assert not set(known) - task_names.library_names()
+    assert not task_names.library_names() & {"hellaswag_", "task", "doc_to_text", "."}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,27 @@ def test_a_misspelt_name_is_refused_before_the_library_is_read(name, hint, monke
     with pytest.raises(InputError, match="no task") as refusal:
         harness.check(Tasks((name,)))
     assert hint in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("nosuch.yaml", "no file nosuch.yaml"), ("t.yaml,nosuch", "has no task 'nosuch'")],
+)
+def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(
+    asked, said, tiny, tmp_path
+):
+    (tmp_path / "t.yaml").write_text("task: mine\noutput_type: loglikelihood\n")
+    script = (
+        "import sys\nfrom quantforge import verbs\n"
+        f"try: verbs.evaluate({str(tiny('llama-wide'))!r}, tasks={asked.split(',')!r})\n"
+        "except Exception as error: print(error)\n"
+        "print(sorted({'torch', 'lm_eval.tasks', 'transformers'} & {*sys.modules}))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert said in ran.stdout
+    assert ran.stdout.endswith("[]\n")
 
 
 BROKEN = {

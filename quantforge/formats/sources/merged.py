@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import match
-from quantforge.checkpoint.prepared import PreparedCheckpoint, Rows, prepared_checkpoint
+from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError
@@ -127,7 +127,7 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     ]
     if problems := [*new.problems, *merge.problems, *unchanged]:
         raise _unfit(checkpoint, adapter, problems)
-    facts = {"adapter": _described(adapter, alone)}
+    facts = {ADAPTER: _described(adapter, alone)}
     config, added = checkpoint.config, {}
     if alone:
         head = places.stored(places.head)

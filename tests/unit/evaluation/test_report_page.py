@@ -16,12 +16,12 @@ from quantforge.evaluation.columns import ABSENT
 from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.harness import Tasks
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.differing_words import marked
 from quantforge.evaluation.report_page.front_chart import APART, shortened, spread
 from quantforge.evaluation.report_page.sections import sort_key
+from quantforge.evaluation.task_names import Tasks
 from quantforge.evaluation.windows import Protocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.harness import Tasks, check
+from quantforge.evaluation.harness import check
 from quantforge.evaluation.language_model import continuation_of
 from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
+from quantforge.evaluation.task_names import Tasks
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.text_side import tokenizer_of
@@ -180,7 +181,7 @@ def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):
         check(Tasks(()))
     with pytest.raises(InputError, match="no file"):
         check(Tasks((str(tmp_path / "task.yaml"),)))
-    monkeypatch.setattr("quantforge.evaluation.harness.find_spec", lambda _name: None)
+    monkeypatch.setattr("quantforge.evaluation.task_names.find_spec", lambda _name: None)
     with pytest.raises(InputError, match="not installed") as raised:
         check(Tasks(("hellaswag",)))
     assert "quantforge[eval]" in raised.value.hint

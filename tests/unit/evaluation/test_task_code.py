@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation import harness
-from quantforge.evaluation.harness import Tasks, check
+from quantforge.evaluation import task_names
+from quantforge.evaluation.harness import check
 from quantforge.evaluation.task_code import check_file
+from quantforge.evaluation.task_names import Tasks
 
 FINE = """
 task: mine
@@ -87,6 +88,6 @@ def test_what_no_task_is_called_is_refused_without_the_library(name, monkeypatch
 
 def test_a_pattern_that_means_thousands_of_tasks_is_refused_before_they_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    monkeypatch.setattr(harness, "_stated", lambda: {f"task_{n}" for n in range(1001)})
+    monkeypatch.setattr(task_names, "library_names", lambda: {f"task_{n}" for n in range(1001)})
     with pytest.raises(InputError, match="means more than 1000 tasks"):
         check(Tasks(("task_*",)))

@@ -160,6 +160,9 @@ def test_from_plan_to_reproduce(
     assert document is not None
     assert document["source"]["adapter"].startswith("tuned: 5 modules")
     assert str(tmp_path) not in json.dumps(document)
+    assert plan.name == f"{model.name}-tuned-gptq-int4-g32"
+    shown = command(capsys, "inspect", out).out
+    assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(shown.split())
     merged = open_plain_source(model, place)
     assert torch.equal(stored(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16())
     assert verify(out, VerificationOptions(model, adapter=place)).findings == []
@@ -206,6 +209,28 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
         assert not verify(result, VerificationOptions(model, adapter=place)).findings
         with pytest.raises(InputError, match="made with the adapter tuned"):
             verify(result, VerificationOptions(model))
+
+
+def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path: Path) -> None:
+    model, place = tiny("llama-wide"), tmp_path / "tuned"
+    adapter(place, low_rank(model, ("q_proj",)))
+    wanted = recipe(scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(place)))
+    quantize(model, tmp_path / "q", wanted, base_model="org/name")
+    told = manifest.read(tmp_path / "q")
+    assert told is not None
+    moved = verbs.export(tmp_path / "q", format="gptq", out=tmp_path / "moved")
+    assert moved.name == f"{model.name}-tuned-rtn-int4-g32-gptq"
+    for card in ((tmp_path / one / "README.md").read_text() for one in ("q", "moved")):
+        fields, text = card.split("\n---\n")
+        assert {"base_model: org/name", "base_model_relation: finetune"} <= {*fields.splitlines()}
+        assert f"# {model.name} with tuned quantized by rtn (" in text
+        merged = f" with the adapter `{told['source']['adapter']}` merged into it"
+        assert f"[org/name](https://huggingface.co/org/name){merged}, quantized by `rtn`" in text
+        assert f"1. `{model.name}`{merged}: quantized by `rtn`" in text
+    file = recipe(type="Q8_0", format="gguf", adapter=AdapterOptions(str(place)))
+    assert verbs.plan(model, file).name == f"{model.name}-tuned-Q8_0.gguf"
+    quantize(model, tmp_path / "x.gguf", file)
+    assert f"{model.name}-tuned".encode() in (tmp_path / "x.gguf").read_bytes()[:4096]
 
 
 def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(

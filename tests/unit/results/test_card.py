@@ -26,7 +26,7 @@ from quantforge.results.front_matter import base_model, carried_fields
 from quantforge.settings import Settings
 from quantforge.verbs import export
 from tests.conftest import Tiny
-from tests.runs import copied, quantize, recipe
+from tests.runs import command, copied, quantize, recipe
 
 
 def card_of(directory: Path) -> ModelCard:
@@ -50,12 +50,11 @@ def test_the_code_of_a_card_runs(
     for package in filter(None, [packages.replace("-", "_"), "accelerate"]):
         pytest.importorskip(package)
     wanted = recipe(scheme=scheme, format=form, scales="absmax")
-    outcome = quantize(tiny("llama-wide"), tmp_path / "q", wanted)
-    (tmp_path / "q").rename(tmp_path / outcome.plan.name)
-    code = code_of(tmp_path / outcome.plan.name, "python", "transformers")
+    quantize(tiny("llama-wide"), tmp_path / "q", wanted)
+    code = code_of((tmp_path / "q").rename(tmp_path / "any-name"), "python", "transformers")
     assert f"pip install transformers accelerate {packages}".strip() in code
     assert "apply_chat_template" in code
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "any-name")
     exec(compile(code, "card", "exec"), {})
     assert capsys.readouterr().out.startswith("user: What can you do?")
 
@@ -117,17 +116,27 @@ def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
     assert first["recipe"] == manifest.read(tmp_path / "a")["recipe"]
 
 
-def test_a_card_names_the_calibration_text_and_a_name_that_the_hub_takes(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_card_names_the_calibration_text(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "q"
     quantize(tiny("llama-wide"), out, recipe("gptq", scheme="int4:g32:sym:f16"))
     sources = manifest.read(out)["calibration"]["sources"]
     text = (out / "README.md").read_text()
     assert f"tokens from `{', '.join(sources)}`;" in text
-    code = TRANSFORMERS.code("wren-awq+gptq-int4", chat=False)
-    assert 'place = "wren-awq+gptq-int4"' in code
-    assert "ORG/wren-awq-gptq-int4\n" in code
+
+
+def test_a_card_gives_the_result_no_name_that_its_directory_may_not_have(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny("llama-wide")
+    wanted = ("--method", "rtn", "--bits", "4", "--scales", "absmax", "-o", tmp_path / "my+name")
+    said = command(capsys, "quantize", model, *wanted)
+    assert f"hf upload ORG/my-name {tmp_path / 'my+name'} ." in said.err
+    text = (tmp_path / "my+name" / "README.md").read_text()
+    assert f"# {model.name} quantized by rtn (compressed-tensors)\n" in text
+    assert f"{model.name}-rtn" not in text
+    assert 'place = "."\n' in text
+    assert "vllm serve . --served-model-name model\n" in text
+    assert "The code loads it from `.`; the path of this directory, or its name on the hub," in text
 
 
 def test_a_name_that_no_line_can_hold_gets_no_code() -> None:
