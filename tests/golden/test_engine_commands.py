@@ -169,5 +169,5 @@ def test_cards_take_their_commands_from_the_same_table():
     engines = [name for name in COMMANDS if TARGETS[name].library is None]
     loads = [EngineVerdict(name, True) for name in engines]
     for item in snippets(about, loads, "made", chat=True):
-        assert command_of(item.engine, "made", Serving(), name="made") in item.code
+        assert command_of(item.engine, "made", Serving(), name="model") in item.code
     assert set(COMMANDS) == set(TARGETS) == set(DOCUMENTED)
