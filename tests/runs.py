@@ -134,3 +134,20 @@ def crash_after(part: str) -> Callable[[Progress], None]:
             raise StopError
 
     return progress
+
+
+def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
+    """Interrupt the measurement of candidates once, at the third block; return the blocks that are begun, as they are."""
+    from quantforge.execution import candidate_errors
+
+    original: Any = candidate_errors._of_block
+    seen: list[int] = []
+
+    def counted(part: Any, *rest: Any) -> Any:
+        seen.append(part.index)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return original(part, *rest)
+
+    patch.setattr(candidate_errors, "_of_block", counted)
+    return seen

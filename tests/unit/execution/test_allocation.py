@@ -20,7 +20,7 @@ from quantforge.plans import Serving
 from quantforge.settings import Settings
 from quantforge.verbs import mixture_search
 from tests import headers
-from tests.runs import command
+from tests.runs import command, stopped_measuring
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
@@ -258,15 +258,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
 
 def test_a_measurement_that_was_interrupted_goes_on(made, tmp_path, monkeypatch):
     found, _ = made
-    original, seen = candidate_errors._of_block, []
-
-    def stopped(part, *rest):
-        seen.append(part.index)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return original(part, *rest)
-
-    monkeypatch.setattr(candidate_errors, "_of_block", stopped)
+    seen = stopped_measuring(monkeypatch)
     path = tmp_path / "mixed.toml"
     with pytest.raises(KeyboardInterrupt):
         allocated(out=path)

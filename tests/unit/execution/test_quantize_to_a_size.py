@@ -11,6 +11,7 @@ from quantforge import verbs
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
 from quantforge.settings import Settings
+from tests.runs import stopped_measuring
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {"samples": 4, "length": 64, "calibration": "builtin"}
@@ -46,15 +47,7 @@ def test_it_goes_on_where_it_was_stopped(two_commands, tmp_path, monkeypatch):
     def run():
         return verbs.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
 
-    original, seen = candidate_errors._of_block, []
-
-    def counted(part, *rest):
-        seen.append(part.index)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return original(part, *rest)
-
-    monkeypatch.setattr(candidate_errors, "_of_block", counted)
+    seen = stopped_measuring(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run()
     with monkeypatch.context() as patch:
