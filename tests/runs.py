@@ -137,7 +137,7 @@ def crash_after(part: str) -> Callable[[Progress], None]:
 
 
 def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
-    """Interrupt the measurement of candidates once, at the third block; return the blocks that are begun, as they are."""
+    """Interrupt the measurement of candidates at the third block, once; return the blocks that begin."""
     from quantforge.execution import candidate_errors
 
     original: Any = candidate_errors._of_block
