@@ -110,6 +110,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor(
     weight, hessian = problem()
     factor = factorise(hessian, 0.01, hessian.diagonal().argsort(descending=True))
     assert factor is not None
+    usual = gptq._run("w", weight, factor, SCHEME, Rounding())
     found = []
     for runs in (1, 2, 4):
         grid = replace(grids.GRIDS["nvfp4"], runs=runs)
@@ -123,3 +124,4 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor(
         better = after.errors < before.errors
         assert bool((after.errors <= before.errors).all())
         assert 0 < int(better.sum()) < len(weight)
+    assert torch.equal(usual.errors, found[-1].errors)
