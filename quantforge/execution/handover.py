@@ -187,7 +187,7 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else ""
         raise UsageError(
-            f"--on-shard: no program {program!r}",
+            f"--on-shard: no program {program!r} that can be run",
             "name one that can be run; for several steps write a script, or bash -c '...'",
         )
     reads_quantized = bool(plan.needs) and propagate != "source"

@@ -26,7 +26,7 @@ from quantforge.results.significant import UNITS, size
 _OTHERS = "18GB, 17GiB, 4GB/token, or of a device's memory 24GB@32k"
 _BYTES = {unit.lower(): size for unit, size in quantities.BYTES.items()}
 _SIZE = re.compile(
-    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?P<token>/token)?(?:@(?:(?P<sequences>[0-9]+)x)?(?P<context>.*))?",
+    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?P<token>/token)?(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
     re.IGNORECASE,
 )
 _MOST = 1e18  # bytes

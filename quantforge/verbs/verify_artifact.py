@@ -45,7 +45,8 @@ def verify(
     Raises:
         InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
         IntegrityError: the adapter is not the one that the manifest states, or it states none.
-        UsageError: no engine has that name, there is no such device, or the library for signatures is not installed.
+        UsageError: an adapter is given without a source, no engine has that name, there is no such device, or the
+            library for signatures is not installed.
     """
     check_device(device)
     from quantforge.verification.verify import VerificationOptions

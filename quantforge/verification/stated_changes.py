@@ -14,7 +14,7 @@ from quantforge.checkpoint.fewer_experts import FACT as EXPERTS
 from quantforge.checkpoint.fewer_experts import Removed, from_text
 from quantforge.checkpoint.fewer_heads import FACT as HEADS
 from quantforge.checkpoint.prepared import RUNNING
-from quantforge.errors import IntegrityError
+from quantforge.errors import IntegrityError, UsageError
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.planning.cited_files import adapter_hint, check_adapter_given
 from quantforge.quantizers import source_transforms
@@ -79,15 +79,23 @@ def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
     return next((one for one in found if one.source), found[0] if found else None)
 
 
-def check_adapter(document: Mapping[str, Any] | None, adapter: Path | None) -> None:
+def check_adapter(
+    document: Mapping[str, Any] | None, source: Path | None, adapter: Path | None
+) -> None:
     """Refuse a comparison without the adapter that the recipe of a result states, with another, or with one too many.
 
     Without a recipe nothing is known of adapters, and any may be given.
 
     Raises:
+        UsageError: no source is named, which it could be merged into.
         InputError: none is given.
         IntegrityError: it is another, or the recipe states none.
     """
+    if source is None:
+        if adapter is not None:
+            text = f"--adapter {adapter}: merged into a source, and none is named"
+            raise UsageError(text, "name the source too: --source MODEL")
+        return
     stated = stated_adapter(document)
     if stated is None:
         return

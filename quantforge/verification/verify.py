@@ -66,7 +66,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     Raises:
         InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
         IntegrityError: the adapter is not the one that the manifest states, or it states none.
-        UsageError: no engine has that name, or the library for signatures is not installed.
+        UsageError: an adapter is given without a source, no engine has that name, or the library for signatures is
+            not installed.
     """
     options = options or VerificationOptions()
     if not path.exists():
@@ -75,8 +76,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     tell("files and digests")
     document = check_release(report)
     stated, source = StatedChanges.of(document), None
-    if options.source is not None:
-        check_adapter(document, options.adapter)
+    check_adapter(document, options.source, options.adapter)
     check_signed(report, options.key)
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
     derive = options.source is not None and (not document or _folds(document))

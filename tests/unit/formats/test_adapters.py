@@ -196,6 +196,9 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
     for result in (out, file, blocks):
         with pytest.raises(IntegrityError, match="by its manifest it was made without an adapter"):
             verify(result, VerificationOptions(model, adapter=place))
+    for result, given in ((out, place), (file, tmp_path / "nothing")):
+        ended = command(capsys, "verify", result, "--adapter", given)
+        assert (ended.code, "name the source too" in ended.err) == (2, True)
     ended = command(capsys, "verify", file, "--source", model, "--adapter", place)
     assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with

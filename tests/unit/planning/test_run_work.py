@@ -87,6 +87,11 @@ def test_time_is_work_over_rates(large: Path) -> None:
     assert (two["pass"], two["read"]) == (one["pass"] / 2, one["read"])
 
 
+def test_runs_of_a_grid_are_counted(large: Path) -> None:
+    once, twice = (work(large, "gptq", bits=bits).operations["round"] for bits in (4, 3))
+    assert 1.05 < twice / once < 2
+
+
 def test_larger_models_take_longer(large: Path, tmp_path: Path) -> None:
     larger = headers.llama(tmp_path / "larger", **LARGER)
     for method in ("rtn", "gptq", "awq"):

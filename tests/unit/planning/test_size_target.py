@@ -57,7 +57,8 @@ def test_memory_of_a_device_with_what_it_is_for(text, nbytes, load):
 @pytest.mark.parametrize(
     ("text", "said"),
     [("24GB@", "context"), ("24GB@0", "out of range"), ("24GB@32kB", "not understood"), ("24GB@-1", "not understood"),
-     ("24GB@0x32k", "--batch 0"), ("24GB@1.5x32k", "not understood"), ("3bpw@32k", "no context"),
+     ("24GB@0x32k", "context 0x32k"), ("24GB@4x", "context 4x"), ("24GB@1.5x32k", "not understood"),
+     ("3bpw@32k", "no context"),
      ("24GB@9999999999", "out of range")],
 )  # fmt: skip
 def test_what_is_no_memory_for_a_context(text, said):
