@@ -39,10 +39,10 @@ class _Holder:
 
 
 class Lock:
-    """The lock of one output; ``directory`` is what it stands for."""
+    """The lock of one output; ``directory`` is what it stands for, and ``work`` says it to whoever has to wait."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, work: str = "works on this output") -> None:
+        self.directory, self._work = directory, work
         self._path = directory / FILE
         self._descriptor = -1
         self._publishing = 0
@@ -174,8 +174,7 @@ class Lock:
     def _busy(self) -> BusyError:
         holder = _read(self._descriptor) or _Holder()
         return BusyError(
-            f"{self._path}: process {holder.pid} on {holder.host}, started {holder.started}, "
-            "works on this output",
+            f"{self._path}: process {holder.pid} on {holder.host}, started {holder.started}, {self._work}",
             "wait for it, or end it and run again",
         )
 

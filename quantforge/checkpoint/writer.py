@@ -223,7 +223,7 @@ def _check_size(file: Path, size: int) -> None:
     if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
         raise IntegrityError(
             f"{file}: not the file that the interrupted run had begun",
-            "remove the stage and the journal beside the output to start afresh",
+            f"start afresh: rm -r {file.parent.parent}",
             file=str(file),
         )
 

@@ -79,7 +79,8 @@ def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Works
             yield Workspace(Path(scratch) / "journal", fingerprint)
         return
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
-    lock = Lock(place_of_run(beside / f"allocate-{digest[:_DIGEST]}"))
+    place = place_of_run(beside / f"allocate-{digest[:_DIGEST]}")
+    lock = Lock(place, "measures the same candidates for a recipe in this folder")
     try:
         lock.take()
     except OSError as error:

@@ -229,8 +229,9 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_its_own_files_only(tmp_path: Path) -> None:
     WeightsWriter(tmp_path, file_plans(SHARDS))
     os.truncate(tmp_path / "model.safetensors", 10)
-    with pytest.raises(IntegrityError, match="not the file"):
+    with pytest.raises(IntegrityError, match="not the file") as damaged:
         WeightsWriter(tmp_path, file_plans(SHARDS), done=["w"])
+    assert damaged.value.hint == f"start afresh: rm -r {tmp_path.parent}"  # what holds the stage
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(IntegrityError, match="not the file"):
         WeightsWriter(tmp_path, file_plans(SHARDS), done=["w"])

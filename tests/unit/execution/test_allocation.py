@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from quantforge import verbs
+from quantforge.checkpoint.lock import Lock
 from quantforge.cli import allocate as cli
-from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
@@ -262,7 +263,13 @@ def test_a_measurement_that_was_interrupted_goes_on(made, tmp_path, monkeypatch)
     path = tmp_path / "mixed.toml"
     with pytest.raises(KeyboardInterrupt):
         allocated(out=path)
-    assert [one.name[:10] for one in tmp_path.iterdir()] == [".allocate-"]
+    (kept,) = tmp_path.iterdir()
+    assert kept.name[:10] == ".allocate-"
+    other = Lock(kept)
+    other.take()
+    with pytest.raises(BusyError, match="measures the same candidates"):
+        allocated(out=path)
+    other.release()
     monkeypatch.setattr(candidate_errors, "observe_gradients", None)  # they are there
     again = allocated("3.2bpw", path)  # another size needs the same
     assert seen == [0, 1, 2, 2, 3]
