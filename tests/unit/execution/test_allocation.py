@@ -35,10 +35,19 @@ SIZES = {  # of the model
 }  # fmt: skip
 
 
-def allocated(target="3.4bpw", out=None, settings=None, **options):
+FEW = {"samples": 2, "length": 32}
+
+
+def allocated(target="3.4bpw", out=None, settings=None, *, model=DEMO, **options):
     return verbs.allocate(
-        DEMO, target, out, settings=settings or Settings(threads=1), **ROWS | options
+        model, target, out, settings=settings or Settings(threads=1), **ROWS | options
     )
+
+
+@pytest.fixture
+def small(tiny):
+    """Return a random model, which is measured in a tenth of the time."""
+    return tiny("llama-wide")
 
 
 @pytest.fixture(scope="module")
@@ -58,28 +67,20 @@ def test_the_size_is_met_and_the_recipe_makes_it(made, tmp_path):
     assert len(schemes) == 3
 
 
-def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(tiny, tmp_path, capsys):
-    out, model = tmp_path / "mixed.toml", str(DEMO)
-    given = (
-        "--samples",
-        "2",
-        "--length",
-        "32",
-        "--head",
-        "int8",
-        "--candidates",
-        "int3:g64:sym,int4:g64:sym",
-    )
+def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small, tmp_path, capsys):
+    out, model = tmp_path / "mixed.toml", str(small)
+    given = ("--samples", "2", "--length", "32", "--head", "int8",
+             "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
     said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *given).out
     assert "bits in blocks" in said
     (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", said)
     assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
-    plan = verbs.plan(DEMO, out)
+    plan = verbs.plan(small, out)
     assert plan.bits_per_weight > plan.bits_per_weight_in_blocks
     assert f", {planned} in blocks (" in plan.density
     quantized = command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
     assert f", {planned} in blocks (" in quantized.err
-    alone = verbs.plan(tiny("llama-wide"), bits=4, ignore=["*.layers.*"], head="int8")
+    alone = verbs.plan(small, bits=4, ignore=["*.layers.*"], head="int8")
     assert "none in blocks" in alone.density
     assert "all in blocks" in verbs.plan(DEMO, bits=4).density
 
@@ -98,39 +99,40 @@ def test_it_loses_less_than_widths_alone(made):
     assert all(a[1] > b[1] for a, b in zip(found.front, found.front[1:], strict=False))
 
 
-def test_linears_that_engines_join_get_one_scheme(made):
+def test_linears_that_engines_join_get_one_scheme(made, small):
     found, _ = made
     assert any(len(group) == 3 for group in found.groups)
     assert any(
         {name.rpartition(".")[2] for name in group} == {"gate_proj", "up_proj"}
         for group in found.groups
     )
-    apart = allocated("4.7bpw", format="gguf", candidates=("q4_0", "q5_0"))
+    apart = allocated("4.7bpw", model=small, format="gguf", candidates=("q4_0", "q5_0"), **FEW)
     assert all(len(group) == 1 for group in apart.groups)
     assert apart.recipe.scheme in {"q4_0", "q5_0"}
     types = {
         tensor.scheme.weight.grid
-        for tensor in verbs.plan(DEMO, apart.recipe).quantized()
+        for tensor in verbs.plan(small, apart.recipe).quantized()
         if tensor.part >= 0
     }
     assert types == {"q4_0", "q5_0"}
 
 
-def test_the_same_recipe_for_any_threads(made):
-    found, path = made
-    two = allocated(settings=Settings(threads=2))
+def test_the_same_recipe_for_any_threads(small, tmp_path):
+    path = tmp_path / "mixed.toml"
+    found = allocated(out=path, model=small)
+    two = allocated(settings=Settings(threads=2), model=small)
     torch.set_num_threads(1)
     assert two.recipe == found.recipe
+    assert two.uniform == found.uniform
     assert path.read_bytes() == two.written()
     assert build_recipe(str(path)) == two.recipe
 
 
-def test_candidates_and_sizes_in_bytes():
-    found = allocated("3.5MB", candidates=("int3:g64:sym", "int4:g64:sym"))
-    assert 0.99 * 3.5e6 <= found.nbytes <= 3.5e6
-    assert (
-        verbs.plan(DEMO, found.recipe).output_bytes == found.nbytes
-    )  # with the rules that are in headers
+def test_candidates_and_sizes_in_bytes(small):
+    found = allocated("310kB", model=small, candidates=("int3:g64:sym", "int4:g64:sym"), **FEW)
+    assert 0.98 * 310e3 <= found.nbytes <= 310e3  # of few matrices
+    written = verbs.plan(small, found.recipe).output_bytes
+    assert written == found.nbytes  # with the rules that are in headers
     assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
 
 
@@ -143,8 +145,7 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
         path,
         settings,
         candidates=("int3:g64:sym", "int4:g64:sym"),
-        samples=2,
-        length=32,
+        **FEW,
     )
     used = found.memory
     assert used is not None
@@ -181,9 +182,7 @@ def theirs(tmp_path_factory):
 
 
 def test_the_size_of_somebodys_file(theirs):
-    found = allocated(
-        None, like=theirs, candidates=("q3_k", "q4_k", "q5_k", "q6_k"), samples=2, length=32
-    )
+    found = allocated(None, like=theirs, candidates=("q4_0", "q6_k"), **FEW)
     size = theirs.stat().st_size
     assert found.recipe.format == "gguf"
     assert 0.995 * size <= found.nbytes <= size
@@ -223,17 +222,17 @@ def test_a_file_that_is_none_is_refused(theirs, tmp_path):
         allocated(None)
 
 
-def test_matrices_that_share_a_scale_are_measured_together(tmp_path):
+def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
     """NVFP4 has one scale for matrices that engines join; the errors are those of the run, which rounds all rows."""
     found = allocated(
         "7bpw",
         tmp_path / "mixed.toml",
+        model=small,
         candidates=("nvfp4", "fp8_e4m3:row:sym", "int3:g64:sym"),
-        samples=2,
-        length=32,
+        **FEW,
     )
     assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*found.chosen}
-    outcome = verbs.quantize(DEMO, tmp_path / "mixed.toml", tmp_path / "out")
+    outcome = verbs.quantize(small, tmp_path / "mixed.toml", tmp_path / "out")
     assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
     assert 0.995 * 7 <= found.bits <= 7
     nats = {name: one[2] for name, one in found.uniform.items()}
@@ -247,7 +246,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
-        found.append(allocated(samples=16, length=128))
+        found.append(allocated(samples=8, length=128))
     whole, part = found
     assert whole.keys() == part.keys()
     assert whole != part
@@ -319,18 +318,18 @@ def test_refusals(target, options, kind, said, tmp_path):
     ("engine", "key", "candidates"),
     [
         ("vllm", "compressed-tensors", ()),
-        ("llama.cpp", "gguf", ("q4_k", "q8_0")),
+        ("llama.cpp", "gguf", ("q4_0", "q8_0")),
         ("mlx", "mlx", ("int4:g64:min", "int8:g64:min")),
     ],
 )  # fmt: skip
 def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
-    engine, key, candidates, tmp_path
+    engine, key, candidates, small, tmp_path
 ):
     path = tmp_path / "mixed.toml"
-    found = allocated("5bpw", path, engine=engine, candidates=candidates, samples=2, length=32)
+    found = allocated("5bpw", path, model=small, engine=engine, candidates=candidates, **FEW)
     assert (found.recipe.format, found.recipe.engine) == (key, engine)
     assert len({*found.chosen}) > 1
-    plan = verbs.plan(DEMO, path)  # raises where the engine does not load it
+    plan = verbs.plan(small, path)  # raises where the engine does not load it
     assert plan.engines == found.engines
     assert {one.engine: one.loads for one in found.engines}[engine]
 
@@ -342,9 +341,9 @@ def test_engines_that_load_the_mixture_are_told(made):
     assert found.document()["engines"][1]["reason"]
 
 
-def test_it_is_told_from_which_target_on_another_engine_loads_a_mixture():
+def test_it_is_told_from_which_target_on_another_engine_loads_a_mixture(small):
     schemes = ("int3:g128:sym", "int4:g128:sym", "int8:g128:sym")
-    found = allocated("3.5bpw", candidates=schemes, samples=2, length=32)
+    found = allocated("3.5bpw", model=small, candidates=schemes, **FEW)
     assert found.least["vllm"] == found.uniform[schemes[1]][1] > 4
     assert "transformers" not in found.least  # which loads it
     said = cli._loaded(found)
