@@ -246,11 +246,11 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
-        found.append(allocated(samples=8, length=128))
+        found.append(allocated(samples=4, length=128, candidates=ROWS["candidates"][1:]))
     whole, part = found
     assert whole.keys() == part.keys()
     assert whole != part
-    for place in range(len(ROWS["candidates"])):
+    for place in range(2):
         pairs = itertools.combinations([(whole[one][place], part[one][place]) for one in whole], 2)
         agree = [1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in pairs]
         assert sum(agree) / len(agree) >= 0.9  # 0.99 with as many rows as it really takes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,6 @@ def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: boo
     assert work(tmp_path / "m", "gptq", calibration=every).operations["pass"] > 20 * routed
     source = sum(file.stat().st_size for file in (tmp_path / "m").glob("*.safetensors"))
     assert gptq.work.source_bytes == source
-    assert replace(gptq.work, operations={}) == replace(work(tmp_path / "m", "gptq"), operations={})
     awq = work(tmp_path / "m", "awq").operations
     assert (
         awq["observe"] > gptq.work.operations["observe"] / 10
