@@ -138,10 +138,11 @@ def nearest(word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None
 
 def _close(word: str, words: Sequence[str]) -> Sequence[str]:
     """Return the words that begin as ``word``, if they are few, or the most like it, with its digits if one has."""
-    longer = [one for one in words if one.startswith(word)] if len(word) > 1 else []
-    if 0 < len(longer) <= SAME_BEGINNING:
+    small = {one.lower(): one for one in words}
+    longer = [one for key, one in small.items() if key.startswith(word.lower())]
+    if len(word) > 1 and 0 < len(longer) <= SAME_BEGINNING:
         return longer
-    found = get_close_matches(word, words, n=4, cutoff=0.5)
+    found = [small[key] for key in get_close_matches(word.lower(), small, n=4, cutoff=0.5)]
     same = [one for one in found if re.findall(r"\d+", one) == re.findall(r"\d+", word)]
     return (same or found)[:1]
 

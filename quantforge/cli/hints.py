@@ -129,9 +129,13 @@ def for_option(
         elsewhere: which verbs have an option, by the option.
         typed: the whole line; the size of groups that was typed is said again in a scheme.
     """
+    if (verb, word) == ("plan", "--dry-run"):
+        return "leave it out: a plan is the dry run"
     if word in elsewhere:
         return f"it is an option of {elsewhere[word]}"
     bare = word.lstrip("-").lower().replace("_", "-")
+    if valued := _as_value(bare, known):
+        return f"here it is {valued}"
     close = get_close_matches(f"--{bare}", known, n=1, cutoff=0.82)
     said = [one for words, one in OPTIONS.items() if bare in words.split()]
     said = [one for one in said if not one.startswith("-") or re.split("[ ,]", one)[0] in known]
@@ -144,6 +148,39 @@ def for_option(
     if close:
         return f"did you mean '{close[0]}'?"
     return f"`quantforge help {verb}` lists what it takes"
+
+
+def _as_value(word: str, known: Collection[str]) -> str:
+    """Return the option that takes a word as its value, with it; "" where none of those that are known does."""
+    from quantforge.formats import FORMATS
+    from quantforge.formats.gguf.mixture import MIXTURES
+    from quantforge.quantizers import METHODS
+
+    width = re.fullmatch(r"(?:w|int)?([2-8])-?(?:bits?)?", word)
+    values = {
+        "--type": word.upper().replace("-", "_")
+        if word.upper().replace("-", "_") in MIXTURES
+        else "",
+        "--method": word if word in METHODS else "",
+        "--format": word if word in FORMATS else "",
+        "--bits": width[1] if width else "",
+    }
+    return next(
+        (f"{option} {value}" for option, value in values.items() if value and option in known), ""
+    )
+
+
+def for_value(option: str, value: str, known: Collection[str]) -> str:
+    """Return what to type in place of a value that an option does not take, "" where nothing is known."""
+    if option == "--bits" and "--target" in known and re.fullmatch(r"[2-8]\.\d+", value.strip()):
+        return f"widths are mixed by --target {value.strip()}bpw, with --method gptq or none"
+    return ""
+
+
+def for_flag_of_all(word: str, flags: Collection[str], verbs: Collection[str]) -> str:
+    """Return what to type in place of an option that stands before any verb."""
+    close = get_close_matches(word.lower(), flags, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"verbs: {', '.join(verbs)}"
 
 
 def _value(option: str, typed: Sequence[str]) -> str:

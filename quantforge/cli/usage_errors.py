@@ -26,8 +26,10 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
     kind = type(error).__name__
     if verb not in group.commands:
         if option is not None and not verb:
+            flags = [*_flags(group), "--help"]
             return UsageError(
-                f"no option {option} without a verb", f"verbs: {', '.join(group.commands)}"
+                f"no option {option} without a verb",
+                hints.for_flag_of_all(str(option), flags, group.commands),
             )
         return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
     known = _flags(group.commands[verb])
@@ -51,7 +53,9 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
         name = _name(param)
         return UsageError(f"{verb}: {name} is missing", _example(group.commands[verb]) or more)
     if param is not None:
-        return UsageError(f"{_name(param)}{_typed_for(param, arguments)}: {_wanted(param)}", more)
+        value = _typed_for(param, arguments)
+        hint = hints.for_value(_name(param), value, known) or more
+        return UsageError(f"{_name(param)}{value}: {_wanted(param)}", hint)
     extra = getattr(getattr(error, "ctx", None), "args", None) or _extra(error)
     if extra:
         said = " ".join(extra)

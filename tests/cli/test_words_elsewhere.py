@@ -112,6 +112,30 @@ def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> No
                 assert {*named.rstrip(",:").split("+")} <= {*known}, said
 
 
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("plan . --q4_k_m", "--type Q4_K_M"),
+        ("quantize . --GPTQ", "--method gptq"),
+        ("export . --gguf", "--format gguf"),
+        ("quantize . --int4", "--bits 4"),
+        ("quantize . --4bit", "--bits 4"),
+        ("eval . --q4_k_m", "`quantforge help eval`"),  # which takes no type
+        ("plan . --bits 4.5", "--target 4.5bpw"),
+        ("sweep . --over 1 --bits 4.5", "`quantforge help sweep`"),
+        ("plan . --scheme W4A61", "'W4A16'"),
+        ("plan . --dry-run", "a plan is the dry run"),
+        ("--versoin", "'--version'"),
+    ],
+)
+def test_a_value_that_was_typed_as_an_option_and_the_other_way(
+    line: str, meant: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = command(capsys, *(str(tiny("llama")) if word == "." else word for word in line.split()))
+    assert ended.code == 2, ended.err
+    assert meant in ended.err.partition("hint: ")[2], ended.err
+
+
 def test_schemes_that_hints_name_are_schemes() -> None:
     for typed, _ in TYPED:
         option, word = typed.split()
