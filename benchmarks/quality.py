@@ -35,6 +35,8 @@ OURS = {
     "gptq --tune 2": ("--method", "gptq", "--tune", "2"),
     "gptq --guide 1 --tune 1": ("--method", "gptq", "--guide", "1", "--tune", "1"),
     "gptq, no refinement": ("--method", "gptq", "--refine", "0"),
+    "gptq --effort low": ("--method", "gptq", "--effort", "low"),
+    "gptq --effort high": ("--method", "gptq", "--effort", "high"),
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),
 }

@@ -17,7 +17,16 @@ from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
 
-WORDS = ("method", "format", "engine", "scales", "inputs", "kv_cache", "mtp")  # in small letters
+WORDS = (
+    "method",
+    "effort",
+    "format",
+    "engine",
+    "scales",
+    "inputs",
+    "kv_cache",
+    "mtp",
+)  # in small letters
 IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
 
@@ -31,11 +40,16 @@ class GptqOptions:
     order: str = "activation"  # processing order of the columns: activation | natural
     group_scales: str = "static"  # from the original weights; refresh: from the compensated ones
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
+    runs: int = 0  # of error feedback, each with scales fitted to what the last one rounded; 0: as the grid has it
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 < self.damping < 1:
             raise InputError(f"recipe: gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
+
+    def runs_of(self, grid: int) -> int:
+        """Return how often error feedback runs on a grid that has it run ``grid`` times."""
+        return self.runs or (grid if self.refine else 1)
 
 
 @named_fields
@@ -144,6 +158,7 @@ class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
 
     method: str = ""  # "": what measured best (`planning.method_choice`)
+    effort: str = "medium"  # low | medium | high: what is left at its default for time or quality (`planning.effort`)
     bits: int | None = None
     scheme: str | None = None
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)

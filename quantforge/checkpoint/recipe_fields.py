@@ -20,6 +20,7 @@ LIMITS = {
     "guide": (0, 1024),
     "tune": (0, 1000),
     "gptq.refine": (0, 1000),
+    "gptq.runs": (0, 1000),
     "tensor_parallel": (1, 2**20),
     "awq.points": (20, 1000),
     "awq.rows": (1, 2**40),
@@ -32,6 +33,7 @@ LIMITS = {
 }
 # All values of what takes few; the first is not always the default.
 VALUES = {
+    "effort": ("low", "medium", "high"),
     "scales": ("absmax", "search", "reference"),
     "inputs": ("absmax", "percentile", "mse"),
     "kv_cache": ("none", "fp8", "fp8_head"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
 _CHOSEN_HERE = {
     "method",
+    "effort",
     "bits",
     "scheme",
     "type",

@@ -40,7 +40,9 @@ class Choice:
 
 # Groups of ``--help``: choices of a recipe by their names, then those of the other options.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "What is asked for": ("method", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe"),
+    "What is asked for": (
+        "method", "effort", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe",
+    ),
     "Which layers": ("ignore", "rules", "head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
     "Rounding": ("scales", "guide", "refine", "tune", "inputs", "kv_cache"),
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
@@ -52,6 +54,9 @@ _METAVARS = {int: "N", float: "X"}  # where an option names none
 RECIPE: Mapping[str, Choice] = {
     "method": Choice(
         "{words}, or a sum such as awq+gptq (default: what measured best at that width).", "METHOD"
+    ),
+    "effort": Choice(
+        "Time against quality of what is not named: {words}; `plan` says what it sets.", "LEVEL"
     ),
     "bits": Choice("The one dial: bits of a weight.", most=True),
     "scheme": Choice("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),

@@ -104,7 +104,7 @@ class CalibratedBlock:
             self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
         )
         if moments[Moment.AFTER]:
-            after = observe(part, moments[Moment.AFTER], read, advance=advance)
+            after = observe(part, moments[Moment.AFTER], read, advance=False)
             observed = with_ranges(observed, after)
         if samples is None:
             self._round(part, observed, targets, record, advance=advance)
@@ -114,10 +114,10 @@ class CalibratedBlock:
             if part.experts is not None:
                 wanted = Wanted(*(wanted_of(found) for found in moments.values()))
                 merge(record, self._experts.work(part, changing, wanted, do, add=advance))
-                if advance:
-                    part.advance_source()
-                elif not self.from_source:
+                if not self.from_source:
                     self._restoring.experts(part)
+            if advance and not part.advanced:  # by a block that transforms had not changed yet
+                part.advance_source()
         else:
             self._learn(part, samples, observed, targets, record)
             if self.from_source and not ends:
@@ -149,10 +149,12 @@ class CalibratedBlock:
     ) -> None:
         """Round and write the linears, one shared input after the other, and add what there is to tell.
 
-        Those with a guide are observed here, and ``advance`` says whether the rows advance meanwhile.
+        Those with a guide are observed here, and ``advance`` says whether the rows advance meanwhile, which they do not
+        where a transform has changed the block.
         """
         if self.guided is not None:
-            merge(record, self.guided.work(part, observed, targets, advance=advance))
+            passing = advance and not self._plan.transforms
+            merge(record, self.guided.work(part, observed, targets, advance=passing))
             for name, tensor in () if self.from_source else targets.items():
                 self._restoring.linear(part, name, tensor)
             return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.plans import Action, Plan, TensorPlan
-from quantforge.quantizers import needs
+from quantforge.quantizers import METHODS, needs
 from quantforge.runtime.kv_cache import CachePeaks, listening
 
 
@@ -105,12 +105,16 @@ def observers_of(
         importance: whether scales are searched by the mean squares of the columns.
         cache: the kind of the KV cache.
 
-    Guided statistics are observed strip by strip (`quantforge.execution.guide`), and by none of these.
+    Guided statistics are observed strip by strip (`quantforge.execution.guided_rounding`), and by none of these, who
+    then look for the transforms alone.
     """
     moment = Moment.AFTER if plan.transforms else Moment.BEFORE
     found: list[Observer] = []
     if not plan.guide:
         wanted = needs(plan.method, importance=importance)
+    else:
+        wanted = frozenset[Statistic]().union(*(METHODS[word].needs for word in plan.transforms))
+    if wanted or not plan.guide:
         found.append(InputObserver(Moment.BEFORE, wanted))
     if ranges := of_inputs(tensor.scheme.input for tensor in targets if tensor.scheme):
         found.append(InputObserver(moment, ranges))

@@ -20,6 +20,7 @@ In this folder:
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
     drafting           Planners of formats that plan whole models instead of module by module
+    effort             Effort: the one dial for time against quality, and what it sets of a recipe
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
     engine_format      The format in which an engine loads a quantized model, found by planning the export into each
     expert_memory      Memory of experts in a run that looks at data: one at a time, whatever their number

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quantforge.architectures.match import Matched
+from quantforge.planning.peak_memory import whole_model
+from quantforge.planning.run_sizes import RunSizes
 from quantforge.recipe import CalibrationOptions
 
 
@@ -18,6 +21,18 @@ def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
     return (
         f"{given} rows of {options.length} tokens, {asked} asked for: the builtin text has no more; "
         f"--samples {given}, or --calibration FILE with more text"
+    )
+
+
+def own_text(run: RunSizes, matched: Matched) -> tuple[str, ...]:
+    """Say what it costs to let the model write its calibration text."""
+    if not run.needs or not run.calibration.writes_own_text:
+        return ()
+    tokens = run.calibration.samples * run.calibration.length
+    size = whole_model(matched)
+    return (
+        f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
+        f" in memory as float32 ({size:,} bytes)",
     )
 
 

@@ -16,7 +16,6 @@ from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
-ROUNDER = (ERROR_FEEDBACK,)  # words of the methods that take guided statistics
 
 
 def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
@@ -92,7 +91,7 @@ def refuse_guide(
     if not strips:
         return
     said = option or f"--guide {strips}"
-    if words != ROUNDER:
+    if words[-1] != ERROR_FEEDBACK:
         raise UsageError(
             f"{said}: --method {'+'.join(words)} does not take guided statistics",
             f"--method {ERROR_FEEDBACK}, or {hint}",

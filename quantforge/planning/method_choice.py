@@ -17,8 +17,9 @@ from quantforge.formats.format_choice import CHOSEN, base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.notation import parse_layer
+from quantforge.planning.effort import PLAINLY, Dials
 from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
-from quantforge.recipe import NO_DATA, CalibrationOptions, LayerChoices, Recipe
+from quantforge.recipe import NO_DATA, LayerChoices
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 
@@ -30,8 +31,7 @@ NEARLY_LOSSLESS = 8  # bits
 
 def chosen_method(
     grids: Sequence[Scheme],
-    scales: str,
-    calibration: CalibrationOptions,
+    dials: Dials,
     checkpoint: Checkpoint,
     matched: Matched,
 ) -> tuple[str, tuple[str, ...]]:
@@ -39,14 +39,13 @@ def chosen_method(
 
     Args:
         grids: the schemes of weights, see `schemes_of`; none for a mere conversion.
-        scales: how scales are chosen.
-        calibration: where the text comes from.
+        dials: the effort, how scales are chosen, and where the text comes from.
         checkpoint: the model.
         matched: its tensors.
     """
     if not grids:
         return PLAIN, ()
-    method, reason = PLAIN, _obstacle(grids, scales, calibration, checkpoint, matched)
+    method, reason = PLAIN, _obstacle(grids, dials, checkpoint, matched)
     if not reason:
         method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
         reason = f"what measured best; --method {PLAIN} is faster, and worse"
@@ -55,20 +54,21 @@ def chosen_method(
 
 def _obstacle(
     grids: Sequence[Scheme],
-    scales: str,
-    calibration: CalibrationOptions,
+    dials: Dials,
     checkpoint: Checkpoint,
     matched: Matched,
 ) -> str:
     """Return why nothing but plain rounding comes into question, "" where something does."""
     if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
         return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
-    if calibration.source == NO_DATA:
+    if dials.effort == PLAINLY:
+        return f"--effort {PLAINLY}, it is the fastest"
+    if dials.calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"
-    if calibration.importance_file is not None:
+    if dials.calibration.importance_file is not None:
         return "an importance matrix holds what plain rounding asks for, and no more"
-    if scales != Recipe().scales:
-        return f"--scales {scales} looks at the weights alone"
+    if dials.scales != Dials().scales:
+        return f"--scales {dials.scales} looks at the weights alone"
     if matched.architecture is None:
         return f"{matched.model_type} is not declared; --method {BEST} derives what reads the same activation"
     if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():

@@ -21,19 +21,20 @@ from quantforge.formats.format_choice import settled
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
-from quantforge.planning.calibration_rows import row_notes
+from quantforge.planning.calibration_rows import own_text, row_notes
 from quantforge.planning.drafting import draft_of
+from quantforge.planning.effort import Asked, Dials, spent
 from quantforge.planning.embedding_choice import chosen_embedding
-from quantforge.planning.guidance import disk_bytes, guide_notes, refuse_guide
+from quantforge.planning.guidance import disk_bytes, guide_notes
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
-from quantforge.planning.peak_memory import peak_bytes, whole_model
+from quantforge.planning.peak_memory import peak_bytes
 from quantforge.planning.run_sizes import RunSizes
 from quantforge.planning.run_work import run_work
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
-from quantforge.planning.tunable import refuse_tune, tune_notes
+from quantforge.planning.tunable import tune_notes
 from quantforge.plans import Action, Draft, FilePlan, Plan, RunWork, Serving
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import Sparsity
@@ -78,15 +79,13 @@ def make_plan(
     """
     recipe, chosen = settled(recipe, out)
     matched = _matched(checkpoint)
-    form, calibration = format_of(recipe.format), recipe.calibration
+    form, dials = format_of(recipe.format), Dials(*(getattr(recipe, n) for n in Dials._fields))
     if not recipe.method:
         grids = schemes_of(recipe.layers, form)
-        method, named = chosen_method(grids, recipe.scales, calibration, checkpoint, matched)
+        method, named = chosen_method(grids, dials, checkpoint, matched)
         recipe, chosen = replace(recipe, method=method), (*chosen, *named)
-    asked = Observation(
-        recipe.method, recipe.scales, recipe.rounding.weighs, recipe.kv_cache, calibration
-    )
-    check_heads(recipe.mtp, recipe.format, matched)
+    weighs, cache = recipe.rounding.weighs, recipe.kv_cache
+    asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
     check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.method)
@@ -99,17 +98,20 @@ def make_plan(
         recipe = replace(recipe, embedding=embedding)
         draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    dials = (recipe.guide, recipe.tune)
-    run = RunSizes(calibration, asked.words, recipe.awq.rows, streamed, in_memory, workers, *dials)
+    dials, effort = spent(
+        dials, Asked(asked.words, recipe.format, draft.tensors, matched, streamed)
+    )
+    recipe = replace(recipe, **dials._asdict())
+    sizes = (dials.awq.rows, streamed, in_memory, workers, dials.guide, dials.tune)
+    run = RunSizes(dials.calibration, asked.words, *sizes)
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
         recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)
     )
-    own = (*chosen, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
+    own = (*chosen, *effort, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
     plan = replace(plan, notes=(*own, *plan.notes, *said), needs=tuple(sorted(wanted)))
     plan = replace(plan, work=_work_of(checkpoint, matched, plan, run, recipe.rounding))
-    _refuse_growth(checkpoint, plan)
     return Planned(plan, matched, draft.files, recipe)
 
 
@@ -117,8 +119,8 @@ def _plan_of(
     checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str,
     zeros: Sparsity | None,
 ) -> Plan:  # fmt: skip
-    """Return the plan that a draft in the format ``key`` makes, with the notes on the run itself."""
-    return Plan(
+    """Return the plan that a draft in the format ``key`` makes, with notes on the run; errors as `make_plan`."""
+    plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, method, key, draft.tensors, draft.label, zeros),
         model_type=matched.model_type,
@@ -133,7 +135,7 @@ def _plan_of(
         engines=draft.engines,
         substitutions=_degradations(draft, matched, checkpoint),
         notes=(
-            *_own_text(run, matched),
+            *own_text(run, matched),
             *(row_notes(run.calibration, checkpoint.path) if run.needs else ()),
             *guide_notes(run.guide, draft.tensors, matched, run.calibration),
             *tune_notes(run.tune, run.calibration),
@@ -144,6 +146,8 @@ def _plan_of(
         late=draft.late,
         untie=draft.untie,
     )
+    _refuse_growth(checkpoint, plan)
+    return plan
 
 
 def _work_of(
@@ -159,6 +163,7 @@ def _drafted(
     recipe: Recipe, checkpoint: Checkpoint, matched: Matched, asked: Observation
 ) -> tuple[Draft, frozenset[Statistic]]:
     """Return the draft of the format, and the statistics that have to be observed for it."""
+    check_heads(recipe.mtp, recipe.format, matched)
     wanted = asked.of_method(matched)
     own = draft_of(recipe.format)
     _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
@@ -174,8 +179,6 @@ def _drafted(
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted)
-    refuse_guide(recipe.guide, asked.words, draft.tensors, matched)
-    refuse_tune(recipe.tune, asked.words, recipe.format, draft.tensors, matched)
     return draft, wanted
 
 
@@ -223,18 +226,6 @@ def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> 
             f"--kv-cache {kv_cache}: {key} files have no place for these scales",
             "add --format compressed-tensors, or drop --kv-cache",
         )
-
-
-def _own_text(run: RunSizes, matched: Matched) -> tuple[str, ...]:
-    """Say what it costs to let the model write its calibration text."""
-    if not run.needs or not run.calibration.writes_own_text:
-        return ()
-    tokens = run.calibration.samples * run.calibration.length
-    size = whole_model(matched)
-    return (
-        f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
-        f" in memory as float32 ({size:,} bytes)",
-    )
 
 
 def _refuse_growth(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -54,6 +54,7 @@ class RecipeOptions(ExportOptions, total=False):
     """Choices that override a recipe; texts are as on the command line."""
 
     method: str | None
+    effort: str | None
     inputs: str | None
     kv_cache: str | None
     head: str | None

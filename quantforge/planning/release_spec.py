@@ -73,6 +73,7 @@ class _Choices:
 
     name: str = ""
     method: str | None = None
+    effort: str | None = None
     bits: int | None = None
     scheme: str | None = None
     format: str | None = None

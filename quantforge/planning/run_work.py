@@ -171,7 +171,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> flo
     if Statistic.HESSIAN not in run.needs or group[0].part < 0:
         return encoding
     scheme = group[0].scheme
-    runs = GRIDS[scheme.weight.grid].runs if scheme and rounding.gptq.refine else 1
+    runs = rounding.gptq.runs_of(GRIDS[scheme.weight.grid].runs) if scheme else 1
     once = (work.weights + work.columns * columns) * runs
     each = once + work.sweep_columns * rounding.gptq.refine * columns
     return encoding + weights * each + work.cubes * columns**3

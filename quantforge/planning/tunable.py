@@ -33,6 +33,7 @@ def refuse_tune(
     key: str,
     tensors: Iterable[TensorPlan],
     matched: Matched,
+    rows: int = 0,
 ) -> None:
     """Refuse tuning where nothing can be tuned, or where it is not known how.
 
@@ -42,9 +43,10 @@ def refuse_tune(
         key: of the format.
         tensors: of the draft.
         matched: the model.
+        rows: of calibration text; one cannot be held out of itself.
 
     Raises:
-        UsageError: the method or the format takes none, or nothing of a block is quantized.
+        UsageError: the method or the format takes none, nothing of a block is quantized, or there is one row.
         RefusedError: the model has experts, or a scheme has no scales that could be tuned.
     """
     if not epochs:
@@ -59,6 +61,8 @@ def refuse_tune(
         raise UsageError(
             f"{said}: the scales of {key} files are not tuned", f"--format {DEFAULT}, or {HINT}"
         )
+    if rows == 1:
+        raise UsageError(f"{said}: one calibration row", "--samples 8, or more")
     linears = guided(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", HINT)

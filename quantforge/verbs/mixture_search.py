@@ -221,11 +221,11 @@ def width_left_open(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
     if engine is not None:
         wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
         targets.target_of(engine)
-    _check(wanted.method, wanted.layers, wanted.guide)
+    _check(wanted.method, wanted.layers, wanted.guide, wanted.effort)
     return replace(wanted, method=ERROR_FEEDBACK)
 
 
-def _check(method: str, layers: LayerChoices, guide: int) -> None:
+def _check(method: str, layers: LayerChoices, guide: int, effort: str) -> None:
     if method not in {"", ERROR_FEEDBACK}:
         raise UsageError(
             f"--method {method}: errors are measured of {ERROR_FEEDBACK} alone",
@@ -238,3 +238,8 @@ def _check(method: str, layers: LayerChoices, guide: int) -> None:
         )
     if guide:
         raise UsageError(f"--guide {guide}: errors are measured without it", "leave it out")
+    if effort != Recipe().effort:
+        raise UsageError(
+            f"--effort {effort}: errors are measured at {Recipe().effort}",
+            f"`quantforge allocate`, then `quantforge quantize --recipe FILE --effort {effort}`",
+        )

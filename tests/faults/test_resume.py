@@ -169,6 +169,16 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, propagate)
         assert tree(place) == tree(reference), part
 
 
+def test_ranges_measured_behind_a_transform_do_not_change_what_a_resumed_run_reads(model, out):
+    """The next block reads what the source computes: a transformed one differs in its last bits."""
+    wanted = recipe("awq+gptq", bits=4, kv_cache="fp8")
+    quantize(model, out.with_name("m"), wanted)
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, progress=crash_after("block 0"))
+    assert quantize(model, out, wanted).resumed
+    assert tree(out) == tree(out.with_name("m"))
+
+
 def test_what_the_next_block_reads_is_a_choice(model, out):
     """The first block is the same either way; the second is calibrated on other activations."""
     codes = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge import plan
+from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution import guide
 from quantforge.model import backward
@@ -20,6 +21,7 @@ from quantforge.model.output_gradients import OutputGradients
 from quantforge.model.statistics import Statistics
 from quantforge.model.token_weights import TokenWeights, clipped
 from quantforge.quantizers import gptq
+from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
 
@@ -118,8 +120,6 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
         quantize(tiny("llama"), tmp_path / str(strips), wanted)
         monkeypatch.setattr(gptq, "round_shared", shared)
     assert seen is not None
-    from quantforge.checkpoint.reader import open_checkpoint
-
     source = open_checkpoint(tiny("llama"))
     for name in made[0]:
         linear, weight = name.removesuffix(".weight"), source.read(name).float()
@@ -187,6 +187,57 @@ def test_it_goes_on_where_it_was_stopped(
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("method", "choices"),
+    [
+        ("awq+gptq", {"bits": 4}),
+        ("awq+gptq", {"bits": 4, "kv_cache": "fp8"}),
+        ("smooth+gptq", {"scheme": "W8A8_STATIC"}),
+    ],
+)
+def test_behind_a_transform_threads_and_kills_change_no_byte(
+    tiny: Tiny, tmp_path: Path, method: str, choices: dict[str, Any]
+) -> None:
+    wanted = recipe(method, guide=2, **choices)
+    quantize(tiny("llama"), tmp_path / "whole", wanted, threads=1)
+    with pytest.raises(StopError):
+        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("block 0"))
+    assert quantize(tiny("llama"), tmp_path / "out", wanted, threads=3).resumed
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    report = verify(tmp_path / "out", VerificationOptions(tiny("llama")))
+    assert not [item for item in report.findings if item.level == "error"]
+
+
+@pytest.mark.parametrize("propagate", ["source", "quantized"])
+def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, propagate: str
+) -> None:
+    """Column factors divide what the first block reads: its diagonal times their squares is that of the source."""
+    found: dict[str, Tensor] = {}
+    shared = gptq.round_shared
+
+    def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
+        assert statistics.hessian is not None
+        found.update({name: statistics.hessian.diagonal().clone() for name in weights})
+        return shared(weights, statistics, *rest)
+
+    monkeypatch.setattr(gptq, "round_shared", rounding)
+    calibration = replace(CALIBRATION, propagate=propagate)
+    diagonals = {}
+    for method in ("gptq", "awq+gptq"):
+        found.clear()
+        wanted = recipe(method, bits=3, guide=1, calibration=calibration)
+        quantize(tiny("llama"), tmp_path / method, wanted)
+        diagonals[method] = dict(found)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    norm = "model.layers.0.input_layernorm.weight"
+    source = open_checkpoint(tiny("llama")).read(norm).float()
+    factors = source / open_checkpoint(tmp_path / "awq+gptq").read(norm).float()
+    assert float(factors.std()) > 0.01
+    expected = diagonals["gptq"][name] / factors.square()
+    assert float((diagonals["awq+gptq"][name] - expected).norm() / expected.norm()) < 1e-3
+
+
 def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
     wanted = recipe("gptq", bits=4, guide=1)
     with pytest.raises(StopError):
@@ -203,7 +254,7 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
     ("family", "choices", "error", "words"),
     [
         ("llama", {"method": "rtn", "bits": 4}, UsageError, "--method rtn does not take guided"),
-        ("llama", {"method": "awq+gptq", "bits": 4}, UsageError, "awq.gptq does not take guided"),
+        ("llama", {"method": "awq", "bits": 4}, UsageError, "awq.rtn does not take guided"),
         ("llama", {"method": "gptq", "bits": 4, "guide": 1000}, UsageError, r"proj has \d\d rows"),
         ("mixtral", {"method": "gptq", "bits": 4}, RefusedError, "the model has experts"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
 from quantforge.model import tuned_block
 from quantforge.model.tuning import TuningStream
@@ -144,8 +144,9 @@ def test_what_cannot_be_tuned_is_refused(
 
 
 def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one calibration row"):
+    with pytest.raises(UsageError, match="one calibration row"):
         quantize(tiny("llama"), tmp_path / "out", tuned(calibration=replace(ROWS, samples=1)))
+    assert not any(tmp_path.iterdir())
 
 
 def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,252 @@
+"""Effort: what a level sets, leaves alone, and leaves out with a reason; planning again sets nothing more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge import plan, reproduce
+from quantforge.architectures.match import match
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.checkpoint.recipe_fields import VALUES
+from quantforge.errors import QuantForgeError, UsageError
+from quantforge.planning.effort import SETS, Dials
+from quantforge.planning.planner import Planned, make_plan
+from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.release_spec import release_of
+from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
+from quantforge.verbs.asked_result import Variant
+from quantforge.verbs.quantize_variants import quantize_variants
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, command, quantize, recipe, tree
+
+LOW, MEDIUM, HIGH = VALUES["effort"]
+SHORT = replace(CALIBRATION, length=24)
+ONE_ROW = CalibrationOptions(samples=1)
+
+
+def planned(tiny: Tiny, wanted: Recipe, family: str = "llama") -> Planned:
+    return make_plan(wanted, open_checkpoint(tiny(family)))
+
+
+def said(found: Planned) -> str:
+    (note,) = (
+        note for note in found.plan.notes if "--effort" in note and "--method" not in note[:20]
+    )
+    return note
+
+
+def test_every_level_has_its_keys() -> None:
+    assert set(SETS) == set(VALUES["effort"])
+    assert SETS[MEDIUM] == {}
+    assert Dials() == Dials(*(getattr(Recipe(), name) for name in Dials._fields))
+    assert Recipe().effort == MEDIUM
+
+
+def test_medium_is_what_a_recipe_says_without_it(tiny: Tiny) -> None:
+    found = planned(tiny, Recipe(method="gptq", bits=4))
+    assert found.recipe == Recipe(method="gptq", bits=4, format=found.recipe.format)
+    assert not any("effort" in note for note in found.plan.notes)
+
+
+def test_high_guides_tunes_and_runs_more_often(tiny: Tiny) -> None:
+    found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH))
+    assert (found.recipe.guide, found.recipe.tune, found.recipe.gptq.runs) == (1, 1, 4)
+    assert (found.plan.guide, found.plan.tune) == (1, 1)
+    assert said(found) == "chosen: guide = 1, tune = 1, gptq.runs = 4: --effort high"
+
+
+def test_the_forecast_follows(tiny: Tiny) -> None:
+    low, medium, high = (
+        planned(tiny, Recipe(method="gptq", bits=4, effort=one)).plan for one in VALUES["effort"]
+    )
+    assert low.work.operations["observe"] < medium.work.operations["observe"] / 3
+    assert medium.work.operations["round"] < high.work.operations["round"]
+    assert medium.work.operations["pass"] * 5 < high.work.operations["pass"]
+    assert low.peak_memory_bytes < medium.peak_memory_bytes < high.peak_memory_bytes
+    assert medium.work.guide_bytes == 0 < high.work.guide_bytes
+
+
+def test_low_rounds_plainly_where_no_method_is_named(tiny: Tiny) -> None:
+    found = planned(tiny, Recipe(bits=4, effort=LOW))
+    assert found.recipe.method == "rtn"
+    assert any(note.startswith("chosen: --method rtn: --effort low") for note in found.plan.notes)
+    assert planned(tiny, Recipe(bits=4)).recipe.method == "awq+gptq"
+
+
+def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
+    found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
+    assert found.recipe.calibration == CalibrationOptions(samples=32)
+    nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
+    assert "nothing: --effort low; left out: calibration.samples = 32 (nothing is" in said(
+        planned(tiny, nothing)
+    )
+
+
+@pytest.mark.parametrize(
+    ("choices", "kept"),
+    [
+        ({"guide": 4}, "guide"),
+        ({"tune": 2}, "tune"),
+        ({"gptq": GptqOptions(runs=1)}, "gptq.runs"),
+    ],
+)
+def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
+    found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH, **choices))
+    for name, value in choices.items():
+        assert getattr(found.recipe, name) == value
+    assert f"named already: {kept}" in said(found)
+    assert kept not in said(found).split(": --effort")[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "choices", "taken", "reasons"),
+    [
+        ("llama", {"method": "awq+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["awq+gptq are not tuned"]),
+        ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1", ["no scale for each group", "has anyway"]),
+        ("llama", {"method": "gptq", "type": "Q4_0"}, "guide = 1, gptq.runs = 4", ["gguf files are not tuned"]),
+        ("mixtral", {"method": "gptq", "bits": 4}, "gptq.runs = 4",
+         ["guide = 1 (the model has experts", "tune = 1 (the"]),
+        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 1", ["static and searched"]),
+        ("llama", {"method": "rtn", "bits": 4}, "nothing",
+         ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
+        ("llama", {"method": "gptq", "bits": 4, "calibration": ONE_ROW}, "guide = 1, gptq.runs = 4",
+         ["one calibration row"]),
+    ],
+)  # fmt: skip
+def test_what_is_impossible_is_left_out_with_the_reason(
+    tiny: Tiny, family: str, choices: dict[str, Any], taken: str, reasons: list[str]
+) -> None:
+    found = planned(tiny, Recipe(effort=HIGH, **choices), family)
+    note = said(found)
+    assert note.startswith(f"chosen: {taken}: --effort high; left out: ")
+    for reason in reasons:
+        assert reason in note.split("left out: ")[1]
+    assert found.plan.tune == ("tune = 1" in taken)
+    again = planned(tiny, found.recipe, family)
+    assert again.recipe == found.recipe
+
+
+def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
+    checkpoint = open_checkpoint(tiny("llama"))
+    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    found = match(checkpoint.config, stored, checkpoint.declared)
+    assert found.architecture is not None
+    replayed = replace(found, architecture=replace(found.architecture, replayed=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantforge.planning.planner._matched", lambda _: replayed)
+        wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
+    assert (wanted.recipe.guide, wanted.recipe.tune, wanted.recipe.gptq.runs) == (0, 0, 4)
+    assert "name it to try" in said(wanted)
+
+
+def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> None:
+    with pytest.raises(UsageError, match="--guide 1: --method rtn"):
+        plan(tiny("llama"), recipe("rtn", bits=4, guide=1, effort=HIGH))
+
+
+@pytest.mark.parametrize("level", [LOW, HIGH])
+def test_the_manifest_has_what_was_set_and_makes_it_again(
+    tiny: Tiny, tmp_path: Path, level: str
+) -> None:
+    wanted = recipe("gptq", bits=3, effort=level, calibration=replace(SHORT, samples=128))
+    quantize(tiny("llama"), tmp_path / "out", wanted)
+    document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
+    stated = from_toml(document["recipe"])
+    assert stated.effort == level
+    for key, value in SETS[level].items():
+        inside, _, name = key.rpartition(".")
+        assert getattr(getattr(stated, inside) if inside else stated, name) == value
+    assert not reproduce(tmp_path / "out", tiny("llama")).differing
+
+
+def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
+    files = []
+    for runs in (0, 1, 2):
+        wanted = recipe("gptq", bits=4, gptq=GptqOptions(runs=runs))
+        quantize(tiny("llama"), tmp_path / str(runs), wanted)
+        files.append(tree(tmp_path / str(runs))["model.safetensors"])
+    assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
+
+
+def test_a_variant_of_a_release_is_the_separate_command(tiny: Tiny, tmp_path: Path) -> None:
+    text = f"""
+model = "{tiny("llama")}"
+[calibration]
+samples = 8
+length = 24
+[[variant]]
+name = "quick"
+method = "gptq"
+bits = 4
+[[variant]]
+name = "best"
+method = "gptq"
+bits = 4
+effort = "high"
+"""
+    spec = release_of(text, "release.toml")
+    assert [one.recipe.effort for one in spec.variants] == [MEDIUM, HIGH]
+    pairs = [(one.recipe, tmp_path / one.name) for one in spec.variants]
+    quantize_variants(tiny("llama"), [Variant(*pair) for pair in pairs])
+    for wanted, place in pairs:
+        alone = place.with_name(f"{place.name}-alone")
+        quantize(tiny("llama"), alone, wanted)
+        ours, theirs = tree(place), tree(alone)
+        assert {n: d for n, d in ours.items() if n != "README.md"} == {
+            n: d for n, d in theirs.items() if n != "README.md"
+        }
+    assert tree(pairs[0][1])["model.safetensors"] != tree(pairs[1][1])["model.safetensors"]
+
+
+def test_the_command_line_takes_it(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (
+        "plan",
+        tiny("llama"),
+        "--method",
+        "gptq",
+        "--bits",
+        "4",
+        "--samples",
+        "8",
+        "--length",
+        "24",
+    )
+    shown = command(capsys, *asked, "--effort", "HIGH")
+    assert "chosen: guide = 1, tune = 1, gptq.runs = 4: --effort high" in shown.out
+    wrong = command(capsys, *asked, "--effort", "hihg")
+    assert wrong.code == 2
+    assert "did you mean 'high'?" in wrong.err
+    assert build_recipe(None, effort=LOW).effort == LOW
+
+
+@pytest.mark.parametrize("choices", [{"join": True}])
+def test_processes_do_not_share_it(tiny: Tiny, tmp_path: Path, choices: dict[str, Any]) -> None:
+    wanted = recipe("gptq", bits=4, effort=HIGH)
+    with pytest.raises(QuantForgeError, match="--guide are made in one process"):
+        quantize(tiny("llama"), tmp_path / "out", wanted, **choices)
+
+
+def test_a_size_is_measured_at_medium(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = command(
+        capsys,
+        "quantize",
+        tiny("llama"),
+        "--target",
+        "3.5bpw",
+        "--effort",
+        HIGH,
+        "-o",
+        tmp_path / "out",
+    )
+    assert ended.code == 2
+    assert "--effort high: errors are measured at medium" in ended.err
+    assert "quantize --recipe FILE --effort high" in ended.err
