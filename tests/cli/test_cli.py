@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import math
 import os
-import re
 import resource
-import signal
 import subprocess
 import sys
 import tomllib
@@ -16,17 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import place_of_run
-from quantforge.cli.app import RESUMED
 from quantforge.cli.console import Console
-from quantforge.cli.stopping import Stopped
 from quantforge.errors import InputError
 from quantforge.execution.progress import Progress
-from quantforge.execution.record import scaled_of
-from quantforge.results.manifest import NAME
-from quantforge.results.significant import size, sized
-from tests.conftest import Tiny
-from tests.runs import ROWS, command, copied
+from tests.runs import command, copied
 
 VERBS = (
     "plan", "quantize", "export", "eval", "generate", "verify", "reproduce", "diff", "inspect", "formats", "recipes",
@@ -34,11 +23,6 @@ VERBS = (
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "tokenizers", "huggingface_hub")
 EVAL = ("--windows", "4", "--length", "32", "--no-speed")
-
-
-@pytest.fixture
-def model(tiny: Tiny) -> Path:
-    return tiny("llama-wide")
 
 
 # ---- help and imports
@@ -118,105 +102,7 @@ def test_without_arguments_it_shows_the_help(capsys):
     assert command(capsys).out == command(capsys, "--help").out
 
 
-def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
-    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
-    told = (
-        page.partition("### After a signal")[2].partition("## Events")[0].partition("All other")[0]
-    )
-    assert RESUMED | {"export", "eval"} == {*re.findall(r"`([a-z]+)`", told)}
-
-
 # ---- documents
-
-
-def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
-    out = tmp_path / "out"
-    command(capsys, "quantize", model, "--method", "gptq", "--bits", "4", *ROWS, "-o", out)
-    told = command(capsys, "inspect", out).out
-    assert "{" not in told
-    assert re.search(r"^versions: quantforge \S+, python", told, re.M)
-    assert re.search(r"^calibration: \S.*: \d+ rows of \d+ tokens$", told, re.M)
-    assert re.search(r"^events: 1 calibration-short$", told, re.M)
-    document = json.loads((out / NAME).read_text())
-    odd = {"source": [], "calibration": {"sources": 5}, "event_counts": [1], "versions": None}
-    (out / NAME).write_text(json.dumps(document | odd))
-    assert command(capsys, "inspect", out).code == 0
-
-
-def test_tensors_of_a_file_of_blocks_have_its_types_and_the_shapes_of_their_elements(
-    tiny, tmp_path, capsys
-):
-    source, file = tiny("llama-wide"), tmp_path / "x.gguf"
-    assert command(capsys, "export", source, "--type", "Q8_0", "-o", file).code == 0
-    lines = command(capsys, "inspect", file, "--tensors", "*").out.splitlines()[1:]
-    listed = {line.split()[0]: line.split()[1:3] for line in lines}
-    plain = command(capsys, "inspect", source, "--tensors", "*").out.splitlines()[1:]
-    assert {name: shape for name, (_, shape) in listed.items()} == {
-        line.split()[0]: line.split()[2] for line in plain
-    }
-    assert {kind for kind, _ in listed.values()} == {"q8_0", "F32"}
-    found = json.loads(command(capsys, "inspect", file, "--json").out)
-    held = next(one for one in found["tensors"] if one["dtype"] == "q8_0")
-    assert held["bytes"] * 32 == 34 * math.prod(held["shape"])
-    assert found["tensor_bytes"] == sum(one["bytes"] for one in found["tensors"])
-
-
-def test_sizes_of_weights_and_of_files_have_their_own_words_everywhere(model, tmp_path, capsys):
-    out = tmp_path / "out"
-    asked = (model, "--method", "rtn", "--bits", "4", "--calibration", "none")
-    planned, made = command(capsys, "plan", *asked), command(capsys, "quantize", *asked, "-o", out)
-    files = (out / "model.safetensors").stat().st_size
-    assert f", files {size(files)}, " in made.err
-    assert re.search(rf"^files +{re.escape(sized(files))} in 1$", planned.out, re.M)
-    assert f"- files: {sized(files)} in 1\n" in (out / "README.md").read_text()
-    found = json.loads(command(capsys, "inspect", out, "--json").out)
-    weights = found["tensor_bytes"]
-    assert weights < files == found["file_bytes"]
-    told = f"; weights {size(weights)}, files {size(files)}"
-    assert told in command(capsys, "inspect", out).out
-    measured = ("--windows", "1", "--length", "8", "--no-speed")
-    shown = command(capsys, "eval", model, out, *measured).out
-    assert "weights" in shown.splitlines()[1]
-    assert "closest: out (KL 0." in shown
-    assert f", weights {size(weights)})" in " ".join(shown.split())
-
-
-def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tmp_path, capsys):
-    asked = ("quantize", model, "--bits", "4", *ROWS)
-    said = command(capsys, *asked, "--method", "awq", "-o", tmp_path / "a").err
-    (told,) = re.findall(r"^columns scaled for (\d+) of (\d+) activations; ", said, re.M)
-    assert 0 <= int(told[0]) <= int(told[1]) > 0
-    assert "scaled" not in command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
-    records = [{"transform": {"a": {"family": "none"}, "b": {"family": "duo"}}}, {"events": []}]
-    assert scaled_of(records) == (1, 2)
-    assert scaled_of([{"transform": {"a": {"error": 0.5}}}]) is None
-
-
-def test_tensors_are_chosen_in_the_document_too(model, capsys):
-    asked = ("inspect", model, "--tensors", "*.q_proj.*")
-    names = [one["name"] for one in json.loads(command(capsys, *asked, "--json").out)["tensors"]]
-    assert names
-    assert all(".q_proj." in name for name in names)
-    listed = command(capsys, *asked).out.splitlines()[1:]
-    assert [line.split()[0] for line in listed] == names
-
-
-def test_tensors_without_a_pattern_are_all(model, capsys):
-    every = command(capsys, "inspect", model, "--tensors", "*").out
-    assert ".q_proj." in every
-    for asked in (
-        (model, "--tensors"),
-        ("--tensors", "--offline", model),
-        (model, "--tensors", "all"),
-    ):
-        assert command(capsys, "inspect", *asked).out == every
-
-
-def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
-    assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
-    place_of_run(tmp_path / "g").mkdir()
-    result = command(capsys, "inspect", tmp_path / "g")
-    assert (result.code, "has not ended" in result.err) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -465,60 +351,6 @@ def test_a_closed_pipe_is_no_bug(model):
     assert result.stderr == ""
 
 
-# ---- the plan is what happens
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--bits", "3"], ["--scheme", "int4:g32:asym"], ["--scheme", "int8:row"], ["--scheme", "int4:tensor"],
-        ["--scheme", "int5:g256"], ["--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
-        ["--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
-        ["--head", "int8", "--embedding", "int8"], ["--rule", "lm_head=int6"],
-    ],
-)  # fmt: skip
-def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
-    planned = json.loads(command(capsys, "plan", model, *arguments, "--json").out)
-    out = tmp_path / "out"
-    done = command(capsys, "quantize", model, *arguments, *ROWS, "-o", out, "--json")
-    result = json.loads(done.out)
-    weights = list(out.glob("*.safetensors"))
-    assert sum(path.stat().st_size for path in weights) == planned["output_bytes"]
-    assert len(weights) == planned["files"]
-    for key in ("output_bytes", "bits_per_weight", "bits_per_weight_total", "format", "method"):
-        assert result[key] == planned[key]
-    manifest = json.loads((out / "quantforge.manifest.json").read_text())
-    chosen = {(t["name"], t["action"], t["rule"], t["scheme"]) for t in planned["tensors"]}
-    written = {(t["name"], t["action"], t["rule"], t.get("scheme")) for t in manifest["tensors"]}
-    assert chosen == written
-    assert planned["substitutions"] == [
-        e for e in manifest["events"] if e["kind"] == "substitution"
-    ]
-    found = json.loads(command(capsys, "inspect", out, "--json").out)
-    assert found["tensor_bytes"] == sum(tensor["bytes"] for tensor in planned["tensors"])
-    assert found["file_bytes"] == planned["output_bytes"]
-    assert found["bits_per_weight"] == pytest.approx(planned["bits_per_weight_total"])
-    assert found["bits_per_quantized_weight"] == pytest.approx(planned["bits_per_weight"])
-
-
-def test_options_override_the_recipe(model, capsys):
-    result = command(
-        capsys, "plan", model, "--recipe", "small-3bit", "--bits", "5", "--method", "rtn", "--json"
-    )
-    planned = json.loads(result.out)
-    assert planned["method"] == "rtn"
-    schemes = {tensor["scheme"] for tensor in planned["tensors"] if tensor["scheme"]}
-    assert schemes == {"int5:g128:sym:bf16", "int4:g128:sym:bf16"}  # the recipe's rule stays
-
-
-def test_an_event_is_shown_and_counted(tiny, tmp_path, capsys):
-    arguments = ("quantize", tiny("llama"), "--scales", "absmax", "-o", tmp_path / "out")
-    assert "event substitution x18" in command(capsys, *arguments).err
-    again = command(capsys, *arguments, "--overwrite", "--strict", "--json")
-    assert again.code == 4
-    assert json.loads(again.err)["error"]["code"] == "refused"
-
-
 def test_arguments_that_are_no_utf_8_are_refused_before_the_work(capsys):
     result = command(capsys, "plan", "models/\udcff", "--bits", "4")
     assert result.code == 2
@@ -577,155 +409,6 @@ def test_a_terminal_that_is_not_utf_8_gets_escapes(model, tmp_path):
     assert b"m\\xf6dell" in told.stdout
 
 
-# ---- the commands of the mission, as a person types them
-
-
-def test_results_have_names_of_their_own(model, tmp_path, capsys, monkeypatch):
-    """Without -o: said before the work, the same in the plan, and what exists is refused."""
-    monkeypatch.chdir(tmp_path)
-    typed = ["quantize", model, "--scales", "absmax", "--bits", "4"]
-    made = command(capsys, *typed, "-v")
-    name = f"{model.name}-rtn-int4"
-    assert (made.code, made.out) == (0, f"{name}\n")
-    assert made.err.index(f"output: ./{name}") < made.err.index("block 0")
-    planned = command(capsys, "plan", *typed[1:], "--json")
-    assert json.loads(planned.out)["output"] == name
-    assert f"./{name}\n" in command(capsys, "plan", *typed[1:]).out
-    again = command(capsys, *typed)
-    assert (again.code, "exists" in again.err) == (4, True)
-    moved = command(capsys, "export", f"{name}/", "--format", "gguf", "--json")
-    assert json.loads(moved.out)["out"] == f"{model.name}-Q4_0.gguf"
-    assert (tmp_path / f"{model.name}-Q4_0.gguf").is_file()
-
-
-def test_words_are_taken_in_letters_of_either_case_and_recorded_in_small_ones(
-    model, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    typed = ["--method", "RTN", "--format", "GPTQ", "--scales", "AbsMax", "--bits", "4"]
-    typed += ["--calibration", "none"]
-    made = command(capsys, "quantize", model, *typed)
-    assert made.out == f"{model.name}-rtn-int4-gptq\n", made.err
-    small = command(capsys, "quantize", model, *map(str.lower, typed), "-o", "small")
-    assert small.code == 0, small.err
-    manifests = [Path(place, "quantforge.manifest.json") for place in ("small", made.out.strip())]
-    recipe, same = (json.loads(path.read_text())["recipe"] for path in manifests)
-    assert recipe == same
-    assert 'method = "rtn"' in recipe
-    chosen = command(
-        capsys, "plan", model, "--for", "VLLM", "--device-name", "L4", "--context", "64", "--json"
-    )
-    assert chosen.code == 0, chosen.err
-    assert json.loads(chosen.out)["capacity"]["cards"][0]["name"] == "l4"
-
-
-def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
-    for words, form, file in (
-        (["--bits", "8"], "gguf", "a.gguf"),
-        (["--scheme", "nf4"], "bnb", "b"),
-        (["--format", "plain"], "plain", "c"),
-    ):
-        out = tmp_path / file
-        typed = [*words, "--scales", "absmax", "--json", "-o", out]
-        assert json.loads(command(capsys, "plan", model, *typed).out)["format"] == form
-        made = command(capsys, "quantize", model, *typed)
-        assert json.loads(made.out)["format"] == form, made.err
-        assert out.is_file() is (form == "gguf")
-    said = command(capsys, "quantize", model, "--scheme", "nf4", "-v", "-o", tmp_path / "e")
-    assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
-
-
-INTERRUPTED_AT = """
-import importlib.abc, os, runpy, signal, sys
-
-class Interrupts(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, *_):
-        if name == module:
-            os.kill(os.getpid(), signal.SIGINT)
-
-module = sys.argv.pop(1)
-sys.meta_path.insert(0, Interrupts())
-sys.argv[1:1] = ["plan", "./absent"]
-runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep_recipes"])
-@pytest.mark.parametrize(
-    ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
-)
-def test_an_interruption_while_it_starts_is_one_line(module, more, said):
-    words = [sys.executable, "-c", INTERRUPTED_AT, module, *more]
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
-
-
 def test_the_command_is_the_module():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"quantforge": "quantforge.__main__:main"}
-
-
-@pytest.mark.parametrize(
-    ("verb", "said"), [("quantize", "goes on from here"), ("plan", "begins anew")]
-)
-def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeypatch, capsys):
-    def stop(*_: object, **__: object) -> None:
-        raise Stopped(signal.SIGINT)
-
-    monkeypatch.setattr(f"quantforge.verbs.{verb}", stop)
-    told = command(capsys, verb, model, "--bits", "4")
-    assert told.code == 130
-    assert told.err.endswith(f"stopped; the same command again {said}\n")
-
-
-@pytest.mark.parametrize(
-    ("quantized", "said"), [(False, "goes on from here"), (True, "begins anew")]
-)
-def test_an_interrupted_export_goes_on_where_it_rounds(
-    quantized, said, model, tmp_path, monkeypatch, capsys
-):
-    def stop(*_: object, **__: object) -> None:
-        raise Stopped(signal.SIGINT)
-
-    module = sys.modules[importlib.import_module("quantforge.verbs").export.__module__]
-    place = tmp_path / "made"
-    if quantized:
-        rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
-        assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
-    monkeypatch.setattr(module, "quantize_opened", stop)
-    monkeypatch.setattr(module, "settle_all", stop)
-    told = command(
-        capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
-    )
-    assert told.code == 130
-    assert told.err.endswith(f"stopped; the same command again {said}\n")
-
-
-def test_an_event_of_a_whole_model_is_not_told_as_one_of_a_tensor(model, tmp_path, capsys):
-    place = tmp_path / "made"
-    rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int8:row:sym")
-    assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
-    again = ("--format", "gguf", "--type", "Q8_0", "--requantize", "--dry-run")
-    told = command(capsys, "export", place, *again)
-    assert told.code == 0, told.err
-    assert "requantized: made: from decoded weights\n" in told.out
-    assert "tensors, the first is made" not in told.out
-
-
-def test_a_job_summary_is_added_to_with_the_verdict_of_the_gates(model, tmp_path, capsys):
-    made = tmp_path / "made"
-    scheme = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
-    assert command(capsys, "quantize", model, *scheme, "-o", made).code == 0
-    summary = tmp_path / "summary.md"
-    small = ("--windows", 2, "--length", 16, "--no-speed")
-    assert command(capsys, "eval", model, made, *small, "--summary", summary).code == 0
-    first = summary.read_text()
-    assert first.startswith("## Evaluation\n\n|  | model |")
-    assert "Failed" not in first
-    assert (
-        command(capsys, "eval", model, made, *small, "--summary", summary, "--max-kl", 0).code == 6
-    )
-    added = summary.read_text().removeprefix(first)
-    assert added.startswith("## Evaluation\n\n**Failed:** 1 quality gate(s) failed: ")
-    refused = command(capsys, "eval", model, made, *small, "--summary", tmp_path / "no" / "s.md")
-    assert refused.code == 3

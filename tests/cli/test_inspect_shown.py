@@ -1,0 +1,91 @@
+"""Inspection as a user sees it: tensors, sizes, words on how a result was made."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+from quantforge.checkpoint.disk import place_of_run
+from quantforge.results.manifest import NAME
+from quantforge.results.significant import size, sized
+from tests.runs import ROWS, command
+
+
+def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    command(capsys, "quantize", model, "--method", "gptq", "--bits", "4", *ROWS, "-o", out)
+    told = command(capsys, "inspect", out).out
+    assert "{" not in told
+    assert re.search(r"^versions: quantforge \S+, python", told, re.M)
+    assert re.search(r"^calibration: \S.*: \d+ rows of \d+ tokens$", told, re.M)
+    assert re.search(r"^events: 1 calibration-short$", told, re.M)
+    document = json.loads((out / NAME).read_text())
+    odd = {"source": [], "calibration": {"sources": 5}, "event_counts": [1], "versions": None}
+    (out / NAME).write_text(json.dumps(document | odd))
+    assert command(capsys, "inspect", out).code == 0
+
+
+def test_tensors_of_a_file_of_blocks_have_its_types_and_the_shapes_of_their_elements(
+    tiny, tmp_path, capsys
+):
+    source, file = tiny("llama-wide"), tmp_path / "x.gguf"
+    assert command(capsys, "export", source, "--type", "Q8_0", "-o", file).code == 0
+    lines = command(capsys, "inspect", file, "--tensors", "*").out.splitlines()[1:]
+    listed = {line.split()[0]: line.split()[1:3] for line in lines}
+    plain = command(capsys, "inspect", source, "--tensors", "*").out.splitlines()[1:]
+    assert {name: shape for name, (_, shape) in listed.items()} == {
+        line.split()[0]: line.split()[2] for line in plain
+    }
+    assert {kind for kind, _ in listed.values()} == {"q8_0", "F32"}
+    found = json.loads(command(capsys, "inspect", file, "--json").out)
+    held = next(one for one in found["tensors"] if one["dtype"] == "q8_0")
+    assert held["bytes"] * 32 == 34 * math.prod(held["shape"])
+    assert found["tensor_bytes"] == sum(one["bytes"] for one in found["tensors"])
+
+
+def test_sizes_of_weights_and_of_files_have_their_own_words_everywhere(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    asked = (model, "--method", "rtn", "--bits", "4", "--calibration", "none")
+    planned, made = command(capsys, "plan", *asked), command(capsys, "quantize", *asked, "-o", out)
+    files = (out / "model.safetensors").stat().st_size
+    assert f", files {size(files)}, " in made.err
+    assert re.search(rf"^files +{re.escape(sized(files))} in 1$", planned.out, re.M)
+    assert f"- files: {sized(files)} in 1\n" in (out / "README.md").read_text()
+    found = json.loads(command(capsys, "inspect", out, "--json").out)
+    weights = found["tensor_bytes"]
+    assert weights < files == found["file_bytes"]
+    told = f"; weights {size(weights)}, files {size(files)}"
+    assert told in command(capsys, "inspect", out).out
+    measured = ("--windows", "1", "--length", "8", "--no-speed")
+    shown = command(capsys, "eval", model, out, *measured).out
+    assert "weights" in shown.splitlines()[1]
+    assert "closest: out (KL 0." in shown
+    assert f", weights {size(weights)})" in " ".join(shown.split())
+
+
+def test_tensors_are_chosen_in_the_document_too(model, capsys):
+    asked = ("inspect", model, "--tensors", "*.q_proj.*")
+    names = [one["name"] for one in json.loads(command(capsys, *asked, "--json").out)["tensors"]]
+    assert names
+    assert all(".q_proj." in name for name in names)
+    listed = command(capsys, *asked).out.splitlines()[1:]
+    assert [line.split()[0] for line in listed] == names
+
+
+def test_tensors_without_a_pattern_are_all(model, capsys):
+    every = command(capsys, "inspect", model, "--tensors", "*").out
+    assert ".q_proj." in every
+    for asked in (
+        (model, "--tensors"),
+        ("--tensors", "--offline", model),
+        (model, "--tensors", "all"),
+    ):
+        assert command(capsys, "inspect", *asked).out == every
+
+
+def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
+    assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
+    place_of_run(tmp_path / "g").mkdir()
+    result = command(capsys, "inspect", tmp_path / "g")
+    assert (result.code, "has not ended" in result.err) == (3, True)

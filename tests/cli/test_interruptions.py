@@ -1,0 +1,85 @@
+"""Interruptions of commands: one line, and a promise that is true."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantforge.cli.app import RESUMED
+from quantforge.cli.stopping import Stopped
+from tests.runs import command
+
+
+def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    told = (
+        page.partition("### After a signal")[2].partition("## Events")[0].partition("All other")[0]
+    )
+    assert RESUMED | {"export", "eval"} == {*re.findall(r"`([a-z]+)`", told)}
+
+
+INTERRUPTED_AT = """
+import importlib.abc, os, runpy, signal, sys
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:1] = ["plan", "./absent"]
+runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep_recipes"])
+@pytest.mark.parametrize(
+    ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
+)
+def test_an_interruption_while_it_starts_is_one_line(module, more, said):
+    words = [sys.executable, "-c", INTERRUPTED_AT, module, *more]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"), [("quantize", "goes on from here"), ("plan", "begins anew")]
+)
+def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeypatch, capsys):
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(f"quantforge.verbs.{verb}", stop)
+    told = command(capsys, verb, model, "--bits", "4")
+    assert told.code == 130
+    assert told.err.endswith(f"stopped; the same command again {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("quantized", "said"), [(False, "goes on from here"), (True, "begins anew")]
+)
+def test_an_interrupted_export_goes_on_where_it_rounds(
+    quantized, said, model, tmp_path, monkeypatch, capsys
+):
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGINT)
+
+    module = sys.modules[importlib.import_module("quantforge.verbs").export.__module__]
+    place = tmp_path / "made"
+    if quantized:
+        rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
+        assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
+    monkeypatch.setattr(module, "quantize_opened", stop)
+    monkeypatch.setattr(module, "settle_all", stop)
+    told = command(
+        capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
+    )
+    assert told.code == 130
+    assert told.err.endswith(f"stopped; the same command again {said}\n")
