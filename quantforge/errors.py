@@ -190,3 +190,8 @@ def check_options(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             raise UsageError(f"no option '{name}'", nearest(name, names))
+
+
+def without(dial: str) -> str:
+    """Return what to type where a run cannot have a dial, be it named or set by a level of effort."""
+    return f"leave {dial} out, or name --effort medium where --effort high set it"

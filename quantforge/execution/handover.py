@@ -20,7 +20,7 @@ from typing import Any
 
 from quantforge.checkpoint.disk import writing
 from quantforge.checkpoint.foreign_json import read_object
-from quantforge.errors import InputError, ResourceError, UsageError
+from quantforge.errors import InputError, ResourceError, UsageError, without
 from quantforge.execution.journal import damaged, write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.units import unit_of, units_of
@@ -191,6 +191,7 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
             "name one that can be run; for several steps write a script, or bash -c '...'",
         )
     reads_quantized = bool(plan.needs) and propagate != "source"
+    tuned = "--tune changes what is written already"
     reasons = {
         f"{plan.format}: its files are put in their place together, at the end": format_of(
             plan.format
@@ -198,9 +199,10 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
         "--join (or torchrun): processes hand on finished parts in files of their own": settings.join,
         "--overwrite: of a release whose shards are elsewhere nobody can tell which one it is": settings.overwrite,
         "--sign: a signature reads all files": settings.sign is not None,
-        "--tune changes what is written already": bool(plan.tune),
+        tuned: bool(plan.tune),
         'propagate = "quantized": blocks are read back from the shards': reads_quantized,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UsageError(f"--on-shard, and {reason}", "leave one of them out")
+            hint = without("--tune") if reason == tuned else "leave one of them out"
+            raise UsageError(f"--on-shard, and {reason}", hint)

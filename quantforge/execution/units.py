@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantforge.errors import UsageError
+from quantforge.errors import UsageError, without
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
 OUTER, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
@@ -130,15 +130,17 @@ def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool
         UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
     reads_quantized = plan.needs and propagate != "source"
+    alone = "use one process, without --join and torchrun"
     reasons = {
-        'propagate = "quantized": a block reads what the quantized one before has computed': reads_quantized,
-        "the weights of tokens for --guide are made in one process": plan.guide,
-        "what --tune learns is learned in one process": plan.tune,
-        "--prune-experts is calibrated here, in one process": prunes,
-    }
-    for reason, holds in reasons.items():
+        'propagate = "quantized": a block reads what the quantized one before has computed': (reads_quantized, alone),
+        "the weights of tokens for --guide are made in one process":
+            (plan.guide, f"{alone}; or {without('--guide')}"),
+        "what --tune learns is learned in one process": (plan.tune, f"{alone}; or {without('--tune')}"),
+        "--prune-experts is calibrated here, in one process": (prunes, alone),
+    }  # fmt: skip
+    for reason, (holds, hint) in reasons.items():
         if holds:
-            raise UsageError(f"--join: {reason}", "leave --join out")
+            raise UsageError(f"a run that processes share (--join, torchrun): {reason}", hint)
     check_new_output(overwrite=overwrite)
 
 

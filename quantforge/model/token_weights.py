@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantforge.checkpoint.disk import existing, fresh, no_space, writing
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, RefusedError, without
 from quantforge.model.output_gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
@@ -88,7 +88,7 @@ class TokenWeights:
         if seen.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
                 f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
-                "leave --guide out",
+                without("--guide"),
                 tensor=seen.name,
             )
         weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
@@ -97,7 +97,7 @@ class TokenWeights:
             raise InputError(
                 f"{seen.name}: the squares of the gradients of its output are not finite in calibration row"
                 f" {seen.start + bad}",
-                "the model is damaged, or leave --guide out",
+                f"the model is damaged, or {without('--guide')}",
                 tensor=seen.name,
             )
         self._write(place + seen.start * self._row_bytes, weights)

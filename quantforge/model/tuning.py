@@ -23,7 +23,7 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, RefusedError, without
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
@@ -96,7 +96,7 @@ class TuningStream(ModelStream):
             if replay is not None and replay.at(part.index + 1).remembers:
                 raise RefusedError(
                     f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
-                    "leave --tune out",
+                    without("--tune"),
                     tensor=part.name,
                 )
         return first[0], self._states
@@ -231,6 +231,6 @@ def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:
         if not finite(gradient):
             raise InputError(
                 f"{part.name}: the gradients of what reaches it are not finite in calibration row {row}",
-                "the model overflows on this text, or leave --tune out",
+                f"the model overflows on this text, or {without('--tune')}",
                 tensor=part.name,
             )

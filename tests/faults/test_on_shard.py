@@ -187,8 +187,9 @@ def test_one_that_cannot_be_started_is_refused_before_the_work(model, out):
 )
 def test_what_cannot_work_is_refused(model, out, changes, settings):
     place = out.with_suffix(".gguf") if changes.get("format") == "gguf" else out
-    with pytest.raises(UsageError, match="--on-shard, and "):
+    with pytest.raises(UsageError, match="--on-shard, and ") as refused:
         quantize(model, place, replace(WANTED, **changes), on_shard="true", **settings)
+    assert ("--effort medium" in refused.value.hint) == ("tune" in changes)
 
 
 def test_a_shard_that_the_command_changes_is_found(model, out, away):

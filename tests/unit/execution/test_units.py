@@ -86,9 +86,10 @@ def test_what_processes_cannot_share_is_refused() -> None:
     with pytest.raises(UsageError, match="--prune-experts"):
         check(plan_of(*MIXTURE, needs=()), prunes=True)
     check(plan_of(*MIXTURE))
-    with pytest.raises(UsageError, match="--guide"):
-        check(plan_of(MIXTURE[1], guide=1))
-    with pytest.raises(UsageError, match="--tune"):
-        check(plan_of(MIXTURE[1], tune=1))
+    for dial in ("guide", "tune"):  # named, or set by a level of effort
+        with pytest.raises(UsageError, match=f"torchrun.*--{dial}") as refused:
+            check(plan_of(MIXTURE[1], **{dial: 1}))
+        assert f"leave --{dial} out, or name --effort medium" in refused.value.hint
+        assert "without --join and torchrun" in refused.value.hint
     with pytest.raises(UsageError, match="quantized one before"):
         check(plan_of(MIXTURE[1]), "quantized")
