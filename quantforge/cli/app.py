@@ -49,12 +49,7 @@ from quantforge.numerics.waiting import wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
 
-DECODING = {
-    "eval",
-    "generate",
-    "release",
-    "sweep",
-}  # the verbs whose small products are over before a thread has slept
+DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
 RESUMED = {
     "quantize",
     "release",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,38 +36,51 @@ def chat(
     )
     first = [] if system is None else [{"role": "system", "content": system}]
     history = list(first)
-    while (line := _line(console)) is not None:
-        if line in {"/exit", "/quit"}:
-            return
+
+    def turn() -> bool:
+        """Read a line and answer it; return whether the chat goes on."""
+        line = _line(console)
+        if line is None or line in {"/exit", "/quit"}:
+            return False
         if line == "/reset":
-            history = list(first)
+            history[:] = first
         elif re.fullmatch("/[a-z]+", line):
             console.note(COMMANDS)
         elif line:
             talk = [*history, {"role": "user", "content": line}]
-            try:
-                answer = speaker.answer(talk if remembers else line, limits, raw=raw)
-                found = say(console, answer)
-            except QuantForgeError as error:  # a prompt that is too long, say: the chat goes on
-                console.error(error)
-                continue
+            found = say(console, speaker.answer(talk if remembers else line, limits, raw=raw))
             console.note(f"[{speed_of(found)}]")
-            history = [*talk, {"role": "assistant", "content": found.text}]
+            history[:] = [*talk, {"role": "assistant", "content": found.text}]
+        return True
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while _goes_on(console, turn):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _goes_on(console: Console, turn: Callable[[], bool]) -> bool:
+    """Do a turn of a chat, which neither Ctrl-C nor a refusal ends, wherever in the turn it comes."""
+    try:
+        return turn()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one in the same moment
+        console.piece("\n")
+        console.note("Ctrl-D ends")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    except QuantForgeError as error:  # a prompt that is too long, say
+        console.error(error)
+    return True
 
 
 def _line(console: Console) -> str | None:
-    """Read a line of a person; empty after Ctrl-C, None at the end."""
+    """Read a line of a person; None at the end."""
     with suppress(ImportError):
         import readline  # noqa: F401 (edits the line, and knows the earlier ones)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input(PROMPT).strip()
-    except KeyboardInterrupt:
-        console.piece("\n")
-        console.note("Ctrl-D ends")
-        return ""
     except EOFError:
         console.piece("\n")
         return None
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantforge.architectures.positions import positions_in
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.windows import Windows, cut
 from quantforge.formats.opening import open_model
-from quantforge.runtime.text_side import positions_in, text_side, tokenizer_of
+from quantforge.runtime.text_side import text_side, tokenizer_of
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
 

@@ -6,9 +6,13 @@ as there are, up to 128. Whoever asks for another number, or for a part of a mix
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quantforge.architectures.match import Matched
+from quantforge.architectures.positions import positions_in
+from quantforge.errors import InputError
 from quantforge.planning.peak_memory import whole_model
 from quantforge.planning.run_sizes import RunSizes
 from quantforge.recipe import CalibrationOptions
@@ -34,6 +38,21 @@ def own_text(run: RunSizes, matched: Matched) -> tuple[str, ...]:
         f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
         f" in memory as float32 ({size:,} bytes)",
     )
+
+
+def check_length(options: CalibrationOptions, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Refuse rows that are longer than a model has positions; of the default length a note says it.
+
+    Raises:
+        InputError: the length was asked for.
+    """
+    positions = positions_in(config)
+    if options.length <= positions:
+        return ()
+    said = f"rows of {options.length} tokens, the model has {positions} positions"
+    if options.length != CalibrationOptions().length:
+        raise InputError(f"calibration: {said}", f"--length {positions}, or fewer")
+    return (f"calibration: {said}; --length {positions} stays within them",)
 
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
-from quantforge.planning.calibration_rows import own_text, row_notes
+from quantforge.planning.calibration_rows import check_length, own_text, row_notes
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.effort import Asked, Dials, spent
 from quantforge.planning.embedding_choice import chosen_embedding
@@ -137,6 +137,7 @@ def _plan_of(
         notes=(
             *own_text(run, matched),
             *(row_notes(run.calibration, checkpoint.path) if run.needs else ()),
+            *(check_length(run.calibration, matched.config) if run.needs else ()),
             *guide_notes(run.guide, draft.tensors, matched, run.calibration),
             *tune_notes(run.tune, run.calibration),
         ),

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantforge.architectures import text_config
+from quantforge.architectures.positions import positions_in
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
@@ -24,7 +25,6 @@ from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 from quantforge_files.roles import SETTINGS
 
-POSITIONS = ("max_position_embeddings", "n_positions")
 GENERATION = "generation_config.json"
 ENDS = ("eos", "eot", "eom")  # roles of tokens in GGUF keys that end a text, a turn, a message
 
@@ -74,12 +74,6 @@ def tokenizer_of(path: Path) -> TextTokenizer:
     """
     with _folder(path) as (folder, _), as_input_errors():
         return load_tokenizer(folder)
-
-
-def positions_in(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a model can see, by its configuration; 2^30 where that does not say."""
-    text = text_config(config)
-    return min((text[key] for key in POSITIONS if text.get(key)), default=1 << 30)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 SHORT = 20  # letters of a cell that stays on one line
 SHOWN_PROMPTS = 8  # of long lists the first; the document has all
+BESIDE = "evaluation.txt"  # beside a reference: scored where no text is named
 BUILTIN_TEXT, BUILTIN_PROMPTS = "builtin evaluation text", "builtin prompts"
 _SCALES = {unit: 1000.0**power for power, unit in enumerate(UNITS)} | {"ms": 1e-3, "s": 1.0}
 
@@ -141,7 +142,7 @@ def evaluation_command(
     Files and directories are named, and have to be there.
     """
     words = ["quantforge", "eval", *names]
-    if protocol.text != BUILTIN_TEXT:
+    if protocol.text != BUILTIN_TEXT and _file(protocol.text) != BESIDE:
         words += ["--text", _file(protocol.text)]
     words += ["--windows", str(protocol.windows), "--length", str(protocol.length)]
     if prompts is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.made import Made
-from quantforge.evaluation.report import render
+from quantforge.evaluation.report import notes, render
 from quantforge.evaluation.report_page.differing_words import marked
 from quantforge.evaluation.report_page.front_chart import APART, shortened, spread
 from quantforge.evaluation.report_page.sections import sort_key
@@ -113,6 +114,21 @@ def test_the_page_holds_everything_in_order_and_needs_nothing_else(page):
     assert "://" not in text
     assert len(text.encode()) < 1.5e6
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
+
+
+def test_a_text_beside_the_reference_is_not_named_in_the_command(evaluation):
+    for name, named in (("evaluation.txt (SHA-256 ab)", False), ("other.txt (SHA-256 ab)", True)):
+        text = replace(evaluation, protocol=replace(evaluation.protocol, text=name))
+        assert ("--text" in unescape(render(text, "html"))) == named
+
+
+def test_a_model_whose_speed_was_unsteady_is_named(evaluation):
+    rows = tuple(
+        {**row, "tpot_spread": 20.0 * (number == 2)} for number, row in enumerate(evaluation.rows)
+    )
+    unsteady = notes(replace(evaluation, rows=rows), ())[-1]
+    assert unsteady.endswith(f"as on a machine with other work: {evaluation.verdict.names[2]}")
+    assert "unsteady" not in notes(evaluation, ())[-1]
 
 
 def test_foreign_text_stays_text(page):

@@ -32,6 +32,11 @@ def test_it_is_set_where_nobody_has_decided(there, loaded, spins, monkeypatch):
     ("arguments", "briefly"),
     [
         ("quantize nowhere", True),
+        (
+            "release nowhere.toml -o out",
+            True,
+        ),  # speeds are measured where its file says so, and by no default
+        ("sweep nowhere --over bits=3,4 -o out", True),
         ("eval nowhere --no-speed", True),
         ("eval nowhere", False),
         ("generate nowhere x", False),

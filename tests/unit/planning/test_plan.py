@@ -48,6 +48,21 @@ def test_a_method_that_observes_is_refused_without_anything_to_observe(
     assert plan(llama, method="rtn", bits=4, calibration=without).needs == ()
 
 
+def test_rows_longer_than_the_model_has_positions_are_refused_or_said(tiny: Tiny) -> None:
+    model = tiny("llama")  # of 128 positions
+    for method in ("gptq", "awq"):
+        with pytest.raises(InputError, match="rows of 129 tokens, the model has 128 positions"):
+            verbs.plan(model, method=method, bits=4, length=129)
+    notes = verbs.plan(model, method="gptq", bits=4).notes
+    assert [one for one in notes if "--length 128 stays within them" in one]
+    assert not [
+        one
+        for one in verbs.plan(model, method="gptq", bits=4, length=128).notes
+        if "positions" in one
+    ]
+    assert verbs.plan(model, method="rtn", scales="absmax", bits=4, length=129)  # reads no text
+
+
 def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:
     model = headers.llama(tmp_path / "large", num_hidden_layers=56)
     assert len(open_checkpoint(model).entries) > 500
