@@ -15,7 +15,7 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_toml import built, read_toml
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -215,7 +215,10 @@ def _variant(
     elif base is not None and not isinstance(base, str):
         raise InputError(f"{origin}: recipe: a name, a file or a table is expected")
     given = {key: getattr(choices, key) for key in known - {"name"}}
-    recipe = build_recipe(base, **given)
+    try:
+        recipe = build_recipe(base, **given)
+    except QuantForgeError as error:
+        raise type(error)(f"{origin}: {error.message}", error.hint) from error
     if not isinstance(calibration, Mapping):
         raise InputError(f"{origin}: calibration: a table is expected", "[calibration]")
     text = built(CalibrationOptions, calibration, "calibration")

@@ -241,5 +241,6 @@ def _check(method: str, layers: LayerChoices, guide: int, effort: str) -> None:
     if effort != Recipe().effort:
         raise UsageError(
             f"--effort {effort}: errors are measured at {Recipe().effort}",
-            f"`quantforge allocate`, then `quantforge quantize --recipe FILE --effort {effort}`",
+            "remove `effort` from the recipe, or the option; `quantforge allocate` writes a recipe, then"
+            f" `quantforge quantize --recipe FILE --effort {effort}`",
         )

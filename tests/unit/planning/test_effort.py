@@ -14,7 +14,7 @@ from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.errors import QuantForgeError, UsageError
-from quantforge.planning.effort import SETS, Dials
+from quantforge.planning.effort import SETS, Dials, _no_runs
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
@@ -129,6 +129,10 @@ def test_what_is_impossible_is_left_out_with_the_reason(
     assert found.plan.tune == ("tune = 1" in taken)
     again = planned(tiny, found.recipe, family)
     assert again.recipe == found.recipe
+
+
+def test_without_a_matrix_no_runs_are_set() -> None:
+    assert _no_runs(SETS[HIGH]["gptq.runs"], Dials(), ()) == "no matrix of a block is quantized"
 
 
 def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
@@ -250,3 +254,10 @@ def test_a_size_is_measured_at_medium(
     assert ended.code == 2
     assert "--effort high: errors are measured at medium" in ended.err
     assert "quantize --recipe FILE --effort high" in ended.err
+    stated = tmp_path / "own.toml"
+    stated.write_text(f'effort = "{LOW}"\n')
+    asked = ("--target", "3.5bpw", "--recipe", stated, "-o", tmp_path / "made.toml")
+    ended = command(capsys, "allocate", tiny("llama"), *asked)
+    assert ended.code == 2
+    assert "remove `effort` from the recipe" in ended.err
+    assert "quantize --recipe FILE --effort low" in ended.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.planning.release_sets import set_names, variants_of
 from quantforge.planning.release_spec import release_of
 
@@ -75,3 +75,11 @@ def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
         release_of(text, "f")
     assert said in refused.value.message
     assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "choice", ['effort = "hihg"', 'scales = "foo"', 'engine = "x"', "bits = 99"]
+)
+def test_a_bad_choice_is_named_with_its_file_and_variant(choice):
+    with pytest.raises(QuantForgeError, match=r"^f: variant a: "):
+        release_of(f'{HEAD}[[variant]]\nname = "a"\n{choice}\n', "f")
