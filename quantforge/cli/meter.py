@@ -1,7 +1,7 @@
 """Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines.
 
 A bar is drawn again four times a second, so that it lives while one step takes long. A log gets a line for every new
-phase, every 10 % and every 30 s (in the first minute every 4 s), none in the first second. Machines get a line of JSON
+phase, every 10 % and every 30 s (in the first five minutes every 4 s), none in the first second. Machines get a line of JSON
 for every new phase and finished part, for other reports ten a second at most, and one every 5 s in any case.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOG_SHARE, LOG_SECONDS = 0.1, 30.0
 MACHINE_SECONDS, MACHINE_SILENCE = 0.1, 5.0
-EARLY_SECONDS, EARLY_SILENCE = 60.0, 4.0  # at first somebody may be looking
+EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # at first somebody may be looking
 HOLD_SECONDS = 1.0  # before the first line of a log: a refusal stands alone
 LEAST_SHARE = 0.02  # of the work, before its end is estimated
 REFRESHES = 4  # of a bar in a second
