@@ -1,7 +1,7 @@
 """Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines.
 
 A bar is drawn again four times a second, so that it lives while one step takes long. A log gets a line for every new
-phase, every 10 % and every 30 s (in the first five minutes every 4 s), none in the first second. Machines get a line of JSON
+phase, every 10 % and every 30 s (for five minutes every 4 s), none in the first second. Machines get a line of JSON
 for every new phase and finished part, for other reports ten a second at most, and one every 5 s in any case.
 """
 
