@@ -169,9 +169,15 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, propagate)
         assert tree(place) == tree(reference), part
 
 
-def test_ranges_measured_behind_a_transform_do_not_change_what_a_resumed_run_reads(model, out):
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("awq+gptq", {"bits": 4, "kv_cache": "fp8"}), ("smooth+gptq", {"scheme": "W8A8_STATIC"})],
+)
+def test_ranges_measured_behind_a_transform_do_not_change_what_a_resumed_run_reads(
+    tiny, out, method, values
+):
     """The next block reads what the source computes: a transformed one differs in its last bits."""
-    wanted = recipe("awq+gptq", bits=4, kv_cache="fp8")
+    model, wanted = tiny("llama"), recipe(method, **values)
     quantize(model, out.with_name("m"), wanted)
     with pytest.raises(StopError):
         quantize(model, out, wanted, progress=crash_after("block 0"))
