@@ -427,7 +427,8 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends() -> None:
             chat.wait_for("> ")
             chat.type("Explain json.\n")
             time.sleep(pause)
-            press(chat, "\x03", "Ctrl-D ends")  # one that comes just before readline waits is noticed with the next
+            # A Ctrl-C that comes just before readline waits is noticed with the next one.
+            press(chat, "\x03", "Ctrl-D ends")
         chat.wait_for("> ")
         press(chat, "\x03", "Ctrl-D ends")
         chat.wait_for("> ")
