@@ -12,9 +12,10 @@ from quantforge.cli import choices, options, plan_capacity, plan_forecast
 from quantforge.cli.console import Console
 from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
-from quantforge.cli.run_log import shown, substituted
+from quantforge.cli.run_log import shown
 from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.targets import placed
+from quantforge.planning.decisions import substituted
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.results.significant import size, sized
 from quantforge_files.strict_json import uncollected

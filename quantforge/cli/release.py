@@ -154,6 +154,7 @@ def _show_plan(
     budget: int | None,
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
+    from quantforge.planning.decisions import decisions, decisions_of
     from quantforge.planning.release_spec import read_release
     from quantforge.verbs.plan_release import check_place, plan_release, within
 
@@ -162,7 +163,7 @@ def _show_plan(
     check_place(output.absolute())
     rows = [
         {"name": one.variant.name, "format": one.planned.plan.format, "method": one.planned.plan.method,
-         "bytes": one.planned.plan.output_bytes, "made": one.there}
+         "bytes": one.planned.plan.output_bytes, "made": one.there, "decisions": decisions(one.planned.plan)}
         for one in planned
     ]  # fmt: skip
     if console.as_json:
@@ -176,4 +177,6 @@ def _show_plan(
         for one in planned
     ]  # fmt: skip
     console.table(("variant", "format", "method", "files", "state"), cells)
+    for said in decisions_of({one.variant.name: one.planned.plan for one in planned}):
+        console.note(said)
     _say_left_out(console, left_out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 from quantforge.checkpoint.disk import append, check_new, existing
@@ -12,7 +11,7 @@ from quantforge.cli.console import Console
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.execution.units import SHOWN
-from quantforge.formats.format_choice import CHOSEN
+from quantforge.planning.decisions import decisions
 from quantforge.plans import Plan
 from quantforge.results.significant import size
 from quantforge_files import system
@@ -47,8 +46,7 @@ class RunLog:
             UsageError: the log would lie in the result.
         """
         self._check_outside(out, "result")
-        self._to_say = [note for note in plan.notes if note.startswith(CHOSEN)]
-        self._to_say += substituted(plan)
+        self._to_say = decisions(plan)
         if not self._said:
             self._to_say.append(f"output: {shown(out)}")
 
@@ -75,18 +73,6 @@ class RunLog:
             os.path.realpath(place)
         ):
             raise UsageError(f"--log {self._log}: is inside of the {what}", "name a file beside it")
-
-
-def substituted(plan: Plan) -> list[str]:
-    """Return the substitutions of a plan in words, alike ones together: those are of tensors."""
-    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
-    first = {(event.kind, event.detail): event.where for event in reversed(plan.substitutions)}
-    return [
-        f"{kind}: {first[kind, detail]}: {detail}"
-        if count == 1
-        else f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
-        for (kind, detail), count in alike.items()
-    ]
 
 
 def _is_log(path: Path) -> bool:

@@ -20,7 +20,7 @@ from quantforge.model.statistics import Statistic
 from quantforge.planning.guidance import refuse_guide
 from quantforge.planning.tunable import refuse_tune
 from quantforge.plans import TensorPlan
-from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions
+from quantforge.recipe import IMATRIX, AwqOptions, CalibrationOptions, GptqOptions
 
 PLAINLY = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
@@ -104,6 +104,8 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
 def _obstacle(key: str, value: int, dials: Dials, asked: Asked) -> str:
     """Return why a key is not set, "" where it is."""
     if key == "calibration.samples":
+        if dials.calibration.source.startswith(IMATRIX):
+            return "importance is read from a file"
         return "" if asked.needs else "nothing is calibrated"
     word, inside, _ = key.partition(".")
     if inside and word not in asked.words:

@@ -21,6 +21,7 @@ from quantforge.errors import GateError
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
 from quantforge.formats.opening import open_model
+from quantforge.planning.decisions import decisions_of
 from quantforge.planning.release_spec import read_release
 from quantforge.results import manifest
 from quantforge.results.card_figures import forget_repository, write_figures
@@ -117,7 +118,10 @@ def release(
         with turn(place / SPEC):
             check_place(place)
             _lay_out(place, planned, asked_by)
-        made = _make(asked.model, [one for one in planned if not one.there], place, files, settings)
+        missing = [one for one in planned if not one.there]
+        for said in decisions_of({one.variant.name: one.planned.plan for one in missing}):
+            settings.note(said)
+        made = _make(asked.model, missing, place, files, settings)
         with turn(place / SPEC), phase("publishing", 1.0):
             save(place / SPEC, asked_by, overwrite=True)  # another release may have begun here
             finished = finish(

@@ -27,6 +27,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
+from quantforge.planning.decisions import decisions_of
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.sweep_grid import combinations
 from quantforge.results.source_files import files_of_source
@@ -43,6 +44,7 @@ from quantforge.verbs.plan import planned_for
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
     from quantforge.planning.planner import Planned
+    from quantforge.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def make_results(
     _check_values(asked.values())
     check_folder(place)
     missing: list[tuple[Variant, Planned]] = []
+    undone: dict[str, Plan] = {}
     results: dict[str, Path] = {}
     left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
@@ -148,8 +151,11 @@ def make_results(
                 check_apart(results[name], source.path)
                 if not kept(results[name], planned, files, settings):
                     missing.append((Variant(made_by, results[name]), planned))
+                    undone[name] = planned.plan
         if left_out and (settings.policy.strict or not results):
             raise _refusal(left_out, len(asked))
+        for said in decisions_of(undone):
+            settings.note(said)
         _prepare(place, {*results.values()} - {one.out for one, _ in missing})
         _make(model, missing, place, files, settings)
     return results, {name: error.message for name, error in left_out.items()}

@@ -82,6 +82,10 @@ def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
     assert found.recipe.calibration == CalibrationOptions(samples=32)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
+    read = Recipe(
+        method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions(source="imatrix:a")
+    )
+    assert "calibration.samples = 32 (importance is read from a file)" in said(planned(tiny, read))
     assert "nothing: --effort low; left out: calibration.samples = 32 (nothing is" in said(
         planned(tiny, nothing)
     )

@@ -1,0 +1,74 @@
+"""Decisions of plans: all are shown before the work, alike ones of several plans together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.planning.decisions import decisions, decisions_of
+from quantforge.planning.planner import make_plan
+from quantforge.recipe import Recipe
+from tests.conftest import Tiny
+from tests.runs import ROWS, command
+
+RELEASE = """model = "{model}"
+[calibration]
+length = 16
+[[variant]]
+name = "int4"
+method = "gptq"
+effort = "low"
+scheme = "int4:g32"
+[[variant]]
+name = "int3"
+method = "gptq"
+effort = "low"
+scheme = "int3:g128"
+"""
+
+
+def test_alike_ones_are_told_once_with_their_plans(tiny: Tiny) -> None:
+    plan = make_plan(Recipe(scheme="int4:g128"), open_checkpoint(tiny("llama"))).plan
+    other = make_plan(Recipe(method="rtn", scheme="int4:g32"), open_checkpoint(tiny("llama"))).plan
+    chosen, *substituted = decisions(plan)
+    assert chosen.startswith("chosen: --method ")
+    assert all(said.startswith("substitution: ") for said in substituted)
+    assert substituted
+    assert decisions_of({"a": plan, "b": other})[0] == f"a: {chosen}"
+    assert decisions_of({"a": plan, "b": plan})[0] == f"all 2: {chosen}"
+    five = dict.fromkeys("abcde", plan)
+    assert decisions_of(five | {"f": other})[0] == f"a, b, c and 2 more: {chosen}"
+    assert decisions_of({"f": other}) == []
+
+
+@pytest.mark.parametrize("more", [("--dry-run",), ()])
+def test_a_release_tells_them(
+    tiny: Tiny, tmp_path: Path, capsys: Any, more: tuple[str, ...]
+) -> None:
+    spec = tmp_path / "release.toml"
+    spec.write_text(RELEASE.format(model=tiny("llama")))
+    said = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+    assert said.code == 0, said.err
+    assert "all 2: chosen: calibration.samples = 32: --effort low" in said.err
+    assert "int3: substitution: " in said.err
+    if more:
+        shown = command(capsys, "release", spec, "-o", tmp_path / "out", *more, "--json")
+        first, second = json.loads(shown.out)["variants"]
+        assert first["decisions"] == ["chosen: calibration.samples = 32: --effort low"]
+        assert len(second["decisions"]) > 1
+    else:
+        again = command(capsys, "release", spec, "-o", tmp_path / "out")
+        assert "chosen" not in again.err  # nothing is left to make
+
+
+def test_a_sweep_tells_them(tiny: Tiny, tmp_path: Path, capsys: Any) -> None:
+    said = command(
+        capsys, "sweep", tiny("llama"), "--over", "scheme=int4:g128,int3:g32", "--method", "rtn", "--format",
+        "compressed-tensors", "-o", tmp_path / "out", "--windows", "1", "--window-length", "16", *ROWS,
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    assert "substitution: " in said.err.partition("variants")[0]
