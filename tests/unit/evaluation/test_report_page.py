@@ -132,7 +132,9 @@ def test_a_model_whose_speed_was_unsteady_is_named_and_its_figure_marked(evaluat
         assert "~1" not in render(evaluation, kind)
     assert sort_key("~48.2") == "48.2"
     unsteady = notes(found, ())[-1]
-    assert unsteady.endswith(f"~: unsteady, as on a machine with other work: {found.verdict.names[4]}")
+    assert unsteady.endswith(
+        f"~: unsteady, as on a machine with other work: {found.verdict.names[4]}"
+    )
     assert "unsteady" not in notes(evaluation, ())[-1]
 
 
