@@ -8,9 +8,10 @@ import pytest
 
 from quantforge.checkpoint.disk import no_space
 from quantforge.cli.release import _place
-from quantforge.errors import nearest
+from quantforge.errors import InputError, nearest
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import placed
+from quantforge.notation import share_of
 from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.source_error import SourceError
 from tests.runs import command, copied
@@ -81,3 +82,9 @@ def test_the_script_of_a_shell_that_is_not_there_is_only_printed(
     assert ended.code == 3
     assert "quantforge --show-completion powershell" in ended.err
     assert "Register-ArgumentCompleter" in command(capsys, "--show-completion", "powershell").out
+
+
+def test_a_number_in_place_of_a_share_is_told_from_one() -> None:
+    with pytest.raises(InputError) as caught:
+        share_of("2", "prune_experts")
+    assert caught.value.hint == "a share, 25% or 0.25; not a number of them"
