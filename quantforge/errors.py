@@ -8,7 +8,7 @@ escapes is a bug of ours and exits with 1.
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from enum import StrEnum
 from functools import wraps
 from inspect import signature
@@ -144,7 +144,13 @@ def _close(word: str, words: Sequence[str]) -> Sequence[str]:
         return longer
     found = [small[key] for key in get_close_matches(word.lower(), small, n=4, cutoff=0.5)]
     same = [one for one in found if re.findall(r"\d+", one) == re.findall(r"\d+", word)]
-    return (same or found)[:1]
+    return [
+        one for one in same or found if _likeness(one, word) == _likeness((same or found)[0], word)
+    ]
+
+
+def _likeness(one: str, word: str) -> float:
+    return SequenceMatcher(None, one.lower(), word.lower()).ratio()
 
 
 def _bare(word: str) -> str:

@@ -211,7 +211,9 @@ def parse_sparsity(text: str) -> Sparsity:
     return Sparsity(share_of(text, "sparsity", SPARSITY_HINT))
 
 
-def share_of(text: str, key: str, hint: str = "a share, e.g. 25%") -> float:
+def share_of(
+    text: str, key: str, hint: str = "a share, 25% or 0.25; not a number of them"
+) -> float:
     """Parse a share, ``25%`` or ``0.25``; raise `InputError`, naming ``key``, unless it is between 0 and 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if "%" in text else 1)

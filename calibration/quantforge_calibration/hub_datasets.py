@@ -19,8 +19,8 @@ def read_hub(
     Raises:
         SourceError: ``offline``, no library for it, or the dataset cannot be read.
     """
-    name = source.partition(":")[0]
-    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{split}"
+    name, _, rest = source.partition(":")
+    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{rest}"
     if offline:
         raise SourceError(
             f"'{name}' is no local path, and --offline forbids asking the hub", download

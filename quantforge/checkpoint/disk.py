@@ -236,9 +236,10 @@ def denied(path: Path, reason: str, said: str = "") -> DeniedError:
 def no_space(path: Path, needed: int, reason: str, hint: str = "") -> ResourceError:
     """Return the error for bytes that do not fit, with what is needed and what is free; ``hint``: for other reasons."""
     place = path if path.is_dir() else path.parent
+    free = free_bytes(place)
     full = f"free space in {place} (or raise its quota or `ulimit -f`), then run the command again"
     return ResourceError(
-        f"{path}: {reason}; {needed} bytes needed, {free_bytes(place)} free",
+        f"{path}: {reason}; {needed} bytes needed, {free} free ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)",
         hint or full,
         file=str(path),
     )

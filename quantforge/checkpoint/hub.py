@@ -19,6 +19,10 @@ from quantforge.errors import InputError, UsageError
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII
 )
+_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>[\w.-]+/[\w.-]+).*", re.ASCII
+)
+_NAMED = 4  # models inside of a directory
 _LONGEST_REPOSITORY = 96  # characters
 _WANTED = [
     "*.safetensors", "*.json", "*.txt", "*.jinja", "*.tiktoken", "tokenizer.model*", "*.model",
@@ -51,6 +55,11 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
         ) from error
     except (OSError, RuntimeError, ValueError):
         pass  # a name too long for a file, no such home, or a null
+    if url := _URL.fullmatch(model):
+        raise InputError(
+            f"{model}: an address, not the name of a model",
+            f"{url['name']}, or {_fetch(url['name'])}",
+        )
     match = _HUB_NAME.fullmatch(model)
     if match is None:
         if model and _unfinished(Path(model)):
@@ -60,6 +69,12 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
             )
         raise InputError(f"{model}: {_missing(model)}", _near(model) or _GIVE)
     return _snapshot(match["name"], match["revision"], offline, cache_dir)
+
+
+def _fetch(name: str) -> str:
+    """Return what fetches a model where there is a network, to be given as a directory."""
+    local = name.partition("/")[2]
+    return f"where there is a network, type: hf download {name} --local-dir {local}, and give ./{local}"
 
 
 _GIVE = "give a directory, or org/name[@revision] of the hub"
@@ -79,6 +94,20 @@ def _near(model: str) -> str:
         return ""
     close = get_close_matches(place.name, there, 1, cutoff=0.7)
     return f"did you mean '{place.with_name(close[0])}'?" if close else ""
+
+
+def models_within(path: Path) -> str:
+    """Return the models inside of a directory that is none, as a question; "" where there are none."""
+    try:
+        found = [
+            str(one)
+            for one in sorted(path.iterdir())
+            if one.suffix == ".gguf" or (one / "config.json").is_file()
+        ]
+    except OSError:
+        return ""
+    more = f" (and {len(found) - _NAMED} more)" if len(found) > _NAMED else ""
+    return f"a model is inside: {' or '.join(found[:_NAMED])}{more}" if found else ""
 
 
 def _unfinished(path: Path) -> bool:
@@ -156,5 +185,5 @@ def _snapshot(name: str, revision: str | None, offline: bool, cache_dir: Path | 
             ) from error
         raise InputError(
             f"{where}: cannot be fetched: {str(error).splitlines()[0]}",
-            "check the name and the network; with --offline only the cache is used",
+            f"check the name and the network; with --offline only the cache is used; or {_fetch(name)}",
         ) from error

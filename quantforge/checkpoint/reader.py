@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.hub import models_within
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
@@ -133,9 +134,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     names = FILES.listing(path, None)
     if CONFIG not in names:
-        raise InputError(
-            f"{path}: no {CONFIG}", "give the directory that holds it", file=str(path / CONFIG)
-        )
+        hint = models_within(path) or "give the directory that holds it"
+        raise InputError(f"{path}: no {CONFIG}", hint, file=str(path / CONFIG))
     config = read_object(path / CONFIG, roles.CONFIG, path)
     weights = read_weights(path, names)
     if not weights.entries:

@@ -17,6 +17,7 @@ from quantforge.execution.progress import Progress
 from quantforge.results.significant import significant
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import DRAFT_TOKENS, has_template, open_speaker
+from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -109,6 +110,7 @@ def say(console: Console, answer: LiveAnswer) -> Generated:
     """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with interruptible():
         for piece in answer:
+            program_cache.LISTENERS.clear()  # no note within the text
             console.piece(piece)
     console.piece("\n")
     found = answer.generated()

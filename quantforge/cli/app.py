@@ -69,7 +69,7 @@ for _verb, _example, _about in (
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (allocate.allocate, allocate.EXAMPLE, "Choose a scheme for each layer, within a size."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
-    (release.release, "", "Make many variants of a model, to be published."),
+    (release.release, release.EXAMPLE, "Make many variants of a model, to be published."),
     (sweep.sweep, sweep.EXAMPLE, "Compare all combinations of some choices."),
     (evaluate.evaluate, evaluate.EXAMPLE, "Compare models: divergence, perplexity, size, speed."),
     (bench.bench, bench.EXAMPLE, "Measure models or a server under a stream of requests."),
@@ -142,6 +142,9 @@ def version(
         raise typer.Exit
 
 
+WIDE = "10000"  # characters of a line that a shell reads
+
+
 def main() -> None:
     """Run the command line and exit with its code."""
     if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
@@ -194,7 +197,10 @@ def _run(console: Console, arguments: list[str]) -> Any:
     check_ranks(arguments)
     if arguments[0] not in DECODING or "--no-speed" in arguments:
         wait_briefly()
-    asked = None if completion_install.VARIABLE in os.environ else _asked_for_help(arguments)
+    completing = completion_install.VARIABLE in os.environ
+    if completing:
+        os.environ["COLUMNS"] = WIDE  # or the parser breaks what it says of an option into lines
+    asked = None if completing else _asked_for_help(arguments)
     if asked is not None:
         _print_help(asked)
         return 0

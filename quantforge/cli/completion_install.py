@@ -6,12 +6,14 @@ The parser knows both without a value, and would pass a name over in silence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shutil import which
 
 from quantforge.cli.console import Console
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import InputError, UsageError, nearest
 
 INSTALL, SHOW = "--install-completion", "--show-completion"
-SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+POWERSHELLS = ("powershell", "pwsh")
+SHELLS = ("bash", "zsh", "fish", *POWERSHELLS)
 PROGRAM, VARIABLE = "quantforge", "_QUANTFORGE_COMPLETE"  # which the scripts set
 
 
@@ -25,6 +27,7 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
 
     Raises:
         UsageError: no such shell, or none is recognised.
+        InputError: PowerShell, which has to be run, is not there.
     """
     from typer.completion import get_completion_script, install  # type: ignore[attr-defined]
 
@@ -35,5 +38,10 @@ def answer(console: Console, arguments: Sequence[str]) -> None:
     if flag == SHOW:
         console.text(get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell))
         return
+    if shell in POWERSHELLS and which(shell) is None:  # its profile is asked for where it lies
+        raise InputError(
+            f"{flag} {shell}: there is no {shell} on this machine",
+            f"bash, zsh or fish, or the script for another machine: quantforge {SHOW} {shell}",
+        )
     _, path = install(shell, PROGRAM, VARIABLE)
     console.text(f"completion of {shell} is in {path}; every new terminal has it")

@@ -185,7 +185,7 @@ class Console:
 
 def _is_numeric(cells: Sequence[str]) -> bool:
     """Return whether a column holds figures (or a dash where there is none), which are aligned right."""
-    return all(cell[:1] in "-+0123456789" for cell in cells)
+    return all(cell[:1] in "-+~0123456789" for cell in cells)
 
 
 def printable(text: str) -> str:

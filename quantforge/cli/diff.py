@@ -16,7 +16,7 @@ from quantforge.cli.console import Console
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference
 
-EXAMPLE = "Example: quantforge diff demo-gptq-int4 demo-Q4_0.gguf"
+EXAMPLE = "Example: quantforge diff demo-rtn-int4 demo-gptq-int4"
 DIFFERENT = 5
 SHOWN = 20
 DIGEST, DIGITS = re.compile("[0-9a-f]{64}"), 12  # of a digest, enough to tell it from another
@@ -53,6 +53,7 @@ def diff(
     else:
         _show(console, found)
     if not found.equal:
+        console.note(f"not the same: exit code {DIFFERENT}")
         raise typer.Exit(DIFFERENT)
 
 

@@ -99,7 +99,7 @@ def generate(
     _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
-    settings = Settings(device=device, threads=threads, offline=offline, input_bits=input_bits)
+    settings = Settings(device, threads, offline=offline, input_bits=input_bits, note=console.note)
     if text is None:
         from quantforge.cli.terminal_chat import chat
 

@@ -38,7 +38,7 @@ def inspect(
     offline: options.Offline = False,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
-    """Show schemes, bits per weight, sizes and provenance of any safetensors model or GGUF file."""
+    """Show schemes, bits per weight, sizes and provenance of any safetensors model, GGUF file or importance matrix."""
     from quantforge import verbs
     from quantforge.errors import UsageError
 
@@ -64,10 +64,9 @@ def inspect(
         console.table(("tensor", "type", "shape", "bytes"), rows)
         return
     console.text(f"{found.path}  {found.model_type}  {found.format}".rstrip())
-    console.text(
-        f"{found.weights:,} weights, {found.bits_per_weight:.4f} bits per weight;"
-        f" weights {size(found.tensor_bytes)}, files {size(found.file_bytes)}"
-    )
+    held = f"{found.weights:,} weights, {found.bits_per_weight:.4f} bits per weight; weights "
+    held = held if found.weights else "values "
+    console.text(f"{held}{size(found.tensor_bytes)}, files {size(found.file_bytes)}")
     if found.quantized_weights:
         console.text(
             f"{found.quantized_weights:,} of them quantized,"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quantforge.settings import Settings
     from quantforge.verbs import Released
 
+EXAMPLE = "Example: quantforge release release.toml --dry-run"
 
 Only = Annotated[
     list[str] | None,
@@ -43,15 +44,18 @@ Summary = Annotated[
         help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
     ),
 ]
+Place = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="DIR",
+                 help="Directory to make or go on with (default: release of release.toml, x-release of x.toml)."),
+]  # fmt: skip
 _HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
 def release(
     spec: Annotated[Path, typer.Argument(metavar="FILE", help="A release file (TOML).")],
     *,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Directory to make or go on with.")
-    ],
+    output: Place = None,
     only: Only = None,
     budget: Budget = None,
     summary: Summary = None,
@@ -91,17 +95,22 @@ def release(
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     most = None if budget is None else int(quantities.memory(budget, "--budget"))
+    out = output or _place(spec)
     if dry_run:
-        _show_plan(console, spec, output, settings, only or (), most)
+        _show_plan(console, spec, out, settings, only or (), most)
         return
     with console.watch(), processes.started(jobs, console.note) as failed:
         from quantforge import verbs
 
-        made = verbs.release(spec, output, settings, only or (), most)
+        made = verbs.release(spec, out, settings, only or (), most)
     if processes.silent():
         return
     _report(console, made, summary, failed, shared=settings.join)
     made.check_gates()
+
+
+def _place(spec: Path) -> Path:
+    return Path(spec.stem if "release" in spec.stem else f"{spec.stem}-release")
 
 
 def _report(

@@ -45,6 +45,7 @@ class EvaluationOptions:
     Attributes:
         text: what is scored.
         text_name: how the report names it.
+        text_found: nobody named it: it lies beside the reference, or is the built-in one.
         windows: at most so many.
         length: tokens of a window.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -74,6 +75,7 @@ class EvaluationOptions:
     adapter: Path | None = None
     tasks: Tasks | None = None
     prompts: Prompts | None = None
+    text_found: bool = False
     note: Callable[[str], None] = lambda _: None
 
 

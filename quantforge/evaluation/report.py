@@ -10,10 +10,9 @@ from quantforge.evaluation.columns import Column, fitting, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.report_page.assemble import assemble
 from quantforge.evaluation.text_tables import IN_ENGINE, ON_FRONT, quality_columns, speed_columns
-from quantforge.evaluation.verdict import short_names
+from quantforge.evaluation.verdict import MARK, short_names, unsteady
 from quantforge.results.significant import significant
 
-UNSTEADY = 1.0  # interquartile range of the steps of a run over their median, from which on a speed is no figure
 FOREIGN = 100  # perplexity of a reference from which on the text is none that it was trained for
 
 ANSWERS = {  # columns on answers
@@ -91,9 +90,8 @@ def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
         named = "" if "decoder" in shown else " (--wide names them)"
         said += f"; decoders differ{named}, and their figures do not compare"
     names = zip(evaluation.verdict.names, evaluation.rows, strict=True)
-    unsteady = [name for name, row in names if (row.get("tpot_spread") or 0.0) > UNSTEADY]
-    if unsteady:
-        said += f"; unsteady, as on a machine with other work: {', '.join(unsteady)}"
+    if marked := [name for name, row in names if unsteady(row)]:
+        said += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
     if "bandwidth %" in shown:
         said += "; bandwidth: share of the measured read bandwidth"
     return said

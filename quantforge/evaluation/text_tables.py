@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column
 from quantforge.evaluation.harness import TASK_ERROR
-from quantforge.evaluation.verdict import Verdict
+from quantforge.evaluation.verdict import Verdict, pace
 from quantforge.results.significant import significant, size, with_error
 
 Row = Mapping[str, Any]
@@ -106,6 +106,10 @@ def _duration(key: str) -> Callable[[Row], str]:
     return write
 
 
+def _pace(row: Row) -> str:
+    return ABSENT if row["decode_tokens_per_second"] is None else pace(row)
+
+
 def _at_batch(batch: int, row: Row) -> str:
     found = row["decode_by_batch"]
     return ABSENT if found is None else significant(found[str(batch)])
@@ -179,7 +183,7 @@ _FILES = (
     ),
 )
 _SPEED = (
-    _Figure("tokens/s", 1, _plain("decode_tokens_per_second"), "decode_tokens_per_second", largest=True),
+    _Figure("tokens/s", 1, _pace, "decode_tokens_per_second", largest=True),
     _Figure("batch 4", 3, partial(_at_batch, 4)),
     _Figure("batch 16", 4, partial(_at_batch, 16)),
     _Figure("prompt tokens/s", 2, _plain("prefill_tokens_per_second"), "prefill_tokens_per_second", largest=True),

@@ -22,6 +22,8 @@ SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
 COMPARABLE = 1.25  # times the size: a larger model is no rival
 SURE = 2.0  # standard errors
 SAME_PACE = 0.05  # of a speed: below this, one run of a machine is not told from another
+UNSTEADY = 1.0  # interquartile range of the steps of a run over their median, from which on a speed is no figure
+MARK = "~"  # before such a speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     if paced:
         key = "decode_tokens_per_second"
         fast = max(paced, key=lambda index: rows[index][key])
-        text = f"{significant(rows[fast][key])} tokens/s"
+        text = f"{pace(rows[fast])} tokens/s"
         if reference[key] and not _same_pace(rows[fast], reference):
             text += against(key, fast, "faster", "slower")
             equal = beside(fast, _same_pace, paced)
@@ -153,6 +155,17 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
             equal = beside(fast, _same_pace, [*([0] if reference[key] else []), *paced])
         winners.append(Winner("speed", fast, names[fast], text + equal))
     return winners
+
+
+def unsteady(row: Row) -> bool:
+    """Return whether a speed was measured whose steps differ too much among themselves."""
+    return (row.get("tpot_spread") or 0.0) > UNSTEADY
+
+
+def pace(row: Row) -> str:
+    """Return the tokens per second of a row that has them, marked where they are unsteady."""
+    mark = MARK if unsteady(row) else ""
+    return f"{mark}{significant(row['decode_tokens_per_second'])}"
 
 
 def _weights(row: Row) -> str:

@@ -186,7 +186,8 @@ def placed(note: str, out: object) -> str:
 
     def filled_in(found: re.Match[str]) -> str:
         quoted = note.count("'", 0, found.start()) % 2
-        return str(out).replace("'", "'\\''") if quoted else shlex.quote(str(out))
+        beside = "" if "/" in str(out) else "./"  # or an engine takes it for a name
+        return f"{beside}{out}".replace("'", "'\\''") if quoted else shlex.quote(str(out))
 
     return re.sub(rf"\b{_PLACE}\b", filled_in, note)
 

@@ -138,6 +138,7 @@ def _measurement(
     wanted = EvaluationOptions(
         text="",
         text_name=text_name(source),
+        text_found=text is None,
         cache="" if cache == CACHES[0] else cache,
         device=settings.device,
         tasks=tasks,

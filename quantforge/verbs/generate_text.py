@@ -15,6 +15,7 @@ from quantforge.runtime.generated_text import Generated
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
+from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 256
 DRAFT_TOKENS = 8
+COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -153,6 +155,7 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    program_cache.LISTENERS[:] = [lambda: settings.note(COMPILING)]
     if isinstance(model, str | Path):
         bits = settings.input_bits
         loaded, name = load(path, settings.device, torch.bfloat16, input_bits=bits), str(model)

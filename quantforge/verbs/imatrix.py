@@ -37,6 +37,7 @@ def with_importance(
         text = replace(text, source="builtin") if text.source == NO_DATA else text
         with phase("importance", 0.5):
             make_imatrix(model, replace(recipe, calibration=text), file, settings)
+        settings.note(f"--imatrix {file}: made, by {text.source}; quantforge inspect {file}")
     return known, replace(settings, imatrix=file)
 
 

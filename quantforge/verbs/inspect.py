@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError
 from quantforge.formats import detect
+from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
 from quantforge.formats.gguf.parsing import is_gguf
 from quantforge.formats.opening import open_model
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
@@ -85,7 +86,7 @@ class Inspected:
 
 @checks_options()
 def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
-    """Inspect a model, a safetensors file or a GGUF file.
+    """Inspect a model, a safetensors file, a GGUF file or an importance matrix, which has values but no weights.
 
     Args:
         path: a file, a directory, or ``org/name[@revision]``.
@@ -95,6 +96,8 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
         InputError: it is none of these, or damaged.
     """
     path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
+    if path.is_file() and is_importance(path):
+        return _importance(path)
     if path.is_file() and not is_gguf(path):
         if path.suffix != ".safetensors":
             raise InputError(
@@ -107,6 +110,23 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     model_type = str(checkpoint.config.get("model_type", ""))
     key, layers = _understood(checkpoint.config, stored)
     return _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
+
+
+def _importance(path: Path) -> Inspected:
+    found = read_imatrix(path)
+    held = tuple(
+        HeldTensor(name, "F32", tuple(entry.means.shape), 4 * entry.means.numel())
+        for name, entry in found.entries.items()
+    )
+    told: dict[str, Any] = {"text": found.dataset or None, "chunks": found.chunks or None}
+    told["tokens"] = found.chunks * found.chunk_size or None
+    return replace(
+        _summary(path, "importance matrix", "", [], {}, [path]),
+        schemes={"mean squares of columns": len(held)},
+        provenance=told,
+        tensor_bytes=sum(one.nbytes for one in held),
+        tensors=held,
+    )
 
 
 def _understood(

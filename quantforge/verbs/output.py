@@ -37,8 +37,8 @@ def stage_for(
     one_file = format_of(plan.format).ABOUT.one_file
     if settings.modelfile and not one_file:
         raise UsageError(
-            f"--modelfile: Ollama reads GGUF files, and {plan.format} is asked for",
-            "--format gguf, or leave --modelfile out",
+            f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
+            "add --format gguf, or leave --modelfile out",
         )
     settings.announce(plan, out := out or naming.place(plan.name, source))
     if not one_file:

@@ -61,6 +61,8 @@ def test_examples_run_as_written(
     monkeypatch.setattr(ModelServer, "on_tick", begun)
     monkeypatch.setattr(run_server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)
+    release = ROOT / "docs/examples/release.toml"
+    (tmp_path / release.name).write_bytes(release.read_bytes())
     lines = examples()
     assert len(lines) >= 12
     assert lines[0].startswith("quantforge demo ")
@@ -68,7 +70,7 @@ def test_examples_run_as_written(
         program, *arguments = shlex.split(line, comments=True)
         assert program == "quantforge"
         ended = command(capsys, *arguments)
-        different = 5 if arguments[0] == "diff" else 0  # the files of two formats
+        different = 5 if arguments[0] == "diff" else 0  # two methods, other values
         assert ended.code == different, (line, ended.err)
 
 

@@ -24,6 +24,7 @@ import quantforge
 from quantforge.cli.answers import speed_of
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import text_side
+from quantforge_kernels.cpu import features
 from tests.conftest import Tiny
 from tests.runs import command, copied
 
@@ -416,7 +417,26 @@ def prompt_tokens(chat: Terminal, said: str) -> int:
     return int(chat.wait_for(", interrupted]").rsplit("[prompt ", 1)[1].split()[0])
 
 
-def test_a_chat_remembers_is_interrupted_forgets_and_ends() -> None:
+def test_programs_that_are_compiled_are_told_of_before_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTFORGE_CACHE", str(tmp_path / "programs"))
+    if features.feature() is None:
+        pytest.skip("no program is compiled for this processor")
+    told: list[bool] = []
+    for _ in range(2):
+        with terminal("generate", DEMO, "--max-tokens", "4") as chat:
+            chat.wait_for("> ")
+            chat.type("Explain json.\n")
+            chat.wait_for("json.\r\n")  # the echo
+            told.append(
+                chat.wait_for("[prompt ").startswith("compiling programs for this processor")
+            )
+    assert told == [True, False]
+
+
+def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
+    command(capsys, "generate", DEMO, "Explain json.", "--max-tokens", "2")  # programs are compiled
     with terminal("generate", DEMO, "--max-tokens", "900") as chat:
         first = prompt_tokens(chat, "Explain json.")
         assert prompt_tokens(chat, "Explain os.") >= first + 10  # what was said before is shown too

@@ -89,3 +89,19 @@ def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_pa
     place_of_run(tmp_path / "g").mkdir()
     result = command(capsys, "inspect", tmp_path / "g")
     assert (result.code, "has not ended" in result.err) == (3, True)
+
+
+def test_an_importance_matrix_is_explained(model, tmp_path, capsys):
+    for name in ("importance.gguf", "importance.dat"):
+        file = tmp_path / name
+        made = command(capsys, "quantize", model, "--type", "Q4_0", "--imatrix", file, *ROWS,
+                       "-o", tmp_path / f"{file.suffix[1:]}.gguf")  # fmt: skip
+        assert made.code == 0, made.err
+        assert f"--imatrix {file}: made" in made.err
+        told = command(capsys, "inspect", file)
+        assert told.code == 0
+        assert "importance matrix\nvalues " in told.out
+        assert "mean squares of columns" in told.out
+        assert "chunks: 6" in told.out
+        listed = command(capsys, "inspect", file, "--tensors").out
+        assert "blk.0.attn_q.weight" in listed

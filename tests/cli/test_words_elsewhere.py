@@ -148,7 +148,7 @@ def test_schemes_that_hints_name_are_schemes() -> None:
 
 
 def test_the_most_alike_word_has_the_same_digits() -> None:
-    assert nearest("IQ3_X", ["IQ2_XS", "IQ3_M", "IQ3_S"]) == "did you mean 'IQ3_S'?"
+    assert nearest("IQ3_X", ["IQ2_XS", "IQ3_M", "IQ3_S"]) == "did you mean 'IQ3_S' or 'IQ3_M'?"
     assert nearest("Q4_K_X", MIXTURES).startswith("did you mean 'Q4_K_")
 
 

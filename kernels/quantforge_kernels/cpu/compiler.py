@@ -80,6 +80,8 @@ class Program:
         key = hashlib.sha256(told.encode()).hexdigest()
         code = program_cache.find(key)
         if code is None:
+            while program_cache.LISTENERS:
+                program_cache.LISTENERS.pop()()
             COMPILED.append(name)
             code = machine.emit_object(optimized(text, machine))
             program_cache.keep(key, code)

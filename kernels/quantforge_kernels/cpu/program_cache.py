@@ -21,6 +21,7 @@ from pathlib import Path
 VARIABLE = "QUANTFORGE_CACHE"
 MOST_BYTES, MOST_FILES = 64 << 20, 4096
 LONGEST = 4 << 20  # bytes of one program; they have some thousand
+LISTENERS: list[Callable[[], object]] = []  # each called once, before a program is compiled
 _SUFFIX = ".program"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.columns import ABSENT, Column, fitting
 from quantforge.evaluation.report_page.differing_words import Part, marked
-from quantforge.evaluation.verdict import Verdict
+from quantforge.evaluation.verdict import MARK, Verdict
 from quantforge.evaluation.windows import Protocol
 from quantforge.results.significant import UNITS, significant
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 SHORT = 20  # letters of a cell that stays on one line
 SHOWN_PROMPTS = 8  # of long lists the first; the document has all
-BESIDE = "evaluation.txt"  # beside a reference: scored where no text is named
 BUILTIN_TEXT, BUILTIN_PROMPTS = "builtin evaluation text", "builtin prompts"
 _SCALES = {unit: 1000.0**power for power, unit in enumerate(UNITS)} | {"ms": 1e-3, "s": 1.0}
 
@@ -101,7 +100,7 @@ def _figure(value: float | None) -> ReportCell:
 
 def sort_key(text: str) -> str:
     """Return the number that a cell begins with, in the unit without a prefix; the text where it begins with none."""
-    words = text.replace(",", " ").split()
+    words = text.removeprefix(MARK).replace(",", " ").split()
     try:
         value = float(words[0])
     except (IndexError, ValueError):
@@ -142,7 +141,8 @@ def evaluation_command(
     Files and directories are named, and have to be there.
     """
     words = ["quantforge", "eval", *names]
-    if protocol.text != BUILTIN_TEXT and _file(protocol.text) != BESIDE:
+    found = options is not None and options.text_found
+    if protocol.text != BUILTIN_TEXT and not found:
         words += ["--text", _file(protocol.text)]
     words += ["--windows", str(protocol.windows), "--length", str(protocol.length)]
     if prompts is not None:

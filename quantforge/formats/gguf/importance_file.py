@@ -93,6 +93,13 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     return found
 
 
+def is_importance(path: Path) -> bool:
+    """Return whether a file says that it is an importance matrix: a GGUF file by its type, another by its name."""
+    if is_gguf(path):
+        return bool(read_gguf(path).value("general.type", str, "model") == "imatrix")
+    return path.suffix == ".dat"
+
+
 def check_form(path: Path) -> None:
     """Refuse what is no importance matrix by its structure, without reading values, before gigabytes are digested.
 

@@ -116,18 +116,25 @@ def test_the_page_holds_everything_in_order_and_needs_nothing_else(page):
     assert "default-src &#39;none&#39;" in text or "default-src 'none'" in text
 
 
-def test_a_text_beside_the_reference_is_not_named_in_the_command(evaluation):
-    for name, named in (("evaluation.txt (SHA-256 ab)", False), ("other.txt (SHA-256 ab)", True)):
-        text = replace(evaluation, protocol=replace(evaluation.protocol, text=name))
-        assert ("--text" in unescape(render(text, "html"))) == named
+def test_a_text_is_named_in_the_command_unless_it_was_found(evaluation):
+    for found in (True, False):
+        named = replace(evaluation.protocol, text="evaluation.txt (SHA-256 ab)")
+        options = replace(evaluation.options, text_found=found)
+        text = unescape(render(replace(evaluation, protocol=named, options=options), "html"))
+        assert ("--text evaluation.txt " in text) != found
 
 
-def test_a_model_whose_speed_was_unsteady_is_named(evaluation):
-    rows = tuple(
-        {**row, "tpot_spread": 20.0 * (number == 2)} for number, row in enumerate(evaluation.rows)
+def test_a_model_whose_speed_was_unsteady_is_named_and_its_figure_marked(evaluation):
+    fast = {**evaluation.rows[4], "decode_tokens_per_second": 4321.0, "tpot_spread": 20.0}
+    found = replace(evaluation, rows=(*evaluation.rows[:4], fast))
+    for kind, places in (("html", 3), ("markdown", 2)):  # the verdict, its card, the table
+        assert render(found, kind).count("~4320") == places
+        assert "~1" not in render(evaluation, kind)
+    assert sort_key("~48.2") == "48.2"
+    unsteady = notes(found, ())[-1]
+    assert unsteady.endswith(
+        f"~: unsteady, as on a machine with other work: {found.verdict.names[4]}"
     )
-    unsteady = notes(replace(evaluation, rows=rows), ())[-1]
-    assert unsteady.endswith(f"as on a machine with other work: {evaluation.verdict.names[2]}")
     assert "unsteady" not in notes(evaluation, ())[-1]
 
 
