@@ -257,12 +257,12 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
-def make_tiny(family: str, directory: Path) -> Path:
-    """Build, fill and save one model."""
+def make_tiny(family: str, directory: Path, **changes: Any) -> Path:
+    """Build, fill and save one model; ``changes`` are of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type, values, dtype, shard = {**FAMILIES, **MIXTURES}[family]
-    config = AutoConfig.for_model(model_type, **values)
+    config = AutoConfig.for_model(model_type, **{**values, **changes})
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     randomise(model)
