@@ -7,6 +7,7 @@ allows it, and every optional bias is there.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -46,7 +47,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without a GPU that would note a whole traceback for one, for every test
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_looked_at_again() -> None:
+    """Take libraries and test modules, millions of objects, out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 VOCABULARY = 320
