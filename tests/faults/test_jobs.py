@@ -41,7 +41,7 @@ MADE = {
     "awq": ("awq", "int4:g32:sym"),
     "plain": ("rtn", "int8:row:sym"),
 }
-DEADLINE = 90
+DEADLINE = 240
 
 
 @pytest.fixture(autouse=True)
