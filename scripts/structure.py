@@ -51,6 +51,8 @@ LIMITS = {
 }
 SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
 
 @cache
 def modules() -> dict[str, Path]:
@@ -98,6 +100,18 @@ def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
             continue  # no statement is within one
         yield node
         yield from nodes(node, lazy=lazy)
+
+
+@cache
+def definitions(tree: ast.Module) -> tuple[Definition, ...]:
+    """Return every function and class of a module; none is within an expression, and most of a tree is."""
+    found: list[Definition] = []
+    left: list[ast.AST] = [tree]
+    for node in left:
+        if isinstance(node, Definition):
+            found.append(node)
+        left += [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr)]
+    return tuple(found)
 
 
 def folder(name: str) -> str:
@@ -155,9 +169,9 @@ def circles() -> list[list[str]]:
 
 
 @cache
-def lines(path: Path) -> int:
-    """Count lines that are neither blank, nor only comment, nor docstring."""
-    text = path.read_text(encoding="utf-8")
+def lines(name: str) -> int:
+    """Count lines of a module that are neither blank, nor only comment, nor docstring."""
+    text, tree = modules()[name].read_text(encoding="utf-8"), parsed(name)
     counted: set[int] = set()
     nothing = {
         tokenize.COMMENT,
@@ -170,10 +184,8 @@ def lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in nothing:
             counted |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ) and ast.get_docstring(node):
+    for node in (tree, *definitions(tree)):
+        if ast.get_docstring(node):
             first = node.body[0]
             counted -= set(range(first.lineno, (first.end_lineno or 0) + 1))
     return len(counted)
@@ -218,13 +230,9 @@ def folders() -> list[Path]:
 
 def findings() -> dict[str, list[str]]:
     """Return what counts towards each figure that has a limit, by the name of the figure."""
-    definitions = [(name, node) for name in modules() for node in ast.walk(parsed(name))]
-    functions = [
-        (name, node)
-        for name, node in definitions
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    classes = [(name, node) for name, node in definitions if isinstance(node, ast.ClassDef)]
+    defined = [(name, node) for name in modules() for node in definitions(parsed(name))]
+    functions = [(name, node) for name, node in defined if not isinstance(node, ast.ClassDef)]
+    classes = [(name, node) for name, node in defined if isinstance(node, ast.ClassDef)]
     documented = [*functions, *classes, *((name, parsed(name)) for name in modules())]
     apart = [name for name in modules() if folder(name) not in SAME_NAMES_APART]
     files = Counter(modules()[name].stem for name in apart if modules()[name].name != "__init__.py")
@@ -276,7 +284,7 @@ def main() -> int:
         for path in folders():
             path.write_text(described(path))
     found = findings()
-    figures = {"product lines": sum(lines(path) for path in modules().values())}
+    figures = {"product lines": sum(map(lines, modules()))}
     figures |= {name: len(items) for name, items in found.items()}
     if asked.json:
         print(json.dumps(figures, indent=1))

@@ -7,6 +7,7 @@ allows it, and every optional bias is there.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -46,7 +47,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without a GPU that would note a whole traceback for one, for every test
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_looked_at_again() -> None:
+    """Take libraries and test modules, millions of objects, out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 VOCABULARY = 320
@@ -257,12 +268,12 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
-def make_tiny(family: str, directory: Path) -> Path:
-    """Build, fill and save one model."""
+def make_tiny(family: str, directory: Path, **changes: Any) -> Path:
+    """Build, fill and save one model; ``changes`` are of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model_type, values, dtype, shard = {**FAMILIES, **MIXTURES}[family]
-    config = AutoConfig.for_model(model_type, **values)
+    config = AutoConfig.for_model(model_type, **{**values, **changes})
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     randomise(model)

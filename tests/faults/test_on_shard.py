@@ -212,7 +212,7 @@ def test_killed_between_a_shard_and_the_end_of_its_command_it_is_called_again(
             lambda taker=taker: quantize(model, out, WANTED, on_shard=taker), out.parent / "e"
         )
         assert ended(child) == -signal.SIGKILL, (out.parent / "e").read_text()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not (away / moment).exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     assert not out.exists()
@@ -305,7 +305,7 @@ def test_a_damaged_record_is_named(model, out, away):
 
 
 def test_a_signal_ends_the_command_too(model, out, away, whole):
-    lines = "import time\n(place / 'begun').touch(); time.sleep(60); (place / 'late').touch()"
+    lines = "import time\n(place / 'begun').touch(); time.sleep(200); (place / 'late').touch()"
     words = ["quantize", model, "--method", "gptq", "--bits", 4, "--max-shard-bytes", 60_000, *ROWS]
 
     def run() -> None:
@@ -314,13 +314,13 @@ def test_a_signal_ends_the_command_too(model, out, away, whole):
         main()
 
     child = forked(run, out.parent / "errors")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (away / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     start = time.monotonic()
     os.kill(child, signal.SIGTERM)
     assert ended(child) == 143, (out.parent / "errors").read_text()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert "same command" in (out.parent / "errors").read_text()
     assert not out.exists()
 

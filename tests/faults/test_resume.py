@@ -127,7 +127,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     errors = out.parent / "m"
     child = forked(run, errors)
     log = out.parent / "log"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (log.exists() and "block 0" in log.read_text()):
         time.sleep(0.005)
     for one in numbers:
@@ -135,7 +135,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     start = time.monotonic()
     code = ended(child)
     assert code in codes, errors.read_text()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert "Traceback" not in errors.read_text()
     assert code < 0 or "same command" in errors.read_text()
     assert not out.exists()

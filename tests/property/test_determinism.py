@@ -32,7 +32,14 @@ for method in methods:
 """
 
 
-def run(
+def here(model: Path, out: Path, methods: Sequence[str] = METHODS) -> None:
+    """Run the same in this process, on one thread."""
+    out.mkdir()
+    for method in methods:
+        verbs.quantize(str(model), recipe(method), out / method, Settings(threads=1))
+
+
+def elsewhere(
     model: Path, out: Path, cwd: Path, threads: int, methods: Sequence[str] = METHODS, **environment: str
 ) -> None:  # fmt: skip
     root = Path(__file__).parents[2]
@@ -54,12 +61,12 @@ def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeyp
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     monkeypatch.setitem(FAMILIES, "llama-512", ("llama", sizes, "bfloat16", 0))
     model = make_tiny("llama-512", tmp_path / "model")
-    run(model, tmp_path / "a", tmp_path / "here", 1, PYTHONHASHSEED="1", LC_ALL="C", TZ="UTC")
+    here(model, tmp_path / "a")
     linked = tmp_path / "elsewhere" / "models"
     linked.mkdir(parents=True)
     (linked / model.name).symlink_to(model)
-    run(linked / model.name, tmp_path / "b", tmp_path / "there", 2,
-        PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8", TZ="Asia/Tokyo", COLUMNS="7")  # fmt: skip
+    elsewhere(linked / model.name, tmp_path / "b", tmp_path / "there", 2,
+              PYTHONHASHSEED="2", LC_ALL="tr_TR.UTF-8", TZ="Asia/Tokyo", COLUMNS="7")  # fmt: skip
     for method in METHODS:
         first, second = tree(tmp_path / "a" / method), tree(tmp_path / "b" / method)
         assert len(first) >= 5
@@ -72,12 +79,9 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
              "num_attention_heads": 8}  # fmt: skip
     monkeypatch.setitem(FAMILIES, "llama-1024", ("llama", sizes, "bfloat16", 0))
     model = make_tiny("llama-1024", tmp_path / "model")
-    found = []
-    for threads in (1, 4):
-        out = tmp_path / str(threads)
-        run(model, out, tmp_path / f"in {threads}", threads, ["gptq"])
-        found.append(tree(out / "gptq"))
-    assert found[0] == found[1]
+    here(model, tmp_path / "1", ["gptq"])
+    elsewhere(model, tmp_path / "4", tmp_path / "in 4", 4, ["gptq"])
+    assert tree(tmp_path / "1" / "gptq") == tree(tmp_path / "4" / "gptq")
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "gptq_v2", "awq"])

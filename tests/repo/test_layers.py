@@ -8,8 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -298,7 +296,8 @@ def test_files_that_documents_name_are_there(path):
             assert any(name == named or name.endswith(f"/{named}") for name in names), named
 
 
-def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
+def test_the_wheel_is_asked_for_all_packages_and_their_data():
+    """That it holds all of their files is seen in `test_wheel`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert {Path(name).name for name in wheel["packages"]} == set(PACKAGES)
@@ -306,25 +305,4 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
         "recipes": "quantforge/recipes",
         "models/demo": "quantforge/models/demo",
     }
-    if find_spec("hatchling") is None or find_spec("pip") is None:
-        return  # what is declared is all that can be looked at
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-               "--no-index", "-w", str(tmp_path), str(ROOT)]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    (built,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(built).namelist())
-    for package, place in PACKAGES.items():
-        expected = {
-            f"{package}/{path.relative_to(place)}"
-            for path in tracked()
-            if path.is_relative_to(place)
-        }
-        assert expected
-        assert expected <= names
-        assert f"{package}/py.typed" in names
-    recipes = {f"quantforge/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
-    assert recipes
-    assert recipes <= names
-    assert any(name.startswith("quantforge_calibration/corpus/") for name in names)
-    top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    assert all((place / "py.typed").exists() for place in PACKAGES.values())

@@ -52,6 +52,7 @@ def found(tiny, rounded) -> Evaluation:
     source = tiny("llama-tied")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
+        patch.setattr(speed, "SECONDS", 0.0)
         return evaluate(source, [source, rounded], options(speed=True))
 
 
@@ -235,6 +236,7 @@ def test_one_model_at_a_time(tiny, rounded, monkeypatch):
     monkeypatch.setattr(run, "load", watched)
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
     evaluate(tiny("llama-tied"), [rounded, rounded], options(speed=True))
     assert len(loaded) == 6
 

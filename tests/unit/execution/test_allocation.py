@@ -177,12 +177,12 @@ def test_memory_is_refused_with_what_is_possible():
 def theirs(tmp_path_factory):
     """A file that somebody has made of the model."""
     path = tmp_path_factory.mktemp("theirs") / "their.gguf"
-    verbs.quantize(DEMO, out=path, method="rtn", type="Q4_K_M")
+    verbs.quantize(DEMO, out=path, method="rtn", type="Q4_K_M", scales="absmax")
     return path
 
 
 def test_the_size_of_somebodys_file(theirs):
-    found = allocated(None, like=theirs, candidates=("q4_0", "q6_k"), **FEW)
+    found = allocated(None, like=theirs, candidates=("q4_0", "q5_0"), **FEW)
     size = theirs.stat().st_size
     assert found.recipe.format == "gguf"
     assert 0.995 * size <= found.nbytes <= size

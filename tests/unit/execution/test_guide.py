@@ -167,14 +167,23 @@ def test_the_next_block_may_read_what_the_quantized_one_computes(
     assert trees[0]["model.safetensors"] != trees[1]["model.safetensors"]
 
 
+GUIDED = recipe("gptq", bits=4, guide=2)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing stopped."""
+    out = tmp_path_factory.mktemp("guided") / "whole"
+    quantize(tiny("llama"), out, GUIDED)
+    return out
+
+
 @pytest.mark.parametrize("part", ["outer", "guide", "block 0"])
 def test_it_goes_on_where_it_was_stopped(
-    tiny: Tiny, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, whole: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = recipe("gptq", bits=4, guide=2)
-    quantize(tiny("llama"), tmp_path / "whole", wanted)
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after(part))
+        quantize(tiny("llama"), tmp_path / "out", GUIDED, progress=crash_after(part))
     passes, run = [], backward._BackwardStream.run
 
     def counted(*arguments: Any) -> Any:
@@ -182,15 +191,14 @@ def test_it_goes_on_where_it_was_stopped(
         return run(*arguments)
 
     monkeypatch.setattr(backward._BackwardStream, "run", counted)
-    assert quantize(tiny("llama"), tmp_path / "out", wanted).resumed
+    assert quantize(tiny("llama"), tmp_path / "out", GUIDED).resumed
     assert len(passes) == (part == "outer")
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(whole)
 
 
 @pytest.mark.parametrize(
     ("method", "choices"),
     [
-        ("awq+gptq", {"bits": 4}),
         ("awq+gptq", {"bits": 4, "kv_cache": "fp8"}),
         ("smooth+gptq", {"scheme": "W8A8_STATIC"}),
     ],

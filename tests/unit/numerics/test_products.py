@@ -95,7 +95,6 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 @pytest.mark.parametrize(
     ("family", "method", "values"),
     [
-        ("llama-wide", "gptq", {}),
         ("llama-wide", "gptq", {"scheme": "int3:g32:asym", "gptq.group_scales": "refresh"}),
         ("llama-wide", "awq+gptq", {"calibration.source": "self"}),
         ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),

@@ -40,26 +40,29 @@ print(json.dumps({"kernels": loaded.kernels, "llvm": llvm, "logits": torch.stack
 """
 
 
-def evaluated(model: Path, switch: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Evaluate a model, and decode a few tokens, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(DEMO), str(model)],
-        env=os.environ | {features.SWITCH: switch}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    *document, last = done.stdout.splitlines()
+def told(said: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    *document, last = said.splitlines()
     return json.loads("\n".join(document))["models"][1], json.loads(last)
 
 
-def test_without_programs_torch_computes_the_same(tmp_path):
+def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys):
+    """Without them in a process of its own, with them in this one: an evaluation, and a few tokens."""
     quantize(DEMO, tmp_path / "m", recipe(bits=4, scales="absmax"))
-    report, found = evaluated(tmp_path / "m", "off")
+    given = [str(DEMO), str(tmp_path / "m")]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *given],
+        env=os.environ | {features.SWITCH: "off"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    report, found = told(done.stdout)
     assert found["llvm"] == []
     assert found["kernels"].keys() == {"torch-int4", "dense"}
-    other_report, other = evaluated(tmp_path / "m", "on")
+    monkeypatch.setattr(sys, "argv", ["", *given])
+    capsys.readouterr()
+    exec(CHILD, {})
+    other_report, other = told(capsys.readouterr().out)
     assert report["perplexity"] == pytest.approx(other_report["perplexity"], rel=1e-5)
     assert report["kl_mean"] == pytest.approx(other_report["kl_mean"], rel=1e-3)
     if features.feature() is not None:
-        assert other["llvm"]
         assert other["kernels"].keys() == {"llvm-int", "dense"}
     without, programs = (torch.tensor(each["logits"]) for each in (found, other))
     assert float((without - programs).norm() / programs.norm()) < 0.02  # bfloat16 keeps 8 bits

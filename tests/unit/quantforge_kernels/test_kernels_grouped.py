@@ -105,9 +105,9 @@ def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed
 
-    task = problem(**FORMS[form], shape=(24, 256), rows=5, dtype=dtype)
+    task = problem(**FORMS[form], shape=(11, 256), rows=3, dtype=dtype)
     given, packed = stacked(task, grouped_packed.KERNELS[0])
-    x, owners = rows_of(task, 5), owned(5, 3)
+    x, owners = rows_of(task, 3), owned(3, 2)
     group = GroupedProblem(task, COUNT)
     y = grouped_packed.launch_grouped(kernel, x, owners, packed, group)
     assert y.dtype == dtype

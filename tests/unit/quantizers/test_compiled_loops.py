@@ -87,7 +87,7 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
     statistics = Statistics(hessian=inputs.T @ inputs / 400)
     monkeypatch.setattr(gptq, "ROWS", 40)
     found, before = [], torch.get_num_threads()
-    together, solve = threading.Barrier(2, timeout=60), gptq._solve
+    together, solve = threading.Barrier(2, timeout=240), gptq._solve
 
     def solved(*args: Any) -> Any:
         if gptq.COMPILED_FROM == 1:

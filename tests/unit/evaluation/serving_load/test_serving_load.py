@@ -159,12 +159,12 @@ class Server:
         ready = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         return f"http://127.0.0.1:{self.port}/v1"
 
     def __exit__(self, *_):
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
     def _run(self, ready):
         from aiohttp import web
