@@ -138,9 +138,12 @@ def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
     number = next(
         number for number in itertools.count(2) if not os.path.lexists(_numbered(out, number))
     )
+    empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    replaceable = empty or os.path.lexists(manifest)
     return RefusedError(
         f"{path}: exists{_made_from(manifest)}",
-        f"another name: -o {shlex.quote(str(_numbered(out, number)))}, or replace it with --overwrite",
+        f"another name: -o {shlex.quote(str(_numbered(out, number)))}"
+        + (", or replace it with --overwrite" if replaceable else ""),
         file=str(path),
     )
 

@@ -62,7 +62,7 @@ class Stage(StagedFiles):
     def __init__(
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
-        self.out = absolute(out)
+        self.named, self.out = out, absolute(out)  # as it was given, and where it is
         self._lock = Lock(place_of_run(self.out))
         super().__init__(self._lock.directory / STAGE, disk)
         self.journal = self._lock.directory / "journal"
@@ -75,13 +75,15 @@ class Stage(StagedFiles):
         """Return whether an earlier run on the output has not ended, or has just published."""
         return self._lock.directory.exists()
 
+    def check(self) -> None:
+        """Refuse a place where no result may lie, before anything is made; errors as on entering."""
+        check_apart(self.out, self._source)
+        if not self.begun:  # nothing to recover
+            self._check_place()
+
     def __enter__(self) -> Self:
         try:
-            check_apart(self.out, self._source)
-            if (
-                not self._lock.directory.exists()
-            ):  # nothing to recover: refuse before anything is made
-                self._check_place()
+            self.check()
             published = self._lock.take()
             try:
                 self._recover(published)

@@ -11,6 +11,7 @@ import typer
 
 from quantforge.cli.completion import among
 from quantforge.errors import UsageError
+from quantforge.runtime.sampling_options import RANGES
 from quantforge.verbs.generate_text import MAX_TOKENS
 
 EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
@@ -27,7 +28,7 @@ CHOSEN, ENDED, SEVERAL, SHOWN = (
 Row = tuple[Any, Any, str, tuple[str, ...], str, dict[str, Any]]
 # By name: type, default, group, flags, help, and what else is to be said of it.
 OPTIONS: dict[str, Row] = {
-    "max_tokens": (int, MAX_TOKENS, ENDED, ("--max-tokens",), "At most so many tokens.", {}),
+    "max_tokens": (int, MAX_TOKENS, ENDED, ("--max-tokens",), "At most so many tokens.", {"min": 1}),
     "stop": (list[str] | None, None, ENDED, ("--stop",), "End before this text (repeatable).",
              {"metavar": "TEXT"}),
     "include_stop": (bool, False, ENDED, ("--include-stop",), "End behind the text of --stop instead.", {}),
@@ -47,9 +48,10 @@ OPTIONS: dict[str, Row] = {
     "logit_bias": (list[str] | None, None, CHOSEN, ("--logit-bias",),
                    "Add this to a token's logit (repeatable); -100 bans it.", {"metavar": "ID=BIAS"}),
     "seed": (int, 0, CHOSEN, ("--seed",), "The same seed draws the same tokens.", {}),
-    "n": (int, 1, SEVERAL, ("-n", "--n"), "So many answers, drawn with this seed and those after it.", {}),
+    "n": (int, 1, SEVERAL, ("-n", "--n"), "So many answers, drawn with this seed and those after it.",
+          {"min": 1}),
     "beams": (int, 1, SEVERAL, ("--beams",),
-              "Beam search: so many continuations side by side (1: none).", {}),
+              "Beam search: so many continuations side by side (1: none).", {"min": 1}),
     "length_penalty": (float | None, None, SEVERAL, ("--length-penalty",),
                        "Of beams: above 0 favours long ones (default: 1).", {}),
     "early_stopping": (str | None, None, SEVERAL, ("--early-stopping",),
@@ -78,6 +80,9 @@ def takes_answer_options(verb: Callable[..., None]) -> Callable[..., None]:
             given["logit_bias"] = biases(given["logit_bias"])
         if given["early_stopping"] is not None:
             given["early_stopping"] = early_stopping(given["early_stopping"])
+        for name in RANGES.keys() & given.keys():
+            if given[name] is not None:
+                RANGES[name].check(name, given[name])  # before anything is loaded
         verb(**values, given={name: value for name, value in given.items() if value is not None})
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
-from quantforge.cli.typed_paths import as_typed, in_one_line, path_as_typed
+from quantforge.cli.typed_paths import as_typed, in_one_line, option_as_typed, path_as_typed
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.execution.progress import Progress
@@ -172,13 +172,14 @@ class Console:
 
     def error(self, error: QuantForgeError) -> None:
         """Report a typed error: text, or an error object with ``--json``."""
+        message = option_as_typed(error.message)
         if self.as_json or self._machine:
-            fields = {"code": error.code, "message": error.message, "hint": error.hint}
+            fields = {"code": error.code, "message": message, "hint": error.hint}
             fields |= {k: v for k, v in (("file", error.file), ("tensor", error.tensor)) if v}
             fields = {key: as_typed(value) for key, value in fields.items()}
             sys.stderr.write(json.dumps({"error": fields}) + "\n")
             return
-        sys.stderr.write(f"error: {told(error.message)}\n")
+        sys.stderr.write(f"error: {told(message)}\n")
         if error.hint:
             sys.stderr.write(f"hint: {told(error.hint)}\n")
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantforge.cli import plan, plan_forecast
 from quantforge.cli.console import Console
+from quantforge.cli.run_log import shown
 from quantforge.errors import UsageError
 from quantforge.plans import Plan
 from quantforge.settings import Settings
+
+if TYPE_CHECKING:
+    from quantforge.verbs import Exported, Outcome
 
 
 class _Announced(Exception):  # no error, it ends the run
@@ -23,7 +28,7 @@ def show_plan(
     console: Console,
     settings: Settings,
     imatrix: Path | None,
-    run: Callable[[Settings], object],
+    run: Callable[[Settings], Outcome | Exported],
     size: str | None = None,
 ) -> None:
     """Show what a run would do, with all that it decides and refuses before its work; nothing is written.
@@ -46,10 +51,17 @@ def show_plan(
         raise _Announced(announced, out)
 
     try:
-        run(replace(settings, announce=stop))
+        done = run(replace(settings, announce=stop))
     except _Announced as reached:
-        took = plan_forecast.forecast(reached.plan, reached.out, settings)
-        if console.as_json:
-            console.document(plan.document(reached.plan, reached.out, took))
-        else:
-            plan.show(console, reached.plan, reached.out, took, every=False)
+        asked, place = reached.plan, reached.out
+    else:
+        from quantforge.verbs import Exported
+
+        assert not isinstance(done, Exported)  # an export is never found finished
+        asked, place = done.plan, done.out
+        console.note(f"{shown(place)}: this command has made it, and would end at once")
+    took = plan_forecast.forecast(asked, place, settings)
+    if console.as_json:
+        console.document(plan.document(asked, place, took))
+    else:
+        plan.show(console, asked, place, took, every=False)

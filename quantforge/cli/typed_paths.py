@@ -1,4 +1,4 @@
-"""Paths as they were typed: what is printed names no directory that the person at the terminal has not named.
+"""Paths and options as they were typed: what is printed names no directory that the person has not named.
 
 Inside of a run places are resolved, so that a link in the way is seen. On the way out the working directory is taken
 off, what lies elsewhere is named by the word of the command line that led there, and the home directory is ``~``. A
@@ -24,6 +24,15 @@ def as_typed(text: str) -> str:
     for pattern, word in _places(tuple(sys.argv[1:]), _here(), os.environ.get("HOME", "")):
         text = pattern.sub(word.replace("\\", r"\\"), text)
     return text
+
+
+def option_as_typed(message: str) -> str:
+    """Return a message that begins with ``name = value`` with the option in its place, if that was typed."""
+    named = re.match(r"([a-z]\w*) = ", message)
+    flag = f"--{named[1].replace('_', '-')}" if named else ""
+    if named is None or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
+        return message
+    return f"{flag} {message[named.end() :]}"
 
 
 def path_as_typed(text: str) -> str:

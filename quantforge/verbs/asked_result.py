@@ -87,6 +87,18 @@ class AskedResult:
             return None
         return Outcome(self.stage.out, self.planned.plan, made, resumed=not settings.join)
 
+    def announced(self, settings: Settings) -> Outcome | None:
+        """Announce the plan, or return the outcome where this very command was published by now; errors as `Stage`."""
+        try:
+            self.stage.check()
+        except RefusedError:
+            finished = self.finished(settings)
+            if finished is None:
+                raise
+            return finished
+        settings.announce(self.planned.plan, self.stage.named)
+        return None
+
     def begun(self, held: ExitStack, settings: Settings) -> Outcome | None:
         """Enter the stage, or return the outcome where that ended a publication of this very command."""
         try:
@@ -132,7 +144,7 @@ def wanted_of(
 
 def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -> None:
     """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run."""
-    wanted = wanted_of(checkpoint, variant, replace(settings, announce=lambda *_: None))
+    wanted = wanted_of(checkpoint, variant, settings)
     if variant.out is not None and not wanted.stage.begun:
         with wanted.stage:
             pass

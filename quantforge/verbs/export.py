@@ -187,7 +187,10 @@ def _moved(
     """Carry a conversion out and publish it; ``said``: how its format was chosen, ``before``: as `taken`."""
     checkpoint = conversion.checkpoint
     plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-    with stage_for(plan, conversion.files, out, settings, checkpoint.path) as stage:
+    stage = stage_for(plan, conversion.files, out, settings, checkpoint.path)
+    stage.check()
+    settings.announce(plan, stage.named)
+    with stage:
         stage.clear()
         stage.check_space(plan.output_bytes + side_bytes(checkpoint))
         try:

@@ -26,7 +26,7 @@ SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside w
 def stage_for(
     plan: Plan, files: Sequence[FilePlan], out: Path | None, settings: Settings, source: Path
 ) -> Stage:
-    """Return the stage of a directory, or of a file, and announce the plan.
+    """Return the stage of a directory, or of a file.
 
     Raises:
         UsageError: a Modelfile is wanted without a GGUF file, or a signature without its library.
@@ -40,7 +40,7 @@ def stage_for(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
             "add --format gguf, or leave --modelfile out",
         )
-    settings.announce(plan, out := out or naming.place(plan.name, source))
+    out = out or naming.place(plan.name, source)
     if not one_file:
         return Stage(out, settings.overwrite, source)
     return FileStage(out, settings.overwrite, source, names=names_of(out, files, settings))

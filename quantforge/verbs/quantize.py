@@ -111,7 +111,7 @@ def quantize_opened(
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
     wanted = wanted_of(checkpoint, Variant(recipe, out), settings, *events)
-    finished = wanted.finished(settings)
+    finished = wanted.finished(settings) or wanted.announced(settings)
     if finished is not None:
         return finished
     stage = wanted.stage

@@ -274,6 +274,48 @@ def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
             assert said.split()[0].rstrip(",") in everything, said
 
 
+@pytest.mark.parametrize("verb", ["quantize", "export"])
+@pytest.mark.parametrize("ending", ["", ".gguf"])
+def test_a_dry_run_refuses_the_places_that_the_run_refuses(tiny, tmp_path, capsys, verb, ending):
+    words = (
+        verb,
+        tiny("llama"),
+        *(("--method", "rtn", "--bits", "8") if verb == "quantize" else ("--format", "gguf")),
+    )
+    ending = ending if verb == "quantize" else ".gguf"
+    (tmp_path / f"foreign{ending}").mkdir()
+    (tmp_path / f"foreign{ending}" / "mine").touch()
+    (tmp_path / f"file{ending}").touch()
+    before = {*tmp_path.rglob("*")}
+    for place in (f"missing/out{ending}", f"foreign{ending}", f"file{ending}"):
+        for more in ((), ("--overwrite",)):
+            dry = command(capsys, *words, "-o", tmp_path / place, *more, "--dry-run")
+            run = command(capsys, *words, "-o", tmp_path / place, *more)
+            assert dry == run, place
+            assert dry.code in {2, 3, 4}, dry.err
+            assert {*tmp_path.rglob("*")} == before
+            assert "--overwrite" not in dry.err  # it would not help
+
+
+def test_a_dry_run_of_what_is_made_says_so(tiny, tmp_path, capsys):
+    words = (
+        "quantize",
+        tiny("llama"),
+        "--method",
+        "rtn",
+        "--bits",
+        "8",
+        "--join",
+        "-o",
+        tmp_path / "out",
+    )
+    assert command(capsys, *words).code == 0
+    again = command(capsys, *words, "--dry-run")
+    assert again.code == 0
+    assert "this command has made it" in again.err
+    assert "engine" in again.out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
