@@ -97,7 +97,9 @@ def _near(model: str) -> str:
 
 
 def models_within(path: Path) -> str:
-    """Return the models inside of a directory that is none, as a question; "" where there are none."""
+    """Return what a directory that is no model is: an adapter, or one with models in it; "" where it is neither."""
+    if (path / "adapter_config.json").is_file():
+        return f"it is an adapter: quantforge quantize BASE --adapter {path}"
     try:
         found = [
             str(one)

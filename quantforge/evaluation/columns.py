@@ -75,8 +75,8 @@ def left_out(everything: Sequence[Column], drawn: Sequence[Column]) -> str:
     missing = [one for one in fitting(everything, None, wide=True) if one.header not in headers]
     cut = sorted((one for one in missing if one.rank < EXPERT), key=lambda one: one.rank)
     named = [one.header for one in cut or missing]
-    more = [f"and {len(named) - NAMED} more"] if len(named) > NAMED else []
-    names = ", ".join([*named[:NAMED], *more])
+    more = len(named) - NAMED
+    names = ", ".join([*named[:NAMED], f"and {more} more"] if more > 1 else named)
     if not names:
         return ""
     return f"left out, too wide: {names} (--wide)" if cut else f"with --wide also: {names}"

@@ -140,7 +140,12 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
 
         given = filled(given["engine"], given)
     _check_words(given)
-    if {"bits", "scheme"} <= given.keys():
+    beside = sorted({"bits", "scheme"} & given.keys())
+    if "type" in given and beside:
+        raise UsageError(
+            f"--type and --{beside[0]} are both given", "give one: a type decides every tensor"
+        )
+    if len(beside) == 2:
         raise UsageError(
             "--bits and --scheme are both given",
             "give one: --bits N takes the usual scheme of that width, --scheme names any",

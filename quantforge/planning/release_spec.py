@@ -195,6 +195,10 @@ def _variant(
     row: Mapping[str, Any], calibration: Mapping[str, Any], limits: QualityGates, origin: str
 ) -> ReleaseVariant:
     name = row.get("name")
+    if name is None:
+        raise InputError(
+            f"{origin}: a variant without a name", 'name = "demo-Q4_K_M", for instance'
+        )
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
             f"{origin}: variant: name = {name!r} is no name of a file",

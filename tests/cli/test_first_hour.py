@@ -31,6 +31,20 @@ def test_models_inside_of_a_directory_that_is_none_are_named(model, tmp_path: Pa
     assert ended.code == 3
     inside = " or ".join(str(tmp_path / name) for name in ("a", "b", "c.gguf"))
     assert f"hint: a model is inside: {inside}\n" in ended.err
+    (tmp_path / "other" / "adapter_config.json").touch()
+    ended = command(capsys, "quantize", tmp_path / "other", "--bits", "4")
+    assert ended.code == 3
+    assert (
+        f"hint: it is an adapter: quantforge quantize BASE --adapter {tmp_path}/other\n"
+        in ended.err
+    )
+
+
+def test_a_type_beside_bits_is_refused_as_it_was_typed(model, capsys) -> None:
+    for option, value in (("--bits", "4"), ("--scheme", "int4:g32")):
+        ended = command(capsys, "plan", model, "--type", "q4_k_m", option, value)
+        assert ended.code == 2
+        assert f"--type and {option} are both given" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,12 @@ def test_columns_that_are_left_out_are_told_by_their_ranks():
     ]  # fmt: skip
     assert left_out(columns, fitting(columns, 5)) == "left out, too wide: second, third (--wide)"
     assert left_out(columns, fitting(columns, None)) == "with --wide also: expert"
+    for count, end in ((9, "i (--wide)"), (10, "h, and 2 more (--wide)")):
+        many = [
+            Column("model", ("a",)),
+            *(Column("abcdefghij"[i], ("1" * 9,), i + 1) for i in range(count)),
+        ]
+        assert left_out(many, fitting(many, 5)).endswith(end)
     assert left_out(columns, fitting(columns, None, wide=True)) == ""
     many = [Column(str(number), ("1",), number) for number in range(1, 12)]
     assert left_out(many, many[:1]).endswith("8, 9, and 2 more (--wide)")

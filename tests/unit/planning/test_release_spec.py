@@ -57,6 +57,7 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (HEAD + "variant = 3\n", "tables are expected", "variant"),
         (HEAD + VARIANT + VARIANT, "several variants are called a", "own name"),
         (HEAD + VARIANT + VARIANT.replace('"a"', '"A"'), "several variants are called a", "own name"),
+        (HEAD + VARIANT.replace('name = "a"', ""), "a variant without a name", "demo-Q4_K_M"),
         (HEAD + VARIANT.replace('"a"', '"../a"'), "no name of a file", "letters"),
         (HEAD + VARIANT.replace('"a"', '"a.gguf"'), "no name of a file", "no .gguf"),
         (HEAD + VARIANT + "[gates]\nmax_kl = 1\n", "max_kl: no text is scored", "builtin"),
