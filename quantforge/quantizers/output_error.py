@@ -22,6 +22,7 @@ from quantforge.model.block import BlockPart
 from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import cutting, matmul
+from quantforge.numerics.quadratic_form import QuadraticForm
 from quantforge.numerics.threads import total
 
 Weights = Mapping[str, Tensor]
@@ -53,12 +54,14 @@ class OutputError:
         self._calls: Sequence[Call] = ()
         self._outputs: list[Tensor] = []
         if self._linear and statistics.hessian is not None:
-            self._hessian = statistics.hessian
+            self._form = QuadraticForm(statistics.hessian)
             return
         calls = part.capture(shared.within, rows)
         with _Moment(part.module.get_submodule(shared.key)) as moment:
             outputs = [self._run(call) for call in calls]
-        self._hessian = moment.total if statistics.hessian is None else statistics.hessian
+        self._form = QuadraticForm(
+            moment.total if statistics.hessian is None else statistics.hessian
+        )
         if not self._linear:
             self._calls, self._outputs = calls, outputs
 
@@ -88,8 +91,7 @@ class OutputError:
         return self.estimate(weights) if self._linear else self._rerun(weights, len(self._calls))
 
     def _own(self, name: str, weight: Tensor, step: int = 1) -> float:
-        error = weight - self.weights[name][::step]
-        return step * total(matmul(error, self._hessian).mul_(error))
+        return step * self._form(weight - self.weights[name][::step])
 
     def _rerun(self, weights: Weights, calls: int) -> float:
         try:

@@ -292,6 +292,24 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
         assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
 
 
+def test_finalists_of_equal_factors_are_judged_once(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = []
+    monkeypatch.setattr(OutputError, "estimate", lambda *_: 1.0)  # the first exponent wins: 0
+    monkeypatch.setattr(
+        OutputError, "__call__", lambda self, weights: judged.append(weights) or float(len(judged))
+    )
+    with first_block(tiny("llama")) as part:
+        _, _, figures = awq.apply(part, observed(part), schemes_of(part), ROUNDING)
+        assert len(judged) <= 2 * len(figures)  # as it is, and by the weights' own magnitude
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(256, 2048), (2048, 256), (1 << 14, 128)])
+def test_fewer_rows_are_tried_where_they_are_longer(columns: int, rows: int) -> None:
+    assert awq.tried(columns) == rows
+
+
 def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator) ** 3
