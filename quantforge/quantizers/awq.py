@@ -74,10 +74,11 @@ def apply(
     """
     del layers
     changed, events, figures = dict(statistics), [], {}
+    moments: dict[str, Tensor] = {}
     for shared in part.inputs:
         if shared.absorber is None or not any(name in schemes for name in shared.linears):
             continue
-        found = _Pair(part, shared, schemes, statistics[shared.key], rounding).search()
+        found = _Pair(part, shared, schemes, statistics[shared.key], rounding, moments).search()
         if found.family != "none":
             skipped = folded(part, shared, schemes, found.scale)
             if skipped:
@@ -126,6 +127,7 @@ class _Pair:
         schemes: Mapping[str, Scheme],
         statistics: Statistics,
         rounding: Rounding,
+        moments: dict[str, Tensor],
     ) -> None:
         if statistics.importance is None:
             raise ValueError(f"{part.name}.{shared.key}: awq needs the mean squares of its input")
@@ -133,7 +135,7 @@ class _Pair:
         self._schemes = {name: schemes[name] for name in shared.linears if name in schemes}
         self._importance = _raised(statistics.importance)
         self._activation = _raised(self._tie(statistics.importance)).log2() / 2
-        self._error = OutputError(part, shared, statistics, rounding.awq.rows)
+        self._error = OutputError(part, shared, statistics, rounding.awq.rows, moments)
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         self._steps = {
             name: 1 if self._schemes[name].whole else -(-len(weight) // tried(weight.shape[1]))
