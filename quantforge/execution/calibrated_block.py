@@ -58,6 +58,16 @@ class CalibratedBlock:
         self._method = block_method_of(planned.plan.rounder)
         self._experts = CalibratedExperts(planned, rounding, restoring)
 
+    @property
+    def changes(self) -> bool:
+        """Return whether transforms change the weights of a block."""
+        return bool(self._plan.transforms)
+
+    @property
+    def kept_rows(self) -> int:
+        """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
+        return self._recipe.awq.rows if self.changes else 0
+
     def watching(self, part: BlockPart) -> tuple[list[Observer], list[str]]:
         """Return the observers of a block, and the keys of the shared inputs that they look at."""
         targets, changing = self._restoring.targets(part), self._restoring.changing(part)
@@ -132,9 +142,8 @@ class CalibratedBlock:
     def _observe(
         self, part: BlockPart, observers: Sequence[Observer], read: Sequence[str], advance: bool
     ) -> dict[str, Statistics]:
-        keep = self._recipe.awq.rows if self._plan.transforms else 0
         tell(f"block {part.index}: observing", share=0.0)
-        observed = observe(part, observers, read, advance=advance, keep=keep)
+        observed = observe(part, observers, read, advance=advance, keep=self.kept_rows)
         trim()
         return observed
 

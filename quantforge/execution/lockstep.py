@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.execution.observers import Observer, wanted_of
+from quantforge.execution.observers import Observer, observes_twice, wanted_of
 from quantforge.execution.progress import tell
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.quantizers import block_method_of
@@ -30,13 +30,13 @@ class SeenTogether:
     statistics: Mapping[str, Statistics]
 
 
-def leaves_source(planned: Planned) -> bool:
-    """Return whether blocks keep the source's weights and states, so that runs may share a pass."""
+def shares_pass(planned: Planned) -> bool:
+    """Return whether a run may share a pass: it reads states of the source, and a block only before it changes that."""
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.matched.layers)
     from_source = planned.recipe.calibration.propagate == "source"
     return from_source and not (
-        stacks or plan.guide or plan.transforms or block_method_of(plan.rounder)
+        stacks or plan.guide or block_method_of(plan.rounder) or observes_twice(plan)
     )
 
 
@@ -59,7 +59,10 @@ def observe_together(
         for observer in everyone:
             hooks.enter_context(observer.listening(part.module))
         found = part.observe(
-            needs, advance=advance, whole=any(observer.whole for observer in everyone)
+            needs,
+            advance=advance,
+            keep=max(block.kept_rows for block in blocks),
+            whole=any(observer.whole for observer in everyone),
         )
     return [
         SeenTogether(
@@ -73,7 +76,7 @@ def observe_together(
 def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
     """Execute runs of one source in lock step; the rows pass each block once for all of them.
 
-    Several runs have to leave the source as it is (`leaves_source`) and to have equal calibration options.
+    Several runs have to share the pass (`shares_pass`) and to have equal calibration options.
     Errors as `Run.execute`.
     """
     learns = any(run.learns for run in runs)
@@ -100,13 +103,18 @@ def _stream(runs: Sequence[Run], sample: Sample) -> None:
         for part in stream:
             ends = part.index == last  # nobody reads what it computes
             missing = [run for run in runs if not run.has(part.index)]
-            seen: Mapping[int, SeenTogether] = {}
+            seen: dict[int, SeenTogether] = {}
             if len(missing) > 1:
-                blocks = [run.block for run in missing]
-                found = observe_together(blocks, part, advance=not ends)
-                seen = {id(run): one for run, one in zip(missing, found, strict=True)}
-            for run in runs:
-                run.pass_block(part, seen.get(id(run)), ends=ends)
+                keys, blocks = map(id, missing), [run.block for run in missing]
+                seen = dict(
+                    zip(keys, observe_together(blocks, part, advance=not ends), strict=True)
+                )
+            changed = False
+            for run in sorted(runs, key=lambda run: run.block.changes):
+                if changed and run in missing:
+                    part.restore()
+                run.pass_block(part, seen.pop(id(run), None), ends=ends)
+                changed = changed or (run in missing and run.block.changes)
             if ends:
                 break
             if not part.advanced:

@@ -128,6 +128,13 @@ def observers_of(
     return found
 
 
+def observes_twice(plan: Plan) -> bool:
+    """Return whether blocks are observed once more behind the transforms."""
+    ranges = of_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
+    scales = any(tensor.action is Action.MEASURE for tensor in plan.tensors)
+    return bool(plan.transforms) and (bool(ranges) or scales)
+
+
 def wanted_of(observers: Iterable[Observer]) -> frozenset[Statistic]:
     """Return what any of the observers wants of shared inputs."""
     return frozenset[Statistic]().union(*(observer.statistics for observer in observers))

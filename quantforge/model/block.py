@@ -173,8 +173,7 @@ class BlockPart(BlockRows):
         They are read anew, because a transform keeps what a block computes, but not to the last bit. The outputs of its
         experts have to be added up already.
         """
-        empty(self.module)
-        self._refill()
+        self.restore()
         self._advance()
 
     def advance_seen(self) -> None:

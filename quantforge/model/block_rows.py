@@ -15,6 +15,7 @@ from quantforge.errors import InputError
 from quantforge.model.block_weights import Block
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import TokenStates
+from quantforge.model.loading import empty
 from quantforge.model.passage import Passage
 from quantforge.model.seen_inputs import EnoughError, SeenInputs
 from quantforge.model.standins import states_of
@@ -81,6 +82,11 @@ class BlockRows(Block):
         self._batches = batches
         self._write = write
         self._store = store
+
+    def restore(self) -> None:
+        """Read the source's weights anew, those of experts left out."""
+        empty(self.module)
+        self._refill()
 
     def _pass_all(self, write: Callable[[int, Tensor], None]) -> None:
         with one_thread():

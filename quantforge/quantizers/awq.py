@@ -15,8 +15,8 @@ has the mean magnitude, because ``E x_j^2`` is what the rounding error of a colu
 ``b`` took another 8 % off the divergence, and the root mean square a few per cent off the errors.
 
 Every point is judged by an estimate of the error at the output of the sub-block that reads the activation, with scales
-that cover the range, over `ROWS` rows of a matrix spread evenly; the best of each family by that error itself, over
-all rows and with scales fitted as the rounder will (`quantforge.quantizers.output_error`).
+that cover the range, over some rows of each matrix, spread evenly (`tried`); the best of each family by that error
+itself, over all rows and with scales fitted as the rounder will (`quantforge.quantizers.output_error`).
 
 What is stored unquantized takes its factor exactly (`quantforge.quantizers.pairs`). Rows of a quantized producer have
 scales of their own, so that dividing them changes nothing about how they round.
@@ -46,7 +46,8 @@ from quantforge.scheme import LayerScheme, Scheme
 
 Curve = Callable[[float], Tensor]
 
-ROWS = 512  # of a matrix at most are tried under every point of the grid: its errors are alike over rows
+WEIGHTS = 1 << 19  # of a matrix are tried under every point of the grid
+ROWS = 128  # or so many rows, if they are more
 FLOOR = 0.01  # of the median: a column that calibration hardly used keeps some precision
 
 
@@ -73,10 +74,11 @@ def apply(
     """
     del layers
     changed, events, figures = dict(statistics), [], {}
+    moments: dict[str, Tensor] = {}
     for shared in part.inputs:
         if shared.absorber is None or not any(name in schemes for name in shared.linears):
             continue
-        found = _Pair(part, shared, schemes, statistics[shared.key], rounding).search()
+        found = _Pair(part, shared, schemes, statistics[shared.key], rounding, moments).search()
         if found.family != "none":
             skipped = folded(part, shared, schemes, found.scale)
             if skipped:
@@ -125,6 +127,7 @@ class _Pair:
         schemes: Mapping[str, Scheme],
         statistics: Statistics,
         rounding: Rounding,
+        moments: dict[str, Tensor],
     ) -> None:
         if statistics.importance is None:
             raise ValueError(f"{part.name}.{shared.key}: awq needs the mean squares of its input")
@@ -132,10 +135,10 @@ class _Pair:
         self._schemes = {name: schemes[name] for name in shared.linears if name in schemes}
         self._importance = _raised(statistics.importance)
         self._activation = _raised(self._tie(statistics.importance)).log2() / 2
-        self._error = OutputError(part, shared, statistics, rounding.awq.rows)
+        self._error = OutputError(part, shared, statistics, rounding.awq.rows, moments)
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         self._steps = {
-            name: 1 if self._schemes[name].whole else -(-len(weight) // ROWS)
+            name: 1 if self._schemes[name].whole else -(-len(weight) // tried(weight.shape[1]))
             for name, weight in self._weights.items()
         }
         self._some = {
@@ -150,7 +153,10 @@ class _Pair:
         """Return the best point of the grid; the model as it is where none is better."""
         plain = _Found("none", 0.0, torch.ones_like(self._importance), 1.0)
         self._error.calibrate(self._rounded(plain.scale, self._weights, search=False))
-        finalists = [plain, *map(self._best_of, self._families())]
+        finalists = [plain]
+        for found in map(self._best_of, self._families()):
+            if not any(torch.equal(found.scale, other.scale) for other in finalists):
+                finalists.append(found)
         search = self._rounding.scales == "search"
         errors = [
             self._error(self._rounded(found.scale, self._weights, search=search))
@@ -217,6 +223,11 @@ class _Pair:
     def _tie(self, values: Tensor) -> Tensor:
         """Sum values ``[in]`` over the columns that share a factor, for each of them."""
         return tied(self._part, self._shared, values, lambda heads: heads.sum(1))
+
+
+def tried(columns: int) -> int:
+    """Return how many rows of a matrix are tried: its errors are alike over rows, the more so the longer these are."""
+    return max(ROWS, WEIGHTS // columns)
 
 
 def _raised(squares: Tensor) -> Tensor:

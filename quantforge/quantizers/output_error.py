@@ -11,17 +11,19 @@ readers are independent, so that what each does to the output adds up, and to fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
 from quantforge.model.block import BlockPart
+from quantforge.model.observe import Accumulator
 from quantforge.model.standins import Call
-from quantforge.model.statistics import Statistics
-from quantforge.numerics.products import cutting, matmul
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.numerics.products import cutting
+from quantforge.numerics.quadratic_form import QuadraticForm
 from quantforge.numerics.threads import total
 
 Weights = Mapping[str, Tensor]
@@ -39,11 +41,19 @@ class OutputError:
         shared: the activation.
         statistics: its Hessian is used where it was observed.
         rows: calibration rows to run a sub-block on.
+        moments: means of ``x x^T`` over these rows, by `SharedInput.key`; those of linears that this sub-block runs are
+            added for judges that come later, whose input no other pair changes.
     """
 
     def __init__(
-        self, part: BlockPart, shared: SharedInput, statistics: Statistics, rows: int
+        self,
+        part: BlockPart,
+        shared: SharedInput,
+        statistics: Statistics,
+        rows: int,
+        moments: dict[str, Tensor] | None = None,
     ) -> None:
+        moments = {} if moments is None else moments
         self._part = part
         self._module = part.module.get_submodule(shared.within)
         alone = shared.expert >= 0 and len(shared.linears) == 1
@@ -52,15 +62,21 @@ class OutputError:
         self.shares = dict.fromkeys(shared.linears, 1.0)
         self._calls: Sequence[Call] = ()
         self._outputs: list[Tensor] = []
+        hessian = moments.pop(shared.key, None) if self._linear else None
         if self._linear and statistics.hessian is not None:
-            self._hessian = statistics.hessian
-            return
-        calls = part.capture(shared.within, rows)
-        with _Moment(part.module.get_submodule(shared.key)) as moment:
-            outputs = [self._run(call) for call in calls]
-        self._hessian = moment.total if statistics.hessian is None else statistics.hessian
-        if not self._linear:
-            self._calls, self._outputs = calls, outputs
+            hessian = statistics.hessian
+        if hessian is None:
+            calls = part.capture(shared.within, rows)
+            wanted = {shared.key, *_linears_in(part, shared.within)}
+            with _Moments(part.module, wanted if statistics.hessian is None else set()) as seen:
+                outputs = [self._run(call) for call in calls]
+            moments.update(seen.found())
+            hessian = statistics.hessian
+            if hessian is None:
+                hessian = moments.pop(shared.key)
+            if not self._linear:
+                self._calls, self._outputs = calls, outputs
+        self._form = QuadraticForm(hessian)
 
     def calibrate(self, weights: Weights) -> None:
         """Measure what share of each reader's own error reaches the output when it has its matrix of ``weights``."""
@@ -88,8 +104,7 @@ class OutputError:
         return self.estimate(weights) if self._linear else self._rerun(weights, len(self._calls))
 
     def _own(self, name: str, weight: Tensor, step: int = 1) -> float:
-        error = weight - self.weights[name][::step]
-        return step * total(matmul(error, self._hessian).mul_(error))
+        return step * self._form(weight - self.weights[name][::step])
 
     def _rerun(self, weights: Weights, calls: int) -> float:
         try:
@@ -108,20 +123,36 @@ class OutputError:
         return found
 
 
-class _Moment:
-    """Sum of ``x^T x`` over the inputs ``x`` of a linear layer, while it is entered."""
+def _linears_in(part: BlockPart, module: str) -> Iterator[str]:
+    """Yield the inputs whose errors need no forward, of linears that a module runs."""
+    for shared in part.inputs:
+        inside = shared.key.startswith(f"{module}.")
+        if inside and shared.absorber is not None and shared.linears == (shared.within,):
+            yield shared.key
 
-    def __init__(self, linear: nn.Module) -> None:
-        self._linear = linear
-        self.total = torch.zeros(())
+
+class _Moments:
+    """Means of ``x x^T`` over the inputs ``x`` of linear layers of a block, while it is entered."""
+
+    def __init__(self, block: nn.Module, linears: Iterable[str]) -> None:
+        self._block = block
+        self._sums = {name: Accumulator({Statistic.HESSIAN}) for name in linears}
 
     def __enter__(self) -> Self:
-        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1])
-            self.total = self.total.to(x) + matmul(x.T, x)
-
-        self._handle = self._linear.register_forward_pre_hook(before)
+        self._handles = [
+            self._block.get_submodule(name).register_forward_pre_hook(partial(self._see, total))
+            for name, total in self._sums.items()
+        ]
         return self
 
+    def _see(self, total: Accumulator, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        total.add(args[0].reshape(-1, args[0].shape[-1]))
+
     def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def found(self) -> dict[str, Tensor]:
+        """Return them by linear, of those that were run; the sums are consumed."""
+        means = {name: total.result().hessian for name, total in self._sums.items()}
+        return {name: mean for name, mean in means.items() if mean is not None}

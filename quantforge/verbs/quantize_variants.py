@@ -1,8 +1,9 @@
 """Quantize variants: several recipes of one model, whose calibration rows pass each block once for all of them.
 
 Each variant keeps its own stage, lock, journal and writer, so that its bytes and its way of going on are those of the
-separate command. Variants that leave the source's blocks as they are and ask for the same rows are run in lock step;
-transforms, block methods, quantized inputs of the next block and mixtures of experts are made one after another.
+separate command. Variants that ask for the same rows are run in lock step, those whose transforms change a block last;
+block methods, guides, quantized inputs of the next block, ranges measured behind transforms and mixtures of experts are
+made one after another.
 """
 
 from __future__ import annotations
@@ -153,16 +154,16 @@ def together(first: ReadyVariant, other: ReadyVariant) -> bool:
         and one_inputs.source == two_inputs.source
         and [tensor.stored for tensor in a.matched.tensors]
         == [tensor.stored for tensor in b.matched.tensors]
-        and all(_leaves_source(ready) for ready in (first, other))
+        and all(_shares_pass(ready) for ready in (first, other))
     )
 
 
-def _leaves_source(ready: ReadyVariant) -> bool:
-    from quantforge.execution.lockstep import leaves_source
+def _shares_pass(ready: ReadyVariant) -> bool:
+    from quantforge.execution.lockstep import shares_pass
 
     recipe, checkpoint = ready.inputs.planned.recipe, ready.inputs.checkpoint
     whole = not checkpoint.facts and recipe.prune_experts is None
-    return whole and leaves_source(ready.inputs.planned)
+    return whole and shares_pass(ready.inputs.planned)
 
 
 def carry_out(group: Sequence[ReadyVariant]) -> dict[int, Outcome]:

@@ -281,7 +281,8 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
                 return torch.cat([item[0] if isinstance(item, tuple) else item for item in found])
 
             expected = run()
-            error = judge(changed)
+            tokens = ROWS.numel() if shared.linears == (shared.within,) else 1  # a mean there
+            error = judge(changed) * tokens
             for name, weight in changed.items():
                 part.set_weight(name, weight)
             direct = float((run() - expected).double().square().sum())
@@ -290,6 +291,40 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
             assert error == pytest.approx(direct, rel=1e-3)
             assert judge({name: before[f"{name}.weight"] for name in changed}) == 0
         assert all(torch.equal(part.parameter(name), old) for name, old in before.items())
+
+
+def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
+    captured: list[str] = []
+    with first_block(tiny("llama")) as part, torch.no_grad():
+        capture, moments = part.capture, dict[str, Tensor]()
+        part.capture = lambda name, rows: captured.append(name) or capture(name, rows)  # type: ignore
+        for shared in part.inputs:
+            first = OutputError(part, shared, Statistics(), 4, moments)
+            alone = OutputError(part, shared, Statistics(), 4)
+            changed = {name: part.weight(name) * 1.01 for name in shared.linears}
+            assert first.estimate(changed) == pytest.approx(alone.estimate(changed), rel=1e-5)
+        assert captured == [
+            "self_attn", "self_attn", "self_attn.o_proj", "mlp", "mlp", "mlp.down_proj",
+        ]  # fmt: skip
+        assert not moments
+
+
+def test_finalists_of_equal_factors_are_judged_once(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = []
+    monkeypatch.setattr(OutputError, "estimate", lambda *_: 1.0)  # the first exponent wins: 0
+    monkeypatch.setattr(
+        OutputError, "__call__", lambda self, weights: judged.append(weights) or float(len(judged))
+    )
+    with first_block(tiny("llama")) as part:
+        _, _, figures = awq.apply(part, observed(part), schemes_of(part), ROUNDING)
+        assert len(judged) <= 2 * len(figures)  # as it is, and by the weights' own magnitude
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(256, 2048), (2048, 256), (1 << 14, 128)])
+def test_fewer_rows_are_tried_where_they_are_longer(columns: int, rows: int) -> None:
+    assert awq.tried(columns) == rows
 
 
 def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:

@@ -1,0 +1,19 @@
+"""The quadratic form of a symmetric matrix by half of its products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.numerics.quadratic_form import PANEL, QuadraticForm
+
+
+@pytest.mark.parametrize("size", [1, PANEL, 2 * PANEL + 17])
+def test_it_is_the_sum_over_rows_of_the_products_with_the_whole_matrix(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x, error = (torch.randn(rows, size, generator=generator) for rows in (40, 12))
+    hessian = x.T @ x
+    before = hessian.clone()
+    expected = float(((error.double() @ hessian.double()) * error).sum())
+    assert QuadraticForm(hessian)(error) == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(hessian, before)
