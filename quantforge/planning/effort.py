@@ -27,7 +27,7 @@ PLAINLY = "low"  # the level that rounds plainly where no method is named
 SETS: Mapping[str, Mapping[str, int]] = {
     PLAINLY: {"calibration.samples": 32},
     "medium": {},
-    "high": {"guide": 1, "tune": 1, "gptq.runs": 4},
+    "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
 }
 
 

@@ -55,9 +55,9 @@ def test_medium_is_what_a_recipe_says_without_it(tiny: Tiny) -> None:
 
 def test_high_guides_tunes_and_runs_more_often(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH))
-    assert (found.recipe.guide, found.recipe.tune, found.recipe.gptq.runs) == (1, 1, 4)
-    assert (found.plan.guide, found.plan.tune) == (1, 1)
-    assert said(found) == "chosen: guide = 1, tune = 1, gptq.runs = 4: --effort high"
+    assert (found.recipe.guide, found.recipe.tune, found.recipe.gptq.runs) == (1, 4, 4)
+    assert (found.plan.guide, found.plan.tune) == (1, 4)
+    assert said(found) == "chosen: guide = 1, tune = 4, gptq.runs = 4: --effort high"
 
 
 def test_the_forecast_follows(tiny: Tiny) -> None:
@@ -114,8 +114,8 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1", ["no scale for each group", "has anyway"]),
         ("llama", {"method": "gptq", "type": "Q4_0"}, "guide = 1, gptq.runs = 4", ["gguf files are not tuned"]),
         ("mixtral", {"method": "gptq", "bits": 4}, "gptq.runs = 4",
-         ["guide = 1 (the model has experts", "tune = 1 (the"]),
-        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 1", ["static and searched"]),
+         ["guide = 1 (the model has experts", "tune = 4 (the"]),
+        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
          ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
         ("llama", {"method": "gptq", "bits": 4, "calibration": ONE_ROW}, "guide = 1, gptq.runs = 4",
@@ -130,7 +130,7 @@ def test_what_is_impossible_is_left_out_with_the_reason(
     assert note.startswith(f"chosen: {taken}: --effort high; left out: ")
     for reason in reasons:
         assert reason in note.split("left out: ")[1]
-    assert found.plan.tune == ("tune = 1" in taken)
+    assert found.plan.tune == ("tune = 4" in taken)
     again = planned(tiny, found.recipe, family)
     assert again.recipe == found.recipe
 
@@ -227,7 +227,7 @@ def test_the_command_line_takes_it(
         "24",
     )
     shown = command(capsys, *asked, "--effort", "HIGH")
-    assert "chosen: guide = 1, tune = 1, gptq.runs = 4: --effort high" in shown.out
+    assert "chosen: guide = 1, tune = 4, gptq.runs = 4: --effort high" in shown.out
     wrong = command(capsys, *asked, "--effort", "hihg")
     assert wrong.code == 2
     assert "did you mean 'high'?" in wrong.err
