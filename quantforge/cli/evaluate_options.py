@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli.completion import among, cache_kinds, models
+from quantforge.architectures.cache_kinds import completions
+from quantforge.cli.completion import among, models
 
 SCORED, SPEED, WRITTEN = "What is scored", "Speed and memory", "What comes of it"
 
@@ -100,7 +101,7 @@ CacheKind = Annotated[
     typer.Option(
         "--cache",
         metavar="KIND",
-        autocompletion=cache_kinds,
+        autocompletion=completions,
         help="KV cache for speed: 16bit, int8, fp8, int4.",
         rich_help_panel=SPEED,
     ),

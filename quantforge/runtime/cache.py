@@ -69,10 +69,13 @@ class PagedCache:
         def spread(scale: Tensor) -> Tensor:
             return kv.spread(scale.to(device), shape.kv_heads, shape.head, "fp8")
 
+        kinds = shape.kinds
         self._scales = {
-            layer: (spread(keys), spread(values))
-            for layer, (keys, values) in (scales or {}).items()
-            if shape.kind == "fp8"
+            layer: tuple(
+                spread(scale) if kind == "fp8" else None
+                for kind, scale in zip(kinds, both, strict=True)
+            )
+            for layer, both in (scales or {}).items()
         }
         self.most_tokens = tokens
         each = -(-tokens // PAGE)
@@ -80,8 +83,8 @@ class PagedCache:
         size = (count, PAGE, shape.kv_heads)
         self.layers: list[tuple[Store, Store]] = [
             (
-                kv.empty(size, shape.head, shape.kind, shape.dtype, device),
-                kv.empty(size, shape.head, shape.kind, shape.dtype, device),
+                kv.empty(size, shape.head, kinds[0], shape.dtype, device),
+                kv.empty(size, shape.head, kinds[1], shape.dtype, device),
             )
             for _ in range(shape.layers)
         ]
@@ -208,12 +211,12 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
-        pools, scales, kind = self.layers[layer], self._scales.get(layer), self.shape.kind
-        if layer_launchers.accepts_cache(self.shape.head, kind, keys, values):
-            layer_launchers.store((keys, values), pools, kind, slots, scales)
+        pools, scales = self.layers[layer], self._scales.get(layer, (None, None))
+        if layer_launchers.accepts_cache(self.shape.head, self.shape.kinds, keys, values):
+            layer_launchers.store((keys, values), pools, slots, (scales[0], scales[1]))
             return
-        for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
-            encoded = kv.encode(given, kind, scale)
+        for store, given, scale in zip(pools, (keys, values), scales, strict=True):
+            encoded = kv.encode(given, store.kind, scale)
             for pool, part in zip(store.each(), encoded.each(), strict=True):
                 raw_bytes(pool).view(-1, *raw_bytes(pool).shape[2:])[slots] = raw_bytes(part)
 
@@ -222,7 +225,7 @@ class PagedCache:
         table, found = table.long(), []
         for store in self.layers[layer]:
             parts = [raw_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
-            found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
+            found.append(kv.decode(Store(*parts), self.shape.dtype))
         return found[0], found[1]
 
     def count(self, tokens: int) -> None:

@@ -204,11 +204,11 @@ class Decoder:
         q, k = self._placed(layer, q, k, entry)
         cache.write(index, entry.slots, k, v)
         tokens = len(h) // sequences
-        stores, kind = cache.layers[index], cache.shape.kind
+        stores = cache.layers[index]
         if entry.ragged is not None:
             out = entry.ragged.attend(q, index, cache, layer.scores)
         elif tokens == 1:
-            out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
+            out = attend(q, *stores, cache.table, cache.lengths, layer.scores)
         else:
             out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
         return multiply(getattr(module, self._graph.output), out.reshape(len(h), -1))

@@ -95,5 +95,4 @@ class RaggedBatch:
         return out
 
     def _attend_short(self, q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
-        stores, kind = cache.layers[layer], cache.shape.kind
-        return attend(q, *stores, kind, self._table, self._lengths, scores)
+        return attend(q, *cache.layers[layer], self._table, self._lengths, scores)

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.errors import RefusedError, UsageError
 from quantforge.http_api.server_limits import MIB, ServerLimits
 from quantforge.settings import Settings
 from quantforge.verbs.argument_types import check_choices
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 HOST, PORT = "127.0.0.1", 8000
 CONCURRENT = 16
-CACHES = ("int8", "fp8", "int4")
 CACHE_GIB = 4.0  # where all answers at their full length would take more
 PACKAGES = ("starlette", "uvicorn")
 
@@ -34,7 +34,7 @@ class ServeOptions(TypedDict, total=False):
     host: str
     port: int  # 0 takes a free one
     served_name: str  # by which requests ask for the model; its directory or file when left out
-    cache: str  # kind of the cache: "", int8, fp8, int4
+    cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
     cache_gib: float  # most memory of the cache
     context: int  # most tokens of a prompt and its answer; what the model sees when left out
     concurrent: int  # answers that are computed at a time
@@ -186,8 +186,8 @@ def _checked(options: ServeOptions) -> ServerLimits:
         UsageError: a name or a value that means nothing, or a package is missing.
     """
     check_choices(ServeOptions, options)
-    if (kind := options.get("cache")) and kind not in CACHES:
-        raise UsageError(f"cache = {kind!a:.60}", nearest(str(kind), CACHES))
+    if kind := options.get("cache"):
+        kinds_of(kind)
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)
     if type(port) is not int or not 0 <= port < 1 << 16:
         raise UsageError(f"port = {port!a:.60}", "a whole number from 0 to 65535 (0: a free one)")

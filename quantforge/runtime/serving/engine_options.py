@@ -19,7 +19,7 @@ class EngineOptions:
         rows: most requests that are computed at a time.
         tokens: most tokens of a request, old and new; None: the positions of the model.
         pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
-        cache: kind of the cache, see `quantforge_kernels.kv.KINDS`.
+        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
         token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
         batching: "continuous": requests join and leave at every step. "static": a batch is filled once, and computed
             until the last of its requests is finished.
