@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantforge.architectures.cache_kinds import completions
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli.completion import among, models
 
 SCORED, SPEED, WRITTEN = "What is scored", "Speed and memory", "What comes of it"
@@ -96,14 +96,14 @@ Card = Annotated[
     ),
 ]
 Speed = Annotated[bool, typer.Option(help="Measure speed and memory too.", rich_help_panel=SPEED)]
-CacheKind = Annotated[
-    str,
+Caches = Annotated[
+    str | None,
     typer.Option(
         "--cache",
-        metavar="KIND",
+        metavar="KIND,...",
         autocompletion=completions,
-        help="KV cache for speed: 16bit, int8, fp8, int4.",
-        rich_help_panel=SPEED,
+        help=f"KV caches ({', '.join(WORDS)}, {FORM}): what each costs, by position; the first also for speed.",
+        rich_help_panel=SCORED,
     ),
 ]
 GgufEngine = Annotated[
