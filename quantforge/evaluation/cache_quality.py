@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from quantforge.evaluation.perplexity import Estimate, finite, forward_tokens
 from quantforge.evaluation.planted_key import KEY
 from quantforge.execution.progress import tell
 from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_layout import CacheLayout
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import decoded_once
 from quantforge.runtime.load import Loaded
-from quantforge_kernels.kv import PAGE
+from quantforge.runtime.serving.engine_options import EngineOptions
 
 FIRST_EDGE = 64  # tokens of the first range of positions; the others end at powers of two
 _OF_KEYS = ("keys_found", "key_nats", "key_gain", "key_gain_se", "key_change", "key_change_se")
@@ -116,13 +117,12 @@ class _Trials:
     def room(self, kind: str) -> dict[str, Any]:
         """Return the bytes of a token, and how many requests as long as a window fit; entries are of 16 bits."""
         length = self._trial.windows.ids.shape[1]
-        taken = {name: self._shape(name).token_bytes * PAGE for name in (PLAIN, kind)}
-        pages = -(-length // PAGE)
-        memory = REQUESTS * pages * taken[PLAIN]
-        return {
-            "token_bytes": taken[kind] // PAGE,
-            "requests": memory // taken[kind] // pages,
-        }
+        plain, own = (
+            CacheLayout(self._shape(name), length, EngineOptions().ahead) for name in (PLAIN, kind)
+        )
+        memory = REQUESTS * plain.sequence_bytes(length)
+        requests = memory // own.sequence_bytes(length)
+        return {"token_bytes": own.shape.token_bytes, "requests": requests}
 
     def _key(self, ids: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """Return the mean log-probability of a key's tokens, and the share of those that are the most likely."""
@@ -143,7 +143,7 @@ class _Trials:
 
     def _shape(self, kind: str) -> CacheShape:
         shape = self._decoder.cache_shape(kind)
-        return CacheShape(shape.layers, shape.kv_heads, shape.head, kind, torch.bfloat16)
+        return replace(shape, dtype=torch.bfloat16)
 
 
 class _Handed(PagedCache):

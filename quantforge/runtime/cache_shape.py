@@ -21,6 +21,7 @@ class CacheShape:
         head: width of a head.
         kind: see `quantforge.architectures.cache_kinds`; "" stores the type of the activations.
         dtype: of the activations.
+        windows: of every layer, tokens that it looks at, 0 for all; none given is all.
 
     Raises:
         UsageError: no such kind.
@@ -32,6 +33,7 @@ class CacheShape:
     head: int
     kind: str
     dtype: torch.dtype
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if "int4" in self.kinds and self.head % 2:
@@ -47,5 +49,11 @@ class CacheShape:
     @property
     def token_bytes(self) -> int:
         """Return the bytes of one token, keys and values of all layers."""
-        each = (kv.token_bytes(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds)
-        return self.layers * sum(each)
+        return self.layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bytes of one token in one layer."""
+        return sum(
+            kv.token_bytes(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds
+        )

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import RefusedError
-from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_rows import copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.stored_entries import LayerScales
 from quantforge_kernels.cpu import many_rows
 
 if TYPE_CHECKING:

@@ -47,6 +47,11 @@ class EngineOptions:
     recorded: bool = True
     prefix_cache: bool = False
 
+    @property
+    def ahead(self) -> int:
+        """Return the most tokens of a row that a step writes, where rows share no pages; 0: layers hold all tokens."""
+        return self.chunk if self.chunked_prefill and not self.prefix_cache else 0
+
     def __post_init__(self) -> None:
         for name, known in (("batching", BATCHING), ("admission", ADMISSION)):
             value = getattr(self, name)

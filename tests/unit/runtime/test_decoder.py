@@ -244,7 +244,7 @@ def test_even_sequences_attend_as_the_definition_says(kind, window):
         part.fill_(float("nan"))  # what no token has been written to
     tokens = PAGE + 9
     new = torch.randn(2, 3 * tokens, 2, 64, generator=torch.Generator().manual_seed(4))
-    held.write(0, held.slots(tokens).flatten(), *new)
+    held.write(0, held.slots(tokens)[0].flatten(), *new)
     held.lengths += tokens
     q = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(5))
     given = (q, *held.layers[0], held.table, held.lengths, Scores(0.125, 0.0, window))
