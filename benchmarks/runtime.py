@@ -165,11 +165,11 @@ class NoModel:
     positions, vocabulary, device = 4096, 32000, torch.device("cpu")
 
     def cache(
-        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None
+        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None, ahead: int = 0
     ) -> PagedCache:
         """Make a cache of one number per token."""
         shape = CacheShape(1, 1, 2, kind, torch.float32)
-        return PagedCache(shape, sequences, tokens, self.device, pages)
+        return PagedCache(shape, sequences, tokens, self.device, pages, ahead=ahead)
 
     def hidden_of(self, ids: Any, spans: Any, cache: PagedCache) -> Any:
         """Advance the cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
 from quantforge_kernels import kv
 from quantforge_kernels.kv import PAGE
 from tests.triton_kernels import DEVICE
@@ -11,19 +12,20 @@ from tests.triton_kernels import DEVICE
 
 def cached(dtype, groups, head, lengths, kind, pages=4):
     """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
-    count = pages * len(lengths)
+    count, kinds = pages * len(lengths), kinds_of(kind or PLAIN)
     q = _random(len(lengths), groups[0], head, dtype=dtype)
     pools = [
-        kv.encode(_random(count, PAGE, groups[1], head, dtype=dtype, seed=i), kind) for i in (1, 2)
+        kv.encode(_random(count, PAGE, groups[1], head, dtype=dtype, seed=i), kinds[i - 1])
+        for i in (1, 2)
     ]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
     table = order.view(len(lengths), pages).int().to(DEVICE)
     for row, length in zip(table.tolist(), lengths, strict=True):
         for pool in pools:
-            spoiled = pool.scales if kind else pool.codes
+            spoiled = pool.scales if pool.kind else pool.codes
             for page in range(pages):
                 spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
-    return q, *pools, kind, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return q, *pools, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from quantforge.evaluation.evaluate import EvaluationOptions
@@ -10,6 +11,33 @@ from quantforge.evaluation.windows import Windows, cut
 from quantforge.runtime.text_side import tokenizer_of
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
+
+
+TRIAL = {"windows": 4, "length": 1024, "tokens_sha256": "0" * 64, "requests": 16, "keys": 8, "cue_tokens": 8,
+         "key_tokens": 16}  # fmt: skip
+
+
+def cache_rows() -> list[dict]:
+    """Figures of a model with two caches, as `quantforge.evaluation.cache_quality.tried` returns them."""
+    sizes = {"16bit": (2048, 16), "int8": (1056, 31), "k=int8,v=int4": (848, 38)}
+    return [_cache_row(number, kind, *sizes[kind]) for number, kind in enumerate(sizes)]
+
+
+def _cache_row(number: int, kind: str, nbytes: int, requests: int) -> dict:
+    kl, edges = 0.0000495 * 40**number, [1, 65, 129, 257, 513, 1024]
+    change = {"key_change": -0.01 * number, "key_change_se": 0.002}
+    change = change if number else dict.fromkeys(change)
+    keys = {"keys_found": 0.25, "key_nats": -7.0, "key_gain": 2.5, "key_gain_se": 0.4, **change}
+    whole = {"kl_mean": kl, "kl_se": kl / 30} if number else {"kl_mean": None, "kl_se": None}
+    positions = [
+        {"first": first, "last": end - 1, "kl_mean": kl * end / 512, "kl_se": kl / 20}
+        for first, end in pairwise(edges)
+    ]
+    distances = [{"distance": 32 << n, **keys, "key_gain": 2.5 / (1 + n)} for n in range(5)]
+    return {
+        "kind": kind, "token_bytes": nbytes, "requests": requests, **whole,
+        "by_position": positions if number else [], **keys, "by_distance": distances,
+    }  # fmt: skip
 
 
 def options(**changes) -> EvaluationOptions:

@@ -37,8 +37,10 @@ class FakeDecoder:
     def __init__(self):
         self.passes: list[list[tuple[int, int, int]]] = []  # row, first place, tokens
 
-    def cache(self, sequences, tokens, kind="", pages=None):
-        return PagedCache(CacheShape(2, 1, 2, kind, torch.float32), sequences, tokens, CPU, pages)
+    def cache(self, sequences, tokens, kind="", pages=None, ahead=0):
+        return PagedCache(
+            CacheShape(2, 1, 2, kind, torch.float32), sequences, tokens, CPU, pages, ahead=ahead
+        )
 
     def hidden_of(self, ids, spans, cache):
         rows = [span.row for span in spans]
@@ -49,7 +51,7 @@ class FakeDecoder:
             keys, values = (
                 part.float().view(-1, 1, 1).expand(-1, 1, 2) for part in (ids, batch.positions)
             )
-            cache.write(layer, batch.slots, keys.contiguous(), values.contiguous())
+            cache.write(layer, batch.slots[0], keys.contiguous(), values.contiguous())
         found = []
         for span in spans:
             start, row = cache.length(span.row), cache.table[span.row : span.row + 1]

@@ -136,7 +136,8 @@ def variants() -> dict[str, tuple[Any, ...]]:
         types |= dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32")
         types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
         constants = {
-            "GROUP": 4, "HEAD": 128, "RUN": 32 if kind == "int4" else 64, "KIND": index, "PAGE": 32,
+            "GROUP": 4, "HEAD": 128, "PAGE": 32, **dict.fromkeys(("KEY_KIND", "VALUE_KIND"), index),
+            **dict.fromkeys(("KEY_RUN", "VALUE_RUN"), 32 if kind == "int4" else 64),
             "BLOCK_G": 16, "BLOCK_H": 64, "CAPPED": False, "WINDOWED": False, "WIDEN": False,
         }  # fmt: skip
         found[f"attention, {kind}"] = (attention_kernel.paged_kernel, types, constants, 4, 0)

@@ -120,7 +120,8 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
         for tokens in (1, 8, 200):
             part[f"experts, {form}, {tokens} tokens"] = grouped_error(form, tokens)
     for kind in kv.KINDS:
-        part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind)
+        part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind, kind)
+    part["attention, keys int8, values int4"] = attention_error("int8", "int4")
 
 
 def one_error(task: Problem) -> float:
@@ -155,14 +156,14 @@ def same_ternary_bits(dtype: torch.dtype) -> bool:
     return torch.equal(*results)
 
 
-def attention_error(kind: str) -> float:
+def attention_error(*kinds: str) -> float:
     shape = (64, kv.PAGE, 8, 128)
-    stores = [kv.encode(torch.randn(shape, device="cuda").bfloat16(), kind) for _ in range(2)]
+    stores = [kv.encode(torch.randn(shape, device="cuda").bfloat16(), kind) for kind in kinds]
     q = torch.randn(2, 32, 128, device="cuda").bfloat16()
     table = torch.randperm(64, device="cuda").view(2, 32).int()
     lengths = torch.tensor([700, 1024], device="cuda", dtype=torch.int32)
     scores = attention.Scores(128**-0.5)
-    arguments = (q, *stores, kind, table, lengths, scores)
+    arguments = (q, *stores, table, lengths, scores)
     y = attention.attend_fused(*arguments)
     return relative_error(y, attention.attend_plain(*arguments).double())
 

@@ -28,15 +28,14 @@ class Scores:
 
 
 def attend(
-    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+    q: Tensor, keys: Store, values: Store, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
     """Compute attention of the newest token of each sequence over its cache.
 
     Args:
         q: ``[sequences, heads, head]``, of the newest token of each sequence.
         keys: pages ``[pages, PAGE, kv_heads, ...]``.
-        values: likewise.
-        kind: of the store, see `kv`.
+        values: likewise; they may be stored in another way.
         table: ``[sequences, most pages]`` int32: the pages of each sequence, in order.
         lengths: ``[sequences]`` int32: tokens in the cache, the newest included; at least 1.
         scores: how scores are made.
@@ -45,18 +44,18 @@ def attend(
         ``[sequences, heads, head]``.
     """
     if q.is_cuda and has_triton():
-        return attend_fused(q, keys, values, kind, table, lengths, scores)
-    plain = () if kind else (keys.codes, values.codes)
-    if layer_launchers.accepts_cache(q.shape[2], kind, q, *plain):
-        return layer_launchers.attend(q, keys, values, kind, table, lengths, scores)
+        return attend_fused(q, keys, values, table, lengths, scores)
+    plain = [store.codes for store in (keys, values) if not store.kind]
+    if layer_launchers.accepts_cache(q.shape[2], (keys.kind, values.kind), q, *plain):
+        return layer_launchers.attend(q, keys, values, table, lengths, scores)
     least, most = (int(value) for value in lengths.aminmax())
     if least < most or scores.cap:
-        return attend_plain(q, keys, values, kind, table, lengths, scores)
-    return attend_even(q, keys, values, kind, table, most, scores)
+        return attend_plain(q, keys, values, table, lengths, scores)
+    return attend_even(q, keys, values, table, most, scores)
 
 
 def attend_even(
-    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, length: int, scores: Scores
+    q: Tensor, keys: Store, values: Store, table: Tensor, length: int, scores: Scores
 ) -> Tensor:
     """Compute `attend` where every sequence has ``length`` tokens and scores are not capped.
 
@@ -64,9 +63,7 @@ def attend_even(
     """
     seen = slice(max(0, length - scores.window) if scores.window else 0, length)
     k, v = (
-        _gather(store, kind, table[:, : -(-length // PAGE)], q.dtype)[:, seen]
-        .float()
-        .transpose(1, 2)
+        _gather(store, table[:, : -(-length // PAGE)], q.dtype)[:, seen].float().transpose(1, 2)
         for store in (keys, values)
     )
     grouped = q.view(len(q), k.shape[1], -1, q.shape[2]).float()
@@ -75,11 +72,11 @@ def attend_even(
 
 
 def attend_plain(
-    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+    q: Tensor, keys: Store, values: Store, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
     """Compute `attend` by its definition: gather the pages, decode them, softmax in float32."""
     pages = -(-int(lengths.max()) // PAGE)
-    k, v = (_gather(store, kind, table[:, :pages], q.dtype) for store in (keys, values))
+    k, v = (_gather(store, table[:, :pages], q.dtype) for store in (keys, values))
     sequences, heads, head = q.shape
     grouped = q.view(sequences, k.shape[2], -1, head)
     score = torch.einsum("shgd,sthd->shgt", grouped.float(), k.float()) * scores.scale
@@ -95,14 +92,14 @@ def attend_plain(
     return out.reshape(sequences, heads, head).to(q.dtype)
 
 
-def _gather(store: Store, kind: str, table: Tensor, dtype: torch.dtype) -> Tensor:
+def _gather(store: Store, table: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather the tokens of each sequence, ``[sequences, tokens, kv_heads, head]``."""
     parts = [part[table.long()].flatten(1, 2) for part in store.each()]
-    return decode(Store(*parts), kind, dtype)
+    return decode(Store(*parts), dtype)
 
 
 def attend_fused(
-    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+    q: Tensor, keys: Store, values: Store, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
     """Launch `gpu.attention_kernel.paged_kernel` and `gpu.attention_kernel.combine_kernel`."""
     from quantforge_kernels.gpu.attention_kernel import combine_kernel, paged_kernel
@@ -110,16 +107,17 @@ def attend_fused(
     q = q.contiguous()
     sequences, heads, head = q.shape
     kv_heads = keys.codes.shape[2]
-    group, number = heads // kv_heads, KINDS.index(kind)
-    if kind == "fp8" and not knows_float8(q.device):
-        number, keys, values = len(KINDS), _as_bytes(keys), _as_bytes(values)
+    group = heads // kv_heads
+    key_run, value_run = (run_of(head, store.kind) for store in (keys, values))
+    (keys, key_kind), (values, value_kind) = (_numbered(store) for store in (keys, values))
     shares = max(1, min(PROGRAMS // (sequences * kv_heads), table.shape[1] // LEAST_PAGES))
     sums = q.new_empty((sequences, heads, shares, head), dtype=torch.float32)
     peaks, totals = sums.new_empty(2, sequences, heads, shares)
     paged_kernel[(sequences, kv_heads, shares)](
         q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
         kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
-        GROUP=group, HEAD=head, RUN=run_of(head, kind), KIND=number, PAGE=PAGE,
+        GROUP=group, HEAD=head, KEY_RUN=key_run, KEY_KIND=key_kind, VALUE_RUN=value_run,
+        VALUE_KIND=value_kind, PAGE=PAGE,
         BLOCK_G=max(16, power_of_two(group)), BLOCK_H=max(16, power_of_two(head // 2)),
         CAPPED=scores.cap > 0, WINDOWED=scores.window > 0,
         WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
@@ -132,8 +130,11 @@ def attend_fused(
     return out
 
 
-def _as_bytes(store: Store) -> Store:
-    return replace(store, codes=store.codes.view(torch.uint8))
+def _numbered(store: Store) -> tuple[Store, int]:
+    """Return what a kernel reads, and its number of the kind: fp8 as bytes where the device knows no such type."""
+    if store.kind == "fp8" and not knows_float8(store.codes.device):
+        return replace(store, codes=store.codes.view(torch.uint8)), len(KINDS)
+    return store, KINDS.index(store.kind)
 
 
 def _three(store: Store) -> tuple[Tensor, Tensor, Tensor]:

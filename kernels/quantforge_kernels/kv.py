@@ -49,6 +49,11 @@ class Store:
     scales: Tensor | None = None
     lows: Tensor | None = None
 
+    @property
+    def kind(self) -> str:
+        """Return how it stores, one of `KINDS`: the type of the codes says so."""
+        return next((kind for kind, dtype in CODES.items() if dtype == self.codes.dtype), "")
+
     def each(self) -> tuple[Tensor, ...]:
         """Return the tensors that are there."""
         return tuple(part for part in (self.codes, self.scales, self.lows) if part is not None)
@@ -95,8 +100,9 @@ def encode(x: Tensor, kind: str, scale: Tensor | None = None) -> Store:
     return Store(codes, scale[..., 0])
 
 
-def decode(store: Store, kind: str, dtype: torch.dtype) -> Tensor:
+def decode(store: Store, dtype: torch.dtype) -> Tensor:
     """Return the values ``[..., head]``."""
+    kind = store.kind
     if not kind:
         return store.codes.to(dtype)
     assert store.scales is not None

@@ -64,7 +64,7 @@ def warm_up(dtype: torch.dtype) -> None:
     heads, angles = x.view(2, 4, 64), x[:, :32]
     page = Store(torch.zeros(1, PAGE, 1, 64, dtype=dtype))
     table, length = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    attend(layers.rotate(heads, angles, angles), page, page, "", table, length, Scores(1.0))
+    attend(layers.rotate(heads, angles, angles), page, page, table, length, Scores(1.0))
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -11,6 +11,7 @@ In this folder:
     apertus           Apertus: a qwen3 in its attention, and an MLP without gate, of xIELU
     arcee             Arcee (AFM): a llama with an MLP without gate, of squared ReLU
     architecture      One family of models as data: everything that the rest of QuantForge knows about it
+    cache_kinds       Names of caches: how keys and values are stored, in one word for both, or in a word for each
     cohere            Command R: attention and MLP side by side behind one LayerNorm without bias, neighbours rotated
     cohere2           Command R7B and A: a cohere in which three layers of four have a window
     cwm               CWM: a llama in which three layers of four have a window, with an explicit head size

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+KEYS, VALUES = "keys", "values"
+
 
 class StateType(StrEnum):
     """Types in which a state is held."""
@@ -28,6 +30,7 @@ class LayerState:
         width: numbers of a row.
         each_token: whether there is one for every token, or one for the whole sequence.
         held: its type.
+        part: of keys and values, which may be stored differently; "" is neither.
         shared: the dimension by which devices share it, "" where each of them holds all of it.
     """
 
@@ -36,11 +39,12 @@ class LayerState:
     each_token: bool = True
     held: StateType = StateType.CACHE
     shared: str = ""
+    part: str = ""
 
 
 def keys_and_values(heads: str = "kv_heads", head: str = "head") -> tuple[LayerState, ...]:
     """Declare what attention keeps: a key and a value of every token and head."""
-    return (LayerState(f"2*{heads}", head, shared=heads),)
+    return tuple(LayerState(heads, head, shared=heads, part=part) for part in (KEYS, VALUES))
 
 
 def latent(width: str) -> tuple[LayerState, ...]:

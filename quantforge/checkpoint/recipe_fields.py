@@ -44,6 +44,21 @@ VALUES = {
     "gptq.order": ("activation", "natural"),
     "gptq.group_scales": ("static", "refresh"),
 }
+# Words that mean something elsewhere, as `nearest` takes them: of a cache that a result is run with.
+ELSEWHERE = {
+    "kv_cache": {
+        "int8 int4 16bit": "files hold scales of fp8 alone; --cache of generate, serve and eval takes other kinds",
+    }
+}
+
+
+def hint_of(name: str, value: object) -> str:
+    """Return what to type in place of a value that a field does not take."""
+    known, elsewhere = VALUES[name], ELSEWHERE.get(name, {})
+    text = str(value).lower()
+    if elsewhere and "," in text:  # of keys, and of values
+        return next(iter(elsewhere.values()))
+    return nearest(text, known, elsewhere)
 
 
 def check_fields(options: Any) -> None:
@@ -61,7 +76,7 @@ def check_fields(options: Any) -> None:
     for name, known in VALUES.items():
         inside, _, field = name.rpartition(".")
         if inside == table and (value := getattr(options, field)) not in known:
-            raise InputError(f"recipe: {name} = {value!r}", nearest(value, known))
+            raise InputError(f"recipe: {name} = {value!r}", hint_of(name, value))
     for name, (least, most) in LIMITS.items():
         inside, _, field = name.rpartition(".")
         value = getattr(options, field) if inside == table else None

@@ -40,6 +40,7 @@ class Asked:
     raw: bool
     draft: str = ""
     draft_tokens: int = DRAFT_TOKENS
+    cache: str = ""
 
 
 def ask_all(
@@ -62,7 +63,7 @@ def ask_all(
             console.text(f"== {model}")
         if found:  # the first was told of before all imports
             console.note(f"loading {model}")
-        speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens)
+        speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens, asked.cache)
         tell(console, speaker, raw=asked.raw)
         prompt = opening(speaker, asked.text, asked.system)
         answer = speaker.answer(prompt, asked.limits, raw=asked.raw)

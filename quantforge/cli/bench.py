@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
-from quantforge.cli.completion import cache_kinds, models
+from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
@@ -78,7 +79,9 @@ Prefix = Annotated[
 ]
 CacheKind = Annotated[
     str,
-    _engine("--cache", metavar="KIND", autocompletion=cache_kinds, help="KV cache: 16bit, int8, fp8, int4."),
+    _engine(
+        "--cache", metavar="KIND", autocompletion=completions, help=f"KV cache: {', '.join(WORDS)}, or {FORM}."
+    ),
 ]  # fmt: skip
 Ladder = Annotated[
     bool,

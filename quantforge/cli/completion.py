@@ -92,10 +92,3 @@ OF_CHOICES: Mapping[str, Completer] = {
 def events(incomplete: str) -> list[str]:
     """Return the kinds of events, as ``--allow`` takes them."""
     return [f"{kind}=" for kind in KINDS if kind.startswith(incomplete)]
-
-
-def cache_kinds(incomplete: str) -> list[str]:
-    """Return the kinds of KV cache that `eval` measures."""
-    from quantforge.verbs.measurement_options import CACHES
-
-    return [word for word in CACHES if word.startswith(incomplete)]

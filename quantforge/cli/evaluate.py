@@ -34,7 +34,7 @@ def evaluate(
     overwrite: wanted.ReplaceReports = False,
     card: wanted.Card = None,
     speed: wanted.Speed = True,
-    cache: wanted.CacheKind = "16bit",
+    cache: wanted.Caches = None,
     engine: wanted.GgufEngine = "",
     tasks: wanted.TaskNames = None,
     task_limit: wanted.TaskLimit = 0,
@@ -69,7 +69,8 @@ def evaluate(
         from quantforge import verbs
 
         found = verbs.evaluate(
-            reference, models or (), settings, text=text, windows=windows, length=length, speed=speed, cache=cache,
+            reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
+            **({} if cache is None else {"cache": cache}),
             engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
             generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
         )  # fmt: skip
@@ -107,14 +108,13 @@ def _show(
 
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
-    """Print the two tables, the verdict in words, and the protocol."""
+    """Print the tables, the verdict in words, and the protocol."""
     from quantforge.evaluation.report import absent_columns, notes, tables, titles
     from quantforge.evaluation.text_tables import ON_FRONT
 
     verdict = found.verdict
-    against = f", against {verdict.names[0]} (the reference)" if len(found.rows) > 1 else ""
     drawn = tables(found, console.width, wide=wide)
-    for title, columns in zip((f"Quality{against}", "Speed and memory"), drawn, strict=False):
+    for title, columns in drawn:
         console.columns(columns, title)
         console.text()
     if absent := absent_columns(found, drawn):

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli.completion import among, cache_kinds, models
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
+from quantforge.cli.completion import among, models
 
 SCORED, SPEED, WRITTEN = "What is scored", "Speed and memory", "What comes of it"
 
@@ -95,14 +96,14 @@ Card = Annotated[
     ),
 ]
 Speed = Annotated[bool, typer.Option(help="Measure speed and memory too.", rich_help_panel=SPEED)]
-CacheKind = Annotated[
-    str,
+Caches = Annotated[
+    str | None,
     typer.Option(
         "--cache",
-        metavar="KIND",
-        autocompletion=cache_kinds,
-        help="KV cache for speed: 16bit, int8, fp8, int4.",
-        rich_help_panel=SPEED,
+        metavar="KIND,...",
+        autocompletion=completions,
+        help=f"KV caches ({', '.join(WORDS)}, {FORM}): what each costs, by position; the first also for speed.",
+        rich_help_panel=SCORED,
     ),
 ]
 GgufEngine = Annotated[

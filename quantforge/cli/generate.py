@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name, resolve
 from quantforge.cli import options
 from quantforge.cli.answer_options import takes_answer_options
@@ -61,6 +62,11 @@ DraftTokens = Annotated[
     int,
     typer.Option("--draft-tokens", metavar="N", rich_help_panel="Speculation", help="Guesses of a pass, at most."),
 ]  # fmt: skip
+Cache = Annotated[
+    str,
+    typer.Option("--cache", metavar="KIND", autocompletion=completions,
+                 help=f"How keys and values are stored: {', '.join(WORDS)}, or {FORM}."),
+]  # fmt: skip
 
 
 @takes_answer_options
@@ -74,6 +80,7 @@ def generate(
     given: dict[str, Any],
     draft: Draft = "",
     draft_tokens: DraftTokens = DRAFT_TOKENS,
+    cache: Cache = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -90,12 +97,9 @@ def generate(
         raise UsageError(needing, 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
-    if compare and (draft or given["n"] > 1):
-        other = (
-            "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
-        )
-        raise UsageError(f"--compare and {other}", "leave one out")
-    _check_effect(given, draft, draft_tokens, as_json=as_json)
+    if compare:
+        _check_compared(given, draft)
+    _check_effect(given, draft, draft_tokens, cache, as_json=as_json)
     _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
@@ -103,7 +107,7 @@ def generate(
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
-        speaker = open_speaker(model, settings, draft, draft_tokens)
+        speaker = open_speaker(model, settings, draft, draft_tokens, cache)
         chat(console, speaker, limits, system=system, raw=raw)
         return
     from quantforge.cli.answers import Asked, ask_all
@@ -112,7 +116,7 @@ def generate(
         console,
         (model, *(compare or ())),
         settings,
-        Asked(text, limits, system, raw, draft, draft_tokens),
+        Asked(text, limits, system, raw, draft, draft_tokens, cache),
     )
     if as_json:
         console.document(
@@ -126,8 +130,21 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _check_effect(given: dict[str, Any], draft: str, draft_tokens: int, *, as_json: bool) -> None:
-    """Refuse options that have no effect without others, as `UsageError`."""
+def _check_compared(given: dict[str, Any], draft: str) -> None:
+    """Refuse what is of one model where several answer, as `UsageError`."""
+    if draft or given["n"] > 1:
+        other = (
+            "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
+        )
+        raise UsageError(f"--compare and {other}", "leave one out")
+
+
+def _check_effect(
+    given: dict[str, Any], draft: str, draft_tokens: int, cache: str, *, as_json: bool
+) -> None:
+    """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
+    if cache:
+        kinds_of(cache)
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
     if draft_tokens != DRAFT_TOKENS and not draft:

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli.completion import among, events, models
 from quantforge.errors import UsageError, nearest
-from quantforge.planning.cache_size import KINDS as CACHES
 from quantforge.planning.cards import CARDS
 from quantforge.settings import ACTIVATIONS, check_device_name, check_jobs, check_threads
 
@@ -203,8 +203,8 @@ Cache = Annotated[
     _served(
         "--cache",
         metavar="TYPE",
-        help=f"Type of the cache: {', '.join(CACHES)}.",
-        autocompletion=among(tuple(CACHES)),
+        help=f"Type of the cache: {', '.join(WORDS)}, or {FORM}.",
+        autocompletion=completions,
     ),
 ]
 Memory = Annotated[

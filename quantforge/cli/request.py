@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
+from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.cli.choices import recipe_parameters
 from quantforge.errors import UsageError
 from quantforge.events import Policy
 from quantforge.planning import quantities
-from quantforge.planning.cache_size import rows_of
 from quantforge.plans import Serving
 
 
@@ -103,6 +103,6 @@ def serving_of(
         if text is not None and engine is None:
             raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
     if cache is not None:
-        rows_of(cache)
+        kinds_of(cache)
     tokens = None if context is None else quantities.tokens(context, "--context")
     return Serving(tokens, cache, draft)

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
-from quantforge.cli.completion import among
 from quantforge.cli.console import Console
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
 from quantforge.verbs.serve_model import (
     CACHE_GIB,
-    CACHES,
     CONCURRENT,
     HOST,
     PORT,
@@ -35,8 +34,8 @@ ServedName = Annotated[
 ]  # fmt: skip
 Cache = Annotated[
     str,
-    typer.Option("--cache", metavar="KIND", autocompletion=among(CACHES),
-                 help=f"Quantized cache: {', '.join(CACHES)} (default: as wide as activations)."),
+    typer.Option("--cache", metavar="KIND", autocompletion=completions,
+                 help=f"Quantized cache: {', '.join(WORDS[1:])}, or {FORM} (default: as wide as activations)."),
 ]  # fmt: skip
 CacheGib = Annotated[
     float, typer.Option("--cache-memory", metavar="GIB", help="Most memory of the cache.")

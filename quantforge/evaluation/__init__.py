@@ -4,6 +4,9 @@ In this folder:
 
     block_errors       Error of each block by itself
     bounded_templates  Templates of task files, rendered in a sandbox that bounds what one of them takes
+    cache_quality      Quality of caches: the same weights with keys and values stored in fewer bits
+    cache_tables       Figures of caches as tables of text: what each costs in quality, by position
+    cache_trial        Trial of caches: which kinds, and on what text; refused where a model has no such caches
     card_section       Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub
     columns            Columns of a table of text, and as many of them as a width holds
     comparable         Refusal of models that cannot be compared, by their configurations and tokenizers
@@ -23,6 +26,7 @@ In this folder:
     made               Date of an evaluation, and the versions that it was made with; the day alone
     model_ending       The ending of a model, from final hidden states to logits, by its own code
     perplexity         Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
+    planted_key        Retrieval of a planted key
     report             A finished evaluation as a file: Markdown, the document of ``--json``
     requests           Requests of tasks to a model, through our runtime: how likely is this continuation, this text
     speed              Speed: time to the first token, time per further token at several batch sizes, share of the roof

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from quantforge.evaluation.cache_quality import tried
+from quantforge.evaluation.cache_trial import CacheTrial, trial_of
 from quantforge.evaluation.comparable import answering_of, check_comparable, positions_of
 from quantforge.evaluation.figures import plain
 from quantforge.evaluation.generated import Answering, Prompts
@@ -52,7 +54,8 @@ class EvaluationOptions:
         dtype: in which quality is computed.
         speed: measure speed and memory as well.
         speed_dtype: in which.
-        cache: kind of the KV cache when speed is measured, see `quantforge_kernels.kv.KINDS`.
+        cache: kind of the KV cache when speed is measured, see `quantforge.architectures.cache_kinds`.
+        caches: kinds whose quality is measured too, against a cache of 16 bits.
         activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
         adapter: what is merged into the reference.
@@ -70,6 +73,7 @@ class EvaluationOptions:
     speed: bool = True
     speed_dtype: torch.dtype = torch.bfloat16
     cache: str = ""
+    caches: tuple[str, ...] = ()
     activations: Path | None = None
     engine: str = ""
     adapter: Path | None = None
@@ -83,7 +87,7 @@ class EvaluationOptions:
 class Evaluation:
     """The result: the protocol, and one row of plain data per model, the reference first.
 
-    ``options`` are those that it was made with, where they are known.
+    ``caches`` is how caches were tried, if they were; ``options`` are those that it was made with, if they are known.
     """
 
     protocol: Protocol
@@ -91,6 +95,7 @@ class Evaluation:
     prompts: Prompts | None = None
     made: Made = field(default_factory=Made.now)
     options: EvaluationOptions | None = None
+    caches: Mapping[str, Any] | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -104,6 +109,7 @@ class Evaluation:
             **self.made.to_json(),
             "protocol": self.protocol.to_json(),
             "generated": None if self.prompts is None else self.prompts.to_json(),
+            "caches": self.caches,
             "models": [dict(row) for row in self.rows],
             "verdict": self.verdict.to_json(),
         }
@@ -128,23 +134,28 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     for path in (reference, *models):
         check_comparable(path, reference, options.text, windows)
     answering = answering_of((reference, *models), options.prompts)
+    trial = trial_of(
+        (reference, *models), options.text, options.caches, options.windows * options.length
+    )
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
     protocol, paths = _protocol(windows, options), (reference, *models)
     with keeping(paths, protocol, options) as kept:
-        rows = tuple(_measured(paths, windows, answering, options, bandwidth, kept))
-    return Evaluation(protocol, rows, options.prompts, options=options)
+        rows = tuple(_measured(paths, (windows, trial), answering, options, bandwidth, kept))
+    told = None if trial is None else trial.to_json()
+    return Evaluation(protocol, rows, options.prompts, options=options, caches=told)
 
 
 def _measured(
     paths: Sequence[Path],
-    windows: Windows,
+    scored: tuple[Windows, CacheTrial | None],
     answering: Answering | None,
     options: EvaluationOptions,
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
+    windows, trial = scored
     reference: KeptReference | None = None
     try:
         for number, path in enumerate(paths):
@@ -162,6 +173,9 @@ def _measured(
                         row = reference.row
                     else:
                         row = reference.compare(loaded)
+                if trial is not None and before is None:
+                    with phase(f"caches of {path.name}", 0.75):
+                        row["caches"] = tried(loaded, trial)
                 if options.tasks is not None:
                     row |= _answered(path, loaded, options.tasks)
                 del loaded  # before the next one comes in

@@ -141,7 +141,14 @@ def keeping(
     place = None
     if options.tasks is None and not options.engine and options.adapter is None:
         prompts = None if options.prompts is None else options.prompts.to_json()
-        told = [protocol.to_json(), prompts, options.speed, options.cache, manifest.versions()]
+        told = [
+            protocol.to_json(),
+            prompts,
+            options.speed,
+            options.cache,
+            options.caches,
+            manifest.versions(),
+        ]
         machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
         key = _digest([told, machine, _fingerprint(paths[0])])
         place = user_cache() / "evaluations" / key

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
+from quantforge.evaluation.cache_tables import cache_notes, cache_tables
 from quantforge.evaluation.columns import Column, fitting, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.report_page.assemble import assemble
@@ -13,6 +14,7 @@ from quantforge.evaluation.text_tables import IN_ENGINE, ON_FRONT, quality_colum
 from quantforge.evaluation.verdict import MARK, short_names, unsteady
 from quantforge.results.significant import significant
 
+Table = tuple[str, list[Column]]  # with its title
 FOREIGN = 100  # perplexity of a reference from which on the text is none that it was trained for
 
 ANSWERS = {  # columns on answers
@@ -59,6 +61,7 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
             f"perplexity {significant(reference)} of the reference: it was not trained on text of this kind (or is"
             " damaged), and perplexity says little then; KL compares with it on any text; --text FILE scores another"
         )
+    lines += cache_notes(evaluation.caches)
     if protocol.speed_dtype:
         lines.append(_of_speed(evaluation, shown))
     return tuple(lines)
@@ -97,34 +100,37 @@ def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
     return said
 
 
-def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[list[Column]]:
-    """Return the columns of the table of quality, and of that of speed where it was measured; see `fitting`."""
-    return [fitting(columns, width, wide=wide) for columns in _everything(evaluation)]
+def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[Table]:
+    """Return the tables with their titles: quality, and speed and caches where they were measured; see `fitting`."""
+    return [
+        (title, fitting(columns, width, wide=wide)) for title, columns in _everything(evaluation)
+    ]
 
 
-def _everything(evaluation: Evaluation) -> list[list[Column]]:
+def _everything(evaluation: Evaluation) -> list[Table]:
     rows, verdict = evaluation.rows, evaluation.verdict
-    found = [quality_columns(rows, verdict)]
+    against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
+    found = [(f"Quality{against}", quality_columns(rows, verdict))]
     if evaluation.protocol.speed_dtype:
-        found.append(speed_columns(rows, verdict))
-    return found
+        found.append(("Speed and memory", speed_columns(rows, verdict)))
+    return found + cache_tables(rows, verdict.names)
 
 
-def absent_columns(evaluation: Evaluation, drawn: Sequence[Sequence[Column]]) -> str:
+def absent_columns(evaluation: Evaluation, drawn: Sequence[Table]) -> str:
     """Return a line on the columns that the tables of `tables` lack, see `left_out`."""
-    everything = [column for columns in _everything(evaluation) for column in columns]
-    return left_out(everything, [column for columns in drawn for column in columns])
+    everything = [column for _, columns in _everything(evaluation) for column in columns]
+    return left_out(everything, [column for _, columns in drawn for column in columns])
 
 
-def titles(drawn: Sequence[Sequence[Column]]) -> frozenset[str]:
+def titles(drawn: Sequence[Table]) -> frozenset[str]:
     """Return the titles of all columns of some tables."""
-    return frozenset(column.header for columns in drawn for column in columns)
+    return frozenset(column.header for _, columns in drawn for column in columns)
 
 
 def markdown(evaluation: Evaluation) -> str:
-    """Return the two tables as Markdown, with the verdict and the protocol; best values are bold."""
+    """Return the tables as Markdown, with the verdict and the protocol; best values are bold."""
     verdict, drawn = evaluation.verdict, tables(evaluation, None)
-    parts = [_markdown_table(columns) for columns in drawn]
+    parts = [_markdown_table(columns) for _, columns in drawn]
     front = f"`{ON_FRONT}`: no other is as small and closer (Pareto front)"
     parts.append(_listed([*verdict.sentences, *([front] if verdict.front else [])]))
     parts.append(_listed(notes(evaluation, titles(drawn))))

@@ -22,9 +22,9 @@ from quantforge.errors import InputError
 from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.perplexity import forward_tokens
 from quantforge.model.inner import inner
-from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
 from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.stored_entries import LayerScales
 from quantforge.runtime.token_stream import tokens
 from quantforge_calibration.tokenizer import TextTokenizer
 

@@ -116,7 +116,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         loaded: the model, in the type that is to be measured.
         prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
-        cache: kind of the own decoder's cache, see `quantforge_kernels.kv.KINDS`; that of the model when left out.
+        cache: kind of the own decoder's cache, see `quantforge.architectures.cache_kinds`; the model's when left out.
 
     Raises:
         InputError: the prompt is empty.

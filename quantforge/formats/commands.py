@@ -10,14 +10,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.errors import RefusedError
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
 from quantforge.plans import Serving
 
 DRAFTED = 4  # tokens that a draft model proposes at a time, where an engine has to be told
 _NEAREST = {"int8": ("fp8", "int4"), "fp8": ("int8", "int4"), "int4": ("int8", "fp8")}
-_PLAIN = "16bit"  # the cache that every engine has unasked
 
 
 def _line(text: str) -> Part:
@@ -141,10 +141,12 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
     """
     command = COMMANDS[engine]
     why = {key: f": {reason}" for key, reason in command.lacks.items()}
-    if serving.cache not in {None, _PLAIN, *command.caches}:
+    if serving.cache not in {None, PLAIN, *command.caches}:
         if serving.cache not in _NEAREST:
-            raise UsageError(
-                f"no such type of cache: {serving.cache!r}", nearest(str(serving.cache), _NEAREST)
+            keys = kinds_of(str(serving.cache))[0]  # two kinds, or none
+            raise RefusedError(
+                f"--for {engine}: its command takes one kind of cache for keys and values alike",
+                f"--cache {keys}" if keys in command.caches else "leave --cache out",
             )
         near = next((kind for kind in _NEAREST[serving.cache] if kind in command.caches), "")
         raise RefusedError(

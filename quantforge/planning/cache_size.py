@@ -7,22 +7,18 @@ keeps is declared with its kind (`quantforge.architectures.sequence_state`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched
-from quantforge.architectures.sequence_state import LayerState, StateType
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.architectures.sequence_state import KEYS, VALUES, LayerState, StateType
+from quantforge.errors import InputError, RefusedError
 from quantforge_kernels import kv_runs
 
-PLAIN = "16bit"
-KINDS: Mapping[str, str] = MappingProxyType(  # as people call them, and as the kernels do
-    {kind or PLAIN: kind for kind in kv_runs.KINDS}
-)
 ACTIVATION, FLOAT32 = 2, 4  # bytes
-RowBytes = Callable[[int], float]  # of a row of so many channels
+RowBytes = Callable[[int, str], float]  # of a row of so many channels of a part, see `LayerState`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +64,20 @@ def rows_of(kind: str) -> RowBytes:
 
     Raises:
         UsageError: no such kind of cache.
+        RefusedError: by the function that is returned: a row is neither of keys nor of values, which are stored
+            differently.
     """
-    if kind not in [*KINDS]:
-        raise UsageError(f"--cache {kind}: no such type", nearest(str(kind), KINDS))
-    return lambda width: kv_runs.row_bytes(width, KINDS[kind], ACTIVATION)
+    keys, values = kinds_of(kind)
+
+    def row(width: int, part: str) -> float:
+        if part not in {KEYS, VALUES} and keys != values:
+            raise RefusedError(
+                f"--cache {kind}: a layer keeps one vector for keys and values together",
+                "one word for both",
+            )
+        return kv_runs.row_bytes(width, values if part == VALUES else keys, ACTIVATION)
+
+    return row
 
 
 def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
@@ -121,5 +127,5 @@ def _bytes(state: LayerState, sizes: Dimensions, row: RowBytes, devices: int) ->
         heads = sizes.size(state.shared)
         rows = rows // heads * -(-heads // devices)
     if state.held is StateType.CACHE:
-        return rows * row(width)
+        return rows * row(width, state.part)
     return rows * width * (ACTIVATION if state.held is StateType.ACTIVATIONS else FLOAT32)

@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.architectures.match import Matched
 from quantforge.errors import UsageError, named_fields
-from quantforge.planning.cache_size import PLAIN, CacheSize, RowBytes, cache_size, rows_of
+from quantforge.planning.cache_size import CacheSize, RowBytes, cache_size, rows_of
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
@@ -39,7 +40,7 @@ class Load:
         context: tokens of a sequence, those of the prompt and of the answer; 0 is `CONTEXT`, or the positions that the
             model has.
         batch: sequences at a time.
-        cache: type of the cache, one of `quantforge.planning.cache_size.KINDS`.
+        cache: type of the cache, see `quantforge.architectures.cache_kinds`.
         devices: that share the model by tensors.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from quantforge.checkpoint.recipe_fields import VALUES
+from quantforge.checkpoint.recipe_fields import VALUES, hint_of
 from quantforge.errors import InputError, UnknownNameError, UsageError, check_options, nearest
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
@@ -187,10 +187,11 @@ def _by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _check_words(given: Mapping[str, Any]) -> None:
     """Refuse words that an option does not take and texts that are no scheme, as `UnknownNameError`."""
     for name, value in given.items():
-        known = VALUES.get(place_of(name)[0], ())
+        field = place_of(name)[0]
+        known = VALUES.get(field, ())
         if known and isinstance(value, str) and value.lower() not in known:
             option = f"--{name.replace('_', '-')}"
-            raise UnknownNameError(f"{option} {value}: unknown", nearest(value.lower(), known))
+            raise UnknownNameError(f"{option} {value}: unknown", hint_of(field, value))
     schemes = [given.get(name) for name in ("scheme", "head", "embedding")]
     schemes += [_rule(text).scheme for text in given.get("rules", ())]
     for text in schemes:

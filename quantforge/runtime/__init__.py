@@ -7,6 +7,7 @@ In this folder:
     arrivals            Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
+    cache_layout        Layout of a cache: which layers take pages as their sequences grow
     cache_rows          Rows of a cache made from others: one spread over many lengths, or each a copy of another one
     cache_shape         Shape and type of what a cache holds for each token, and the bytes that it takes
     cache_view          Some sequences of a cache, as if they were all of one
@@ -39,6 +40,7 @@ In this folder:
     sampling_options    Rules by which the next token is chosen from logits, by the usual definitions, in this order
     speaker             A model that answers in text: a prompt or a conversation in, pieces of text out as they come
     stop_strings        Strings that end a text, found while it comes in pieces, wherever the pieces part
+    stored_entries      Entries of one layer of a cache: keys and values put into their places, and read back from pages
     text_side           The text side of a model of any format: its tokenizer, its chat template
     token_distribution  The distribution that a draw follows: weights of tokens after temperature and cut-offs
     token_penalties     Bias and penalties on logits, for tokens that are named or that occurred

@@ -15,13 +15,13 @@ class Arrivals:
 
     Attributes:
         x: embeddings ``[tokens of all sequences, hidden]``.
-        slots: places of the tokens in the cache.
+        slots: places of the tokens in the cache, by key of a layer (`CacheLayout.keys`).
         angles: cosines and sines by kind of rotary, see `Layer.rotary`.
         ragged: spans of different lengths; None: as many tokens of every sequence of the cache.
     """
 
     x: Tensor
-    slots: Tensor
+    slots: dict[int, Tensor]
     angles: dict[str, tuple[Tensor, Tensor]]
     ragged: RaggedBatch | None = None
 
@@ -29,6 +29,6 @@ class Arrivals:
         """Return all tensors, in one order."""
         return [
             self.x,
-            self.slots,
+            *(self.slots[key] for key in sorted(self.slots)),
             *(part for key in sorted(self.angles) for part in self.angles[key]),
         ]

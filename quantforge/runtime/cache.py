@@ -3,8 +3,8 @@
 Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE]`` at place ``t % PAGE``, in every
 layer. Sequences of any length share one pool and waste less than a page each; sharing a prefix or
 evicting a sequence only edits the table, and a shared page (`page_pool`) is copied before it is
-written. Entries are stored in the type of the activations, or quantized once as they arrive
-(`quantforge_kernels.kv`), and attention always reads what is stored.
+written. Layers with a window may go round in a few pages instead (`cache_layout`). Entries are stored in the type of
+the activations, or quantized once as they arrive (`quantforge_kernels.kv`), and attention always reads what is stored.
 
 Lengths and table are tensors on the device, so that a decoding step that was captured as a CUDA
 graph finds the place of each new token by itself; the host keeps its own count to refuse what does
@@ -13,20 +13,24 @@ not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.runtime.cache_layout import PAGED, CacheLayout
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.page_pool import PagePool
 from quantforge.runtime.room import check_cache, free_bytes
-from quantforge_kernels import kv
-from quantforge_kernels.cpu import layer_launchers
-from quantforge_kernels.kv import PAGE, Store
-
-LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
+from quantforge.runtime.stored_entries import (
+    LayerScales,
+    copy_page,
+    read_pages,
+    spread_scales,
+    write_entries,
+)
+from quantforge_kernels.kv import PAGE
 
 
 class PagedCache:
@@ -39,9 +43,14 @@ class PagedCache:
         device: where it lies.
         pages: in all; enough for every sequence to be full when left out.
         scales: by layer, measured scales of keys and values, for a cache in fp8.
+        ahead: most tokens of a sequence that are written before they are attended to, if rows are neither shared nor
+            made shorter by more: layers with a window then keep what it holds, see `quantforge.runtime.cache_layout`.
 
     Attributes:
-        pool: its pages.
+        pool: its pages, of layers without a ring.
+        layout: of its layers.
+        keys: of its layers, see `CacheLayout`.
+        tables: by key, the page of every place of a row, ``[sequences, most pages]``.
 
     Raises:
         InputError: no sequence, no token, or no page.
@@ -56,40 +65,40 @@ class PagedCache:
         device: torch.device,
         pages: int | None = None,
         scales: LayerScales | None = None,
+        ahead: int = 0,
     ) -> None:
         if sequences < 1 or tokens < 1 or (pages is not None and pages < 1):
             of = "" if pages is None else f" in {pages} pages"
             raise InputError(
                 f"a cache of {sequences} sequences of {tokens} tokens{of}", "at least one of each"
             )
-        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE)
-        check_cache(shape, *size_of, free_bytes(device))
-        self.shape = shape
-
-        def spread(scale: Tensor) -> Tensor:
-            return kv.spread(scale.to(device), shape.kv_heads, shape.head, "fp8")
-
-        self._scales = {
-            layer: (spread(keys), spread(values))
-            for layer, (keys, values) in (scales or {}).items()
-            if shape.kind == "fp8"
-        }
-        self.most_tokens = tokens
+        self.layout = CacheLayout(shape, tokens, ahead)
+        self.keys = self.layout.keys
         each = -(-tokens // PAGE)
-        count = sequences * each if pages is None else pages
-        size = (count, PAGE, shape.kv_heads)
-        self.layers: list[tuple[Store, Store]] = [
-            (
-                kv.empty(size, shape.head, shape.kind, shape.dtype, device),
-                kv.empty(size, shape.head, shape.kind, shape.dtype, device),
-            )
-            for _ in range(shape.layers)
-        ]
-        self.table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
+        paged = PAGED in self.keys  # else there is nothing in the pool that could run out
+        count = sequences * each if pages is None or not paged else pages
+        needed = count * self.layout.page_bytes + sequences * self.layout.ring_bytes
+        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE)
+        check_cache(shape, *size_of, free_bytes(device), needed)
+        self.shape = shape
+        self._scales = spread_scales(scales or {}, shape, device)
+        self.most_tokens = tokens
+        self.layers = self.layout.stores(sequences, count, device)
+        table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
+        self.tables = {PAGED: table, **self.layout.ring_tables(sequences, device)}
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.pool = PagePool(count)
         self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._counts = [0] * sequences
+
+    @property
+    def table(self) -> Tensor:
+        """Return the pages of layers without a ring."""
+        return self.tables[PAGED]
+
+    def table_of(self, layer: int) -> Tensor:
+        """Return the pages of a layer, ``[sequences, most pages]`` int32."""
+        return self.tables[self.keys[layer]]
 
     @property
     def sequences(self) -> int:
@@ -140,6 +149,7 @@ class PagedCache:
             InputError: a copy is needed, and no page is free; the sequence is then still empty.
         """
         assert not self._held[sequence]
+        assert not self.layout.rings
         whole, rest = divmod(tokens, PAGE)
         used = [self.pool.hold(page) for page in pages[: -(-tokens // PAGE)]]
         if rest and not self.pool.free:
@@ -189,9 +199,7 @@ class PagedCache:
     def _copy(self, page: int) -> int:
         """Return a new page with the contents of another."""
         taken = self.pool.take()
-        for store in (store for pair in self.layers for store in pair):
-            for part in store.each():
-                raw_bytes(part)[taken] = raw_bytes(part)[page]
+        copy_page(self.layers, page, taken)
         return taken
 
     def follow(self, sequences: Sequence[int]) -> None:
@@ -200,37 +208,26 @@ class PagedCache:
             self._counts[sequence] += 1
         self.lengths[torch.tensor(sequences, device=self.lengths.device)] += 1
 
-    def slots(self, tokens: int) -> Tensor:
-        """Return the places ``[sequences, tokens]`` of the next tokens of every sequence, in the pool of pages."""
+    def slots(self, tokens: int) -> dict[int, Tensor]:
+        """Return the places ``[sequences, tokens]`` of the next tokens of every sequence in the pages, by key."""
+        self.layout.expect(tokens)
         new = torch.arange(tokens, device=self.lengths.device)
         at = self.lengths[:, None].long() + new
-        return self.table.long().gather(1, at // PAGE) * PAGE + at % PAGE
+        return {
+            key: table.long().gather(1, at // PAGE) * PAGE + at % PAGE
+            for key, table in self.tables.items()
+        }
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
-        pools, scales, kind = self.layers[layer], self._scales.get(layer), self.shape.kind
-        if layer_launchers.accepts_cache(self.shape.head, kind, keys, values):
-            layer_launchers.store((keys, values), pools, kind, slots, scales)
-            return
-        for store, given, scale in zip(pools, (keys, values), scales or (None, None), strict=True):
-            encoded = kv.encode(given, kind, scale)
-            for pool, part in zip(store.each(), encoded.each(), strict=True):
-                raw_bytes(pool).view(-1, *raw_bytes(pool).shape[2:])[slots] = raw_bytes(part)
+        scales = self._scales.get(layer, (None, None))
+        write_entries(self.layers[layer], (keys, values), slots, scales)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
-        table, found = table.long(), []
-        for store in self.layers[layer]:
-            parts = [raw_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
-            found.append(kv.decode(Store(*parts), self.shape.kind, self.shape.dtype))
-        return found[0], found[1]
+        return read_pages(self.layers[layer], table, self.shape.dtype)
 
     def count(self, tokens: int) -> None:
         """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
         for sequence in range(self.sequences):
             self._counts[sequence] += tokens
-
-
-def raw_bytes(values: Tensor) -> Tensor:
-    """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
-    return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

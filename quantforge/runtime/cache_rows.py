@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantforge.runtime.cache import PagedCache, raw_bytes
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_view import CacheView
+from quantforge.runtime.stored_entries import raw_bytes
 from quantforge_kernels.kv import PAGE
 
 
@@ -28,6 +29,7 @@ def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
         parents: for each sequence, the one to copy.
         same: so many first tokens each has in common with that one.
     """
+    assert not cache.layout.rings
     rows = [row for row, parent in enumerate(parents) if row != parent]
     longest = max(cache.length(row) for row in range(cache.sequences))
     pages = slice(same // PAGE, -(-longest // PAGE))

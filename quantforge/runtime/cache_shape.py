@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.errors import InputError
 from quantforge_kernels import kv
 
 
@@ -18,8 +19,9 @@ class CacheShape:
         layers: decoder blocks.
         kv_heads: key/value heads.
         head: width of a head.
-        kind: one of `quantforge_kernels.kv.KINDS`; "" stores the type of the activations.
+        kind: see `quantforge.architectures.cache_kinds`; "" stores the type of the activations.
         dtype: of the activations.
+        windows: of every layer, tokens that it looks at, 0 for all; none given is all.
 
     Raises:
         UsageError: no such kind.
@@ -31,16 +33,27 @@ class CacheShape:
     head: int
     kind: str
     dtype: torch.dtype
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in kv.KINDS:
-            raise UsageError(f"no such kind of cache: {self.kind!r}", nearest(self.kind, kv.KINDS))
-        if self.kind == "int4" and self.head % 2:
+        if "int4" in self.kinds and self.head % 2:
             raise InputError(
                 f"heads of {self.head} channels cannot be cached in 4 bits", "use int8 or fp8"
             )
 
     @property
+    def kinds(self) -> tuple[str, str]:
+        """Return how keys and how values are stored, each one of `quantforge_kernels.kv.KINDS`."""
+        return kinds_of(self.kind or PLAIN)
+
+    @property
     def token_bytes(self) -> int:
         """Return the bytes of one token, keys and values of all layers."""
-        return 2 * self.layers * kv.token_bytes(self.kv_heads, self.head, self.kind, self.dtype)
+        return self.layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bytes of one token in one layer."""
+        return sum(
+            kv.token_bytes(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds
+        )

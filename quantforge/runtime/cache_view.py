@@ -20,7 +20,9 @@ class CacheView(PagedCache):
     def __init__(self, cache: PagedCache, sequences: int) -> None:
         self.__dict__.update(cache.__dict__)
         self._whole = cache
-        self.table = cache.table.new_zeros(sequences, cache.table.shape[1])
+        self.tables = {
+            key: table.new_zeros(sequences, table.shape[1]) for key, table in cache.tables.items()
+        }
         self.lengths = cache.lengths.new_zeros(sequences)
         self._held = [[] for _ in range(sequences)]
         self._counts = [0] * sequences
@@ -29,5 +31,6 @@ class CacheView(PagedCache):
         """Make the sequences these of the cache, in order; the last of them, over and over, where there are too few."""
         more = self.sequences - len(sequences)
         at = torch.tensor([*sequences, *[sequences[-1]] * more], device=self.lengths.device)
-        self.table.copy_(self._whole.table[at])
+        for key, table in self.tables.items():
+            table.copy_(self._whole.tables[key][at])
         self.lengths.copy_(self._whole.lengths[at])

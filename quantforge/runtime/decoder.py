@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from quantforge.errors import RefusedError
 from quantforge.runtime.active_experts import waits
 from quantforge.runtime.arrivals import Arrivals
-from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.computed import computed, supports
 from quantforge.runtime.decoder_layer import Layer, layer_of, multiply, neighbours_to_halves
@@ -36,6 +36,7 @@ from quantforge.runtime.multipliers import multipliers_of
 from quantforge.runtime.prompt_attention import attend_many
 from quantforge.runtime.ragged import RaggedBatch, Span
 from quantforge.runtime.rotary import angles_at, queries_of, width_of
+from quantforge.runtime.stored_entries import LayerScales
 from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
@@ -62,10 +63,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        join: bool = True,
-        scales: LayerScales | None = None,
+        self, model: PreTrainedModel, join: bool = True, scales: LayerScales | None = None
     ) -> None:
         family = computed(model)
         if family is None or family.own_graph is None or not supports(model):
@@ -85,9 +83,8 @@ class Decoder:
         self._output: nn.Module = model.get_output_embeddings()
         self._graph = family.own_graph
         self._norm: Any = model.get_submodule(family.final_norm)
-        self._epsilon: float | None = getattr(
-            config, "rms_norm_eps", None
-        )  # None: norms of other kinds
+        # None: norms of other kinds
+        self._epsilon: float | None = getattr(config, "rms_norm_eps", None)
         self._offset = family.norm_offset
         self._factors = multipliers_of(config)
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
@@ -102,20 +99,24 @@ class Decoder:
             layer_of(block, family, model, index, join) for index, block in enumerate(blocks)
         ]
         self.waits = waits(model)
-        keys = {layer.rotary for layer in self.layers}
-        self._rotary_keys = sorted(key for key in keys if key is not None)
+        self._rotary_keys = sorted({x.rotary for x in self.layers if x.rotary is not None})
 
     def cache(
-        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None
+        self,
+        sequences: int,
+        tokens: int,
+        kind: str = "",
+        pages: int | None = None,
+        ahead: int = 0,
     ) -> PagedCache:
         """Make a cache for some sequences of at most ``tokens`` tokens; errors as `CacheShape` and `PagedCache`."""
-        return PagedCache(
-            self.cache_shape(kind), sequences, tokens, self.device, pages, scales=self._scales
-        )
+        shape = self.cache_shape(kind)
+        return PagedCache(shape, sequences, tokens, self.device, pages, self._scales, ahead)
 
     def cache_shape(self, kind: str = "") -> CacheShape:
         """Return the shape of a cache of this model."""
-        return CacheShape(len(self.layers), self.kv_heads, self.head, kind, self.dtype)
+        windows = tuple(layer.scores.window for layer in self.layers)
+        return CacheShape(len(self.layers), self.kv_heads, self.head, kind, self.dtype, windows)
 
     def hidden(self, ids: Tensor, cache: PagedCache) -> Tensor:
         """Compute the next tokens of every sequence, and append them to the cache; the caller calls its `count`.
@@ -150,7 +151,7 @@ class Decoder:
     def enter(self, ids: Tensor, cache: PagedCache) -> Arrivals:
         """Return what blocks need of the next tokens (embeddings, places, angles); advance ``lengths`` of the cache."""
         tokens = ids.shape[1]
-        slots = cache.slots(tokens).flatten()
+        slots = {key: places.flatten() for key, places in cache.slots(tokens).items()}
         positions = cache.lengths[:, None] + torch.arange(tokens, device=ids.device)
         entry = self._entry(ids.flatten(), slots, positions.flatten(), cache.most_tokens)
         cache.lengths += tokens
@@ -159,7 +160,7 @@ class Decoder:
     def _entry(
         self,
         ids: Tensor,
-        slots: Tensor,
+        slots: dict[int, Tensor],
         positions: Tensor,
         most: int,
         ragged: RaggedBatch | None = None,
@@ -202,13 +203,13 @@ class Decoder:
             q, k = (self._normed(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
         q, k, v = (part.view(len(h), -1, self.head) for part in (q, k, v))
         q, k = self._placed(layer, q, k, entry)
-        cache.write(index, entry.slots, k, v)
+        cache.write(index, entry.slots[cache.keys[index]], k, v)
         tokens = len(h) // sequences
-        stores, kind = cache.layers[index], cache.shape.kind
         if entry.ragged is not None:
             out = entry.ragged.attend(q, index, cache, layer.scores)
         elif tokens == 1:
-            out = attend(q, *stores, kind, cache.table, cache.lengths, layer.scores)
+            stores, table = cache.layers[index], cache.table_of(index)
+            out = attend(q, *stores, table, cache.lengths, layer.scores)
         else:
             out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
         return multiply(getattr(module, self._graph.output), out.reshape(len(h), -1))

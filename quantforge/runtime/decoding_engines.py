@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from quantforge.runtime.cache import LayerScales, PagedCache
+from quantforge.errors import RefusedError
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_rows import copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.stored_entries import LayerScales
 from quantforge_kernels.cpu import many_rows
 
 if TYPE_CHECKING:
@@ -106,9 +108,17 @@ def engine_of(
     """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
 
     Without a kind of ``cache``, measured ``scales`` stand for one in fp8. The forward of transformers has its own
-    cache, and takes no notice of either.
+    cache, and takes no notice of them.
+
+    Raises:
+        RefusedError: a kind of cache for a model that the forward of transformers computes.
     """
     if not supports(model):
+        if cache:
+            raise RefusedError(
+                f"a cache in {cache}: model_type {model.config.model_type!r} is computed by transformers, with its own",
+                "leave --cache out",
+            )
         return Transformers(model), None
     decoder = Decoder(model, scales=scales)
     cache = cache or ("fp8" if scales else "")

@@ -37,7 +37,7 @@ class StopLimits:
     Attributes:
         new_tokens: at most so many per sequence.
         stop: tokens that end a sequence.
-        cache: kind of the cache, see `quantforge_kernels.kv.KINDS`.
+        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
     """
 
     new_tokens: int = 32

@@ -83,7 +83,7 @@ class LiveAnswer:
             return
         speculation = drafting.begin(len(self._ids) + limits.max_tokens)
         self._speculated = speculation.counts
-        long = StopLimits(limits.max_tokens)
+        long = StopLimits(limits.max_tokens, cache=drafting.cache)
         for one in speculate(drafting.decoder, self._ids, speculation, long, limits.sampling):
             yield {0: one}
             if ended:

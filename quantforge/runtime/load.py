@@ -27,7 +27,6 @@ from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
-from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded, not_run
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.linear import round_inputs
@@ -40,6 +39,7 @@ from quantforge.runtime.model_sizes import (
     stored_sizes,
 )
 from quantforge.runtime.room import check_weights, free_bytes
+from quantforge.runtime.stored_entries import LayerScales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

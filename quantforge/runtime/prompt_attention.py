@@ -16,13 +16,19 @@ def attend_many(q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Ten
     """Return attention ``[sequences, tokens, heads, head]`` of queries of that shape, the cache's last tokens."""
     tokens = q.shape[1]
     held = int(cache.lengths.max())
-    keys, values = cache.read(layer, cache.table[:, : -(-held // PAGE)])
-    new = cache.lengths[:, None] - tokens + torch.arange(tokens, device=q.device)
+    first = pages_before(int(cache.lengths.min()) - tokens, scores)
+    keys, values = cache.read(layer, cache.table_of(layer)[:, first : -(-held // PAGE)])
+    new = cache.lengths[:, None] - first * PAGE - tokens + torch.arange(tokens, device=q.device)
     at = torch.arange(keys.shape[1], device=q.device)
     live = at <= new[..., None]  # [sequences, tokens, cached]
     if scores.window:
         live &= at > new[..., None] - scores.window
     return _attend(q, keys, values, live, scores)
+
+
+def pages_before(start: int, scores: Scores) -> int:
+    """Return how many pages lie before all that tokens from place ``start`` on look at."""
+    return max(0, start - scores.window + 1) // PAGE if scores.window else 0
 
 
 def attend_span(
@@ -35,7 +41,8 @@ def attend_span(
 
     Args:
         q: queries.
-        entries: keys and values ``[cached, kv_heads, head]`` of the whole sequence, these tokens last.
+        entries: keys and values ``[cached, kv_heads, head]`` of the sequence, these tokens last; those that are before
+            their windows may be left out.
         scores: how scores are made.
         tree: ``[tokens, tokens]`` bool, which of these tokens each one sees, itself among them; all before it when
             left out.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.prompt_attention import attend_span, depths
+from quantforge.runtime.prompt_attention import attend_span, depths, pages_before
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
 
@@ -46,12 +46,13 @@ class RaggedBatch:
         cache: holds what came before; pages for the new tokens are reserved.
 
     Attributes:
-        slots: places ``[tokens]`` in the pool of pages.
+        slots: places ``[tokens]`` in the pages, by key of a layer (`CacheLayout.keys`).
         positions: of the tokens in their sequences, ``[tokens]``.
     """
 
     def __init__(self, spans: Sequence[Span], cache: PagedCache) -> None:
         device = cache.table.device
+        cache.layout.expect(max(span.tokens for span in spans))
         starts = [cache.length(span.row) for span in spans]
         given = torch.tensor(
             [(span.row, start, span.tokens) for span, start in zip(spans, starts, strict=True)]
@@ -61,7 +62,10 @@ class RaggedBatch:
         first = (ends - given[:, 2]).repeat_interleave(given[:, 2])
         within = torch.arange(len(rows)) - first
         rows, places = rows.to(device), (begin + within).to(device)
-        self.slots = cache.table[rows, places // PAGE].long() * PAGE + places % PAGE
+        self.slots = {
+            key: table[rows, places // PAGE].long() * PAGE + places % PAGE
+            for key, table in cache.tables.items()
+        }
         self.positions = places
         self._long: list[tuple[slice, Span, int]] = []
         short = torch.ones(len(rows), dtype=torch.bool)
@@ -77,7 +81,8 @@ class RaggedBatch:
         if self._long:
             rows, places = rows[self._short], places[self._short]
         pages = int(((begin + within)[short]).max()) // PAGE + 1 if len(places) else 0
-        self._table, self._lengths = cache.table[rows, :pages], (places + 1).int()
+        self._tables = {key: table[rows, :pages] for key, table in cache.tables.items()}
+        self._lengths = (places + 1).int()
 
     def attend(self, q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
         """Return attention ``[tokens, heads, head]`` of queries of that shape, whose keys and values are stored."""
@@ -87,13 +92,15 @@ class RaggedBatch:
         if len(self._short):
             out[self._short] = self._attend_short(q[self._short], layer, cache, scores)
         for part, span, tokens in self._long:
-            pages = cache.table[span.row : span.row + 1, : -(-tokens // PAGE)]
+            first = pages_before(tokens - span.tokens, scores)
+            pages = cache.table_of(layer)[span.row : span.row + 1, first : -(-tokens // PAGE)]
             keys, values = cache.read(layer, pages)
             # Nothing beyond the last token is read: who had the page before may have left there what is no number.
-            entries = keys[0, :tokens], values[0, :tokens]
+            seen = tokens - first * PAGE
+            entries = keys[0, :seen], values[0, :seen]
             out[part] = attend_span(q[part], entries, scores, span.tree)
         return out
 
     def _attend_short(self, q: Tensor, layer: int, cache: PagedCache, scores: Scores) -> Tensor:
-        stores, kind = cache.layers[layer], cache.shape.kind
-        return attend(q, *stores, kind, self._table, self._lengths, scores)
+        table = self._tables[cache.keys[layer]]
+        return attend(q, *cache.layers[layer], table, self._lengths, scores)

@@ -48,13 +48,22 @@ def check_weights(needed: int, weights: int, free: int | None) -> None:
     )
 
 
-def check_cache(shape: CacheShape, sequences: int, tokens: int, free: int | None) -> None:
+def check_cache(
+    shape: CacheShape, sequences: int, tokens: int, free: int | None, needed: int | None = None
+) -> None:
     """Refuse a cache that does not fit.
+
+    Args:
+        shape: of its entries.
+        sequences: of them.
+        tokens: of each.
+        free: bytes that are free; None is any.
+        needed: bytes that it takes, where layers with a window do not hold all tokens.
 
     Raises:
         ResourceError: naming the sequences, or else the tokens, that would fit.
     """
-    needed = shape.token_bytes * sequences * tokens
+    needed = shape.token_bytes * sequences * tokens if needed is None else needed
     if free is None or needed <= MARGIN * free:
         return
     room = int(MARGIN * free / shape.token_bytes)

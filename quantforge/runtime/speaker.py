@@ -25,17 +25,21 @@ class Speaker:
         loaded: the model.
         name: of the model, for results.
         guesses: who guesses tokens ahead, if anybody does.
+        cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when left out.
 
     Attributes:
         events: what loading has to tell.
 
     Raises:
         InputError: no tokenizer that can be read.
+        RefusedError: a kind of cache for a model that the own decoder does not compute.
     """
 
-    def __init__(self, loaded: Loaded, name: str, guesses: GuessedDecoder | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, name: str, guesses: GuessedDecoder | None = None, cache: str = ""
+    ) -> None:
         self._side = text_side(loaded.path, loaded.config)
-        engine, token_bytes = engine_of(loaded.model, scales=loaded.kv_scales)
+        engine, token_bytes = engine_of(loaded.model, cache, loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"
         self._model = TextModel(name, decoder, engine, self._side, guesses)
         self.name, self.events = name, loaded.events

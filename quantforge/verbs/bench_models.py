@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
@@ -70,8 +71,6 @@ def bench(
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
-    from quantforge.verbs.measurement_options import CACHES
-
     if not models:
         raise UsageError("no model", "quantforge bench MODEL")
     if options.url and (len(models) != 1 or options.ladder):
@@ -84,8 +83,7 @@ def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
         raise UsageError(
             f"--ladder with {len(models)} models", "the model in 16 bits, then its quantization"
         )
-    if options.cache not in CACHES:
-        raise UsageError(f"--cache {options.cache}: no such kind", f"one of {', '.join(CACHES)}")
+    kinds_of(options.cache)
     for name, value, most in (
         ("--rows", options.rows, MOST_ROWS),
         ("--token-budget", options.token_budget, MOST_BUDGET),
@@ -205,7 +203,7 @@ def _engine(
     return EngineOptions(
         rows=options.rows,
         tokens=min(longest, decoder.positions),
-        cache="" if options.cache == "16bit" else options.cache,
+        cache=options.cache,
         token_budget=max(options.token_budget, options.rows),
         batching=options.batching,
         chunked_prefill=options.chunked_prefill,

@@ -20,8 +20,8 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_measured
 from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.measurement_options import (
-    CACHES,
     MeasurementOptions,
+    caches_of,
     check_engine,
     check_measurement,
 )
@@ -130,7 +130,7 @@ def _measurement(
         check(tasks)
     given: Mapping[str, Any] = {**options}
     same = ("windows", "length", "speed", "engine")  # what is passed on as it is
-    cache = options.get("cache", CACHES[0])
+    caches = caches_of(options)
     text = options.get("text")
     source = own_text(reference) if text is None else text
     if text is None and source != BUILTIN:
@@ -139,7 +139,8 @@ def _measurement(
         text="",
         text_name=text_name(source),
         text_found=text is None,
-        cache="" if cache == CACHES[0] else cache,
+        cache=caches[0] if caches else "",
+        caches=caches,
         device=settings.device,
         tasks=tasks,
         prompts=_prompts(reference, options, settings),

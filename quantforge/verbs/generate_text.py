@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, check_options
 from quantforge.formats import detect
@@ -60,6 +61,7 @@ def generate(
     stream: Callable[[str], object] | None = None,
     draft: str = "",
     draft_tokens: int = DRAFT_TOKENS,
+    cache: str = "",
     **options: Unpack[AnswerOptions],
 ) -> Generated:
     """Let a model continue a text, or answer where it has a chat template.
@@ -74,18 +76,20 @@ def generate(
         draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself), ``int2``,
             ``int3`` or ``int4`` (the model in fewer bits), or a smaller model; the text stays the same.
         draft_tokens: guesses of a pass at most.
+        cache: how keys and values are stored, see `quantforge.architectures.cache_kinds`; the model's when left out.
         options: see `AnswerOptions`.
 
     Raises:
         UsageError: a value that means nothing here.
         InputError: the model or its tokenizer cannot be used, or the prompt is longer than what the model sees.
-        RefusedError: ``settings.policy`` does not accept what loading tells of.
+        RefusedError: ``settings.policy`` does not accept what loading tells of, or a cache is named for a model that
+            the own decoder does not compute.
     """
     limits = limits_of(max_tokens, **options)
     from quantforge.runtime.speaker import checked
 
     checked(prompt)
-    speaker = open_speaker(model, settings or Settings(), draft, draft_tokens)
+    speaker = open_speaker(model, settings or Settings(), draft, draft_tokens, cache)
     answer = speaker.answer(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
@@ -110,19 +114,24 @@ def open_speaker(
     settings: Settings,
     draft: str = "",
     draft_tokens: int = DRAFT_TOKENS,
+    cache: str = "",
 ) -> Speaker:
     """Load a model to talk to; errors as `generate`."""
+    if cache:
+        kinds_of(cache)
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.speaker import Speaker
 
     if not draft:
-        return Speaker(loaded, name)
+        return Speaker(loaded, name, cache=cache)
     from quantforge.runtime.speculation.draft_choice import drafting
 
     def other(named: str) -> Loaded:
         return loaded_to_answer(named, settings)[0]
 
-    return Speaker(loaded, name, drafting(loaded, draft, draft_tokens, other))
+    guesses = drafting(loaded, draft, draft_tokens, other)
+    guesses.cache = cache
+    return Speaker(loaded, name, guesses, cache)
 
 
 def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from quantforge.architectures.cache_kinds import listed
 from quantforge.errors import UsageError, check_options, nearest
 from quantforge.verbs.argument_types import check_choices
 
-CACHES = ("16bit", "int8", "fp8", "int4")
 ENGINES = ("llama.cpp",)
 # What has an effect beside another choice alone.
 _BESIDE = {
@@ -27,7 +27,9 @@ class MeasurementOptions(TypedDict, total=False):
     windows: int  # at most so many
     length: int  # tokens of a window
     speed: bool  # measure speed and memory too
-    cache: str  # kind of the KV cache for speed, one of `CACHES`
+    cache: (
+        str | Sequence[str]
+    )  # KV caches to try, see `quantforge.architectures.cache_kinds`; the first for speed too
     engine: str  # one of `ENGINES` scores GGUF files too; none when empty
     tasks: str | Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files
     task_limit: int  # documents of each task; 0 is all
@@ -48,22 +50,24 @@ def check_measurement(options: Mapping[str, Any]) -> None:
         raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
     check_options(options, MeasurementOptions.__annotations__)
     check_choices(MeasurementOptions, options)
-    cache, engine = options.get("cache", CACHES[0]), options.get("engine", "")
-    if cache not in CACHES:
-        raise UsageError(f"--cache {cache}: no such kind", nearest(cache, CACHES))
+    engine = options.get("engine", "")
+    caches_of(options)
     if engine and engine not in ENGINES:
         raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
-    if cache != CACHES[0] and not options.get("speed", True):
-        raise UsageError(
-            f"--cache {cache}: the cache is that of the speed, which is not measured",
-            "leave --cache out, or measure speed",
-        )
     for name, needed in _BESIDE.items():
         if options.get(name) and not options.get(needed):
             flag, other = f"--{name.replace('_', '-')}", f"--{needed}"
             raise UsageError(
                 f"{flag} has no effect without {other}", f"add {other}, or leave it out"
             )
+
+
+def caches_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the KV caches that are asked for; errors as `listed`."""
+    given = options.get("cache", ())
+    if isinstance(given, str):
+        return listed(given)
+    return listed(",".join(given)) if given else ()
 
 
 def check_engine(engine: str, paths: Sequence[Path]) -> None:

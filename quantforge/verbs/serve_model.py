@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.errors import RefusedError, UsageError
 from quantforge.http_api.server_limits import MIB, ServerLimits
 from quantforge.settings import Settings
 from quantforge.verbs.argument_types import check_choices
@@ -18,12 +19,11 @@ from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.http_api.served_model import ServedModel
-    from quantforge.runtime.decoder import Decoder
+    from quantforge.runtime.cache_layout import CacheLayout
     from quantforge.runtime.load import Loaded
 
 HOST, PORT = "127.0.0.1", 8000
 CONCURRENT = 16
-CACHES = ("int8", "fp8", "int4")
 CACHE_GIB = 4.0  # where all answers at their full length would take more
 PACKAGES = ("starlette", "uvicorn")
 
@@ -34,7 +34,7 @@ class ServeOptions(TypedDict, total=False):
     host: str
     port: int  # 0 takes a free one
     served_name: str  # by which requests ask for the model; its directory or file when left out
-    cache: str  # kind of the cache: "", int8, fp8, int4
+    cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
     cache_gib: float  # most memory of the cache
     context: int  # most tokens of a prompt and its answer; what the model sees when left out
     concurrent: int  # answers that are computed at a time
@@ -123,6 +123,7 @@ def served_model(
     import torch
 
     from quantforge.http_api.served_model import ServedModel
+    from quantforge.runtime.cache_layout import CacheLayout
     from quantforge.runtime.computed import supports
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.serving.engine import ServingEngine
@@ -139,16 +140,15 @@ def served_model(
     kind = options.get("cache") or ("fp8" if loaded.kv_scales else "")
     context = options.get("context") or min(decoder.positions, side.positions)
     rows = options.get("concurrent", CONCURRENT)
-    engine = ServingEngine(
-        decoder,
-        EngineOptions(
-            rows=rows,
-            tokens=context,
-            pages=_pages(decoder, kind, rows, context, options.get("cache_gib", CACHE_GIB)),
-            cache=kind,
-            token_budget=max(EngineOptions().token_budget, rows),
-        ),
+    wanted = EngineOptions(
+        rows=rows,
+        tokens=context,
+        cache=kind,
+        token_budget=max(EngineOptions().token_budget, rows),
     )
+    layout = CacheLayout(decoder.cache_shape(kind), context, wanted.ahead)
+    pages = _pages(layout, rows, options.get("cache_gib", CACHE_GIB))
+    engine = ServingEngine(decoder, replace(wanted, pages=pages))
 
     def begin() -> None:
         if settings.threads is not None:
@@ -157,19 +157,22 @@ def served_model(
     return ServedModel(options.get("served_name") or _name(name), side, engine, rows, limits, begin)
 
 
-def _pages(decoder: Decoder, kind: str, rows: int, context: int, gib: float) -> int:
-    """Return the pages of the cache: for all rows to be full, or as many as the memory holds.
+def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
+    """Return the pages of the cache: for all rows to be full, or as many as the memory holds beside the rings.
 
     Raises:
         UsageError: not even one.
     """
     from quantforge_kernels.kv import PAGE
 
-    full, size = rows * -(-context // PAGE), decoder.cache_shape(kind).token_bytes * PAGE
-    pages = min(full, int(gib * (1 << 30)) // size)
+    full, rings = rows * -(-layout.tokens // PAGE), rows * layout.ring_bytes
+    left = int(gib * (1 << 30)) - rings
+    pages = min(full, left // layout.page_bytes) if layout.page_bytes else full * (left >= 0)
     if pages < 1:
+        beside = f", beside {rings} of windows" if rings else ""
         raise UsageError(
-            f"a cache of {gib:g} GiB: {PAGE} tokens take {size} bytes", "give it more memory"
+            f"a cache of {gib:g} GiB: {PAGE} tokens take {layout.page_bytes} bytes{beside}",
+            "give it more memory" + (", or less --concurrent" if rings else ""),
         )
     return pages
 
@@ -186,8 +189,8 @@ def _checked(options: ServeOptions) -> ServerLimits:
         UsageError: a name or a value that means nothing, or a package is missing.
     """
     check_choices(ServeOptions, options)
-    if (kind := options.get("cache")) and kind not in CACHES:
-        raise UsageError(f"cache = {kind!a:.60}", nearest(str(kind), CACHES))
+    if kind := options.get("cache"):
+        kinds_of(kind)
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)
     if type(port) is not int or not 0 <= port < 1 << 16:
         raise UsageError(f"port = {port!a:.60}", "a whole number from 0 to 65535 (0: a free one)")

@@ -22,6 +22,10 @@ import torch
 
 import quantforge
 from quantforge.cli.answers import speed_of
+from quantforge.errors import RefusedError, UsageError
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits
+from quantforge.runtime.generate import generate as generate_tokens
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import text_side
 from quantforge_kernels.cpu import features
@@ -263,6 +267,30 @@ def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:
     assert choice["text"] == found["text"]
     assert [token["id"] for token in choice["logprobs"]] == found["tokens"]
     assert len(choice["logprobs"][0]["top_logprobs"]) == 2
+
+
+PROMPT = "The city was"
+
+
+def test_a_cache_of_fewer_bits_is_taken_by_every_way_to_answer(capsys) -> None:
+    told = [
+        json.loads(command(capsys, "generate", str(DEMO), PROMPT, "--raw", "--max-tokens", "60", "--json", *more).out)
+        for more in ((), ("--cache", "k=int8,v=int4"), ("--cache", "k=int8,v=int4", "--draft", "ngram"))
+    ]  # fmt: skip
+    plain, cached, guessed = (found["answers"][0]["tokens"] for found in told)
+    assert cached != plain
+    decoder = Decoder(load(DEMO, dtype=torch.bfloat16).model)
+    ids = text_side(DEMO, {}).tokenizer.encode(PROMPT)
+    wanted = generate_tokens(decoder, [ids], StopLimits(60, cache="k=int8,v=int4"))[0]
+    assert cached == wanted[: len(cached)]
+    assert guessed[:4] == cached[:4]
+
+
+def test_a_cache_is_refused_where_transformers_has_its_own(tiny: Tiny) -> None:
+    with pytest.raises(RefusedError, match="computed by transformers"):
+        quantforge.generate(tiny("gpt2"), "import", cache="int8")
+    with pytest.raises(UsageError, match="once each"):
+        quantforge.generate(DEMO, "import", cache="k=int8")
 
 
 def test_bias_penalties_and_beams(capsys) -> None:

@@ -121,7 +121,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
         (["--port", "99999"], UsageError.exit_code, "port = 99999"),
         (["--concurrent", "0"], UsageError.exit_code, "--concurrent 0"),
         (["--timeout", "-1"], UsageError.exit_code, "seconds = -1"),
-        (["--cache", "int3"], UsageError.exit_code, "cache = 'int3'"),
+        (["--cache", "int3"], UsageError.exit_code, "'int3' is no kind of cache"),
         (["--cache-memory", "0.000001"], UsageError.exit_code, "cache of 1e-06 GiB"),
         (["--context", "5000"], InputError.exit_code, "1024 positions"),
         (["--host", "203.0.113.1"], InputError.exit_code, "cannot listen on 203.0.113.1"),

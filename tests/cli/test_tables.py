@@ -15,12 +15,14 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
+from quantforge.evaluation.cache_tables import cache_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
 from quantforge.evaluation.evaluate import Evaluation
 from quantforge.evaluation.figures import _MEASURED
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import markdown, notes
 from quantforge.evaluation.windows import Protocol
+from tests.evaluations import TRIAL, cache_rows
 from tests.runs import command
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -89,6 +91,29 @@ def test_an_evaluation_uses_the_width_and_no_more(found, width, monkeypatch, cap
     drawn = capsys.readouterr().out
     assert max(map(len, drawn.splitlines())) <= width
     check(f"eval-{width}", drawn)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_caches_fit(found, width, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    reference = found.rows[0] | {"caches": cache_rows()}
+    show_tables(Console(), replace(found, rows=(reference,), caches=TRIAL), wide=False)
+    drawn = capsys.readouterr().out
+    assert max(map(len, drawn.splitlines())) <= width
+    check(f"eval-caches-{width}", drawn)
+
+
+def test_caches_of_several_models_bear_their_names(found):
+    rows = tuple(row | {"caches": cache_rows()} for row in found.rows)
+    tables = cache_tables(rows, found.verdict.names)
+    assert len(tables) == 3
+    for _, (label, *_) in tables:
+        assert label.cells[:4] == (
+            "wren 16bit",
+            "wren int8",
+            "wren k=int8,v=int4",
+            "wren-rtn-int4 16bit",
+        )
 
 
 def test_all_columns_are_there_when_asked_for(found, monkeypatch, capsys):

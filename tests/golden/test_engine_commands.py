@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from quantforge.architectures.cache_kinds import WORDS as KINDS
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.loading import snippets
 from quantforge.formats.targets import TARGETS, check, of_engine, placed
-from quantforge.planning.cache_size import KINDS
 from quantforge.plans import EngineVerdict, Serving
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
@@ -133,6 +133,15 @@ def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
     assert not of_engine("linears as declared for llama")
     with pytest.raises(UsageError, match="'int5'"):
         check_serving("vllm", Serving(cache="int5"))
+
+
+@pytest.mark.parametrize("engine", COMMANDS)
+def test_keys_and_values_of_different_widths_are_refused_with_the_reason(engine):
+    with pytest.raises(RefusedError, match="keys and values alike") as raised:
+        check_serving(engine, Serving(cache="v=int4,k=int8"))
+    assert ("--cache int8" in raised.value.hint) == ("int8" in COMMANDS[engine].caches)
+    with pytest.raises(UsageError, match="k=int8: one word"):
+        check_serving(engine, Serving(cache="k=int8"))
 
 
 def test_a_context_that_nothing_bounds_is_told():

@@ -48,7 +48,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.engine_families": ("kimi_linear", "what the loader of an engine does not do for it"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
-    "verbs": ("fp8 int4 int8", "kinds of KV cache"),
+    "verbs": ("fp8", "a kind of KV cache"),
     "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama magnitude mistral nvfp4 "
                      "qwen2 sparsegpt",
                      "keys of configurations that other tools write, by quant_method; tokenizers of one family;"

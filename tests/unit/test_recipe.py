@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantforge.errors import InputError
+from quantforge.errors import InputError, UsageError
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import (
     AwqOptions,
     CalibrationOptions,
@@ -120,3 +121,19 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="UTF-8"):
         read_recipe(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("kind", ["k=int8,v=int4", "int8", "INT4"])
+def test_a_kind_of_cache_that_no_file_holds_is_refused_with_the_reason(kind):
+    with pytest.raises(InputError) as raised:
+        Recipe(kv_cache=kind)
+    assert "scales of fp8 alone" in raised.value.hint
+    with pytest.raises(UsageError) as typed:
+        build_recipe(None, kv_cache=kind)
+    assert "scales of fp8 alone" in typed.value.hint
+
+
+def test_a_misspelt_kind_of_scales_is_told_the_nearest():
+    with pytest.raises(InputError) as raised:
+        Recipe(kv_cache="fp8_heads")
+    assert "'fp8_head'" in raised.value.hint

@@ -36,14 +36,15 @@ class PagedForm:
     """Form for which a program is made.
 
     Attributes:
-        entries: how heads are stored.
+        keys, values: how their heads are stored; of one type, lanes and head.
         group: query heads of a head of keys.
         scale: of scores.
         cap: of scores; 0: none.
         window: newest tokens that are seen; 0: all.
     """
 
-    entries: Entries
+    keys: Entries
+    values: Entries
     group: int
     scale: float
     cap: float
@@ -52,15 +53,15 @@ class PagedForm:
     @property
     def together(self) -> int:
         """Return the number of query heads of a unit."""
-        most = max(1, _SUMS // self.entries.head)
+        most = max(1, _SUMS // self.keys.head)
         return next(size for size in range(most, 0, -1) if self.group % size == 0)
 
 
 def attend(form: PagedForm, parallel: bool) -> ir.Module:
     """Build ``attend_run``: attention for a range of units, ``heads / together`` for each sequence."""
     module = ir.Module()
-    dtype, head = form.entries.dtype, form.entries.head
-    e = Emitter(module, "attend", form.entries.lanes)
+    dtype, head = form.keys.dtype, form.keys.head
+    e = Emitter(module, "attend", form.keys.lanes)
     build, together = e.build, form.together
     heads, kv_heads, pages = (e.word(place) for place in (HEADS, KV_HEADS, PAGES))
     queries, out, table = (e.address(place) for place in (QUERIES, OUT, TABLE))
@@ -117,7 +118,7 @@ def _scores(
     """Store the score of every token for every query head, the oldest that is seen first."""
     build, keys = e.build, pool_at(e, KEYS)
     with e.loop(*tokens) as (token, _):
-        key = load_head(e, form.entries, keys, entry(token))
+        key = load_head(e, form.keys, keys, entry(token))
         for query, score in zip(queries, scores, strict=True):
             dot = e.splat(F32, 0.0)
             for i, part in enumerate(key):
@@ -162,10 +163,10 @@ def _weighted(
     e: Emitter, form: PagedForm, tokens: Tokens, entry: Entry, scores: list[Value]
 ) -> list[Value]:
     """Sum the values, each times its exponential: ``head`` vectors for every query head."""
-    build, values, head = e.build, pool_at(e, VALUES), form.entries.head
+    build, values, head = e.build, pool_at(e, VALUES), form.values.head
     start = [e.splat(F32, 0.0)] * (len(scores) * head)
     with e.loop(*tokens, start) as (token, sums):
-        value = load_head(e, form.entries, values, entry(token))
+        value = load_head(e, form.values, values, entry(token))
         place = e.scaled(build.sub(token, tokens[0]), 4)
         for g, score in enumerate(scores):
             weight = e.spread(e.load(score, place, F32))

@@ -20,6 +20,10 @@ NEW_KEYS, NEW_VALUES, SLOTS = range(4, 7)  # words of `store`: addresses
 KEY_STRIDE, VALUE_STRIDE, KV_HEADS = range(7, 10)  # bytes from token to token, heads of a token
 KEY_POOL, VALUE_POOL = 10, 13  # three addresses each: codes, scales, lows
 KEY_SCALES, VALUE_SCALES = 16, 17  # addresses of measured scales, see `kv.spread`
+_WORDS = (  # of keys, and of values
+    (NEW_KEYS, KEY_STRIDE, KEY_POOL, KEY_SCALES),
+    (NEW_VALUES, VALUE_STRIDE, VALUE_POOL, VALUE_SCALES),
+)
 
 Pool = tuple[Value, Value, Value]  # codes, scales, lows; what is not there is not read
 
@@ -91,24 +95,21 @@ def load_head(e: Emitter, entries: Entries, pool: Pool, number: Value) -> list[V
     return values
 
 
-def store(entries: Entries, measured: bool, parallel: bool) -> ir.Module:
+def store(both: tuple[Entries, Entries], measured: tuple[bool, bool], parallel: bool) -> ir.Module:
     """Build ``store_run``: put keys and values of a range of tokens into their slots; scales may be measured before."""
-    module = ir.Module()
-    e = Emitter(module, "store", entries.lanes)
+    module, first = ir.Module(), both[0]
+    e = Emitter(module, "store", first.lanes)
     build, heads = e.build, e.word(KV_HEADS)
-    width = entries.head * entries.lanes * entries.dtype.itemsize  # bytes of a head
+    width = first.head * first.lanes * first.dtype.itemsize  # bytes of a head
     with e.loop(e.first, e.last) as (token, _):
         slot = e.load(e.address(SLOTS), e.scaled(token, 8), I64)
-        for new, stride, pool, scales in (
-            (NEW_KEYS, KEY_STRIDE, KEY_POOL, KEY_SCALES),
-            (NEW_VALUES, VALUE_STRIDE, VALUE_POOL, VALUE_SCALES),
-        ):
+        for entries, given, (new, stride, pool, scales) in zip(both, measured, _WORDS, strict=True):
             source = build.gep(e.address(new), [build.mul(token, e.word(stride))])
-            given = e.address(scales) if measured else None
+            before = e.address(scales) if given else None
             with e.loop(I64(0), heads) as (head, _):
                 base = build.gep(source, [e.scaled(head, width)])
                 number = build.add(build.mul(slot, heads), head)
-                _store_head(e, entries, base, pool_at(e, pool), (number, head), given)
+                _store_head(e, entries, base, pool_at(e, pool), (number, head), before)
     build.ret_void()
     add_entry(module, "store", parallel=parallel)
     return module

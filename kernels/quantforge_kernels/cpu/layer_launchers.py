@@ -67,9 +67,9 @@ def dense_rows(x: Tensor, weight: Tensor) -> int:
     return (LARGE_ROWS if large else DENSE_ROWS).get(x.dtype, 0)
 
 
-def accepts_cache(head: int, kind: str, *values: Tensor) -> bool:
-    """Return whether `attend` and `store` take queries, or keys and values, of a cache of a kind."""
-    halves = 2 if kind == "int4" else 1
+def accepts_cache(head: int, kinds: tuple[str, str], *values: Tensor) -> bool:
+    """Return whether `attend` and `store` take queries, or keys and values, of a cache of two kinds."""
+    halves = 2 if "int4" in kinds else 1
     return accepts(head // halves, *values)
 
 
@@ -136,13 +136,14 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, keys: Store, values: Store, kind: str, table: Tensor, lengths: Tensor, scores: Scores
+    q: Tensor, keys: Store, values: Store, table: Tensor, lengths: Tensor, scores: Scores
 ) -> Tensor:
     """Attend to the cache (as `attention.attend`)."""
     q = q.contiguous()
     sequences, heads, head = q.shape
     kv_heads, lanes = keys.codes.shape[2], _lanes()
-    together, program = _attention(_entries(lanes, q.dtype, head, kind), heads // kv_heads, scores)
+    forms = tuple(_entries(lanes, q.dtype, head, part.kind) for part in (keys, values))
+    together, program = _attention((forms[0], forms[1]), heads // kv_heads, scores)
     most = table.shape[1] * PAGE
     out, room = torch.empty_like(q), -(-most // lanes)
     scratch = torch.empty(sequences * heads * (room * lanes + head), dtype=torch.float32)
@@ -158,21 +159,21 @@ def attend(
 def store(
     given: tuple[Tensor, Tensor],
     pools: tuple[Store, Store],
-    kind: str,
     slots: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Put keys and values ``[tokens, kv_heads, head]`` into ``slots`` (int64) of ``[pages, PAGE, kv_heads, ...]``.
 
-    ``scales``: measured before, see `kv.spread`.
+    ``scales``: of keys and of values, measured before, see `kv.spread`; None where each token has its own.
     """
     given = (side_by_side(given[0]), side_by_side(given[1]))
     tokens, kv_heads, head = given[0].shape
     addresses = [value.data_ptr() for value in (*given, slots)]
     strides = [value.stride(0) * value.element_size() for value in given]
     words = [*addresses, *strides, kv_heads, *_addresses(pools[0]), *_addresses(pools[1])]
-    words += [scale.data_ptr() for scale in scales or ()]
-    program = _storing(_entries(_lanes(), given[0].dtype, head, kind), scales is not None)
+    words += [0 if scale is None else scale.data_ptr() for scale in scales]
+    forms = [_entries(_lanes(), given[0].dtype, head, pool.kind) for pool in pools]
+    program = _storing(forms[0], forms[1], scales[0] is not None, scales[1] is not None)
     program([0, tokens, _threads(given[0]), tokens, *words])
 
 
@@ -228,19 +229,20 @@ def _dense(
 
 
 @cache
-def _storing(entries: Entries, measured: bool) -> Program:
+def _storing(keys: Entries, values: Entries, *measured: bool) -> Program:
     from quantforge_kernels.cpu import compiler
     from quantforge_kernels.cpu.cache_entries import store as make
 
-    return compiler.Program(make(entries, measured, compiler.openmp()), "store")
+    module = make((keys, values), (measured[0], measured[1]), compiler.openmp())
+    return compiler.Program(module, "store")
 
 
 @cache
-def _attention(entries: Entries, group: int, scores: Scores) -> tuple[int, Program]:
+def _attention(both: tuple[Entries, Entries], group: int, scores: Scores) -> tuple[int, Program]:
     """Return the query heads of a unit of work, and the program."""
     from quantforge_kernels.cpu import attention_program, compiler
 
-    form = attention_program.PagedForm(entries, group, scores.scale, scores.cap, scores.window)
+    form = attention_program.PagedForm(*both, group, scores.scale, scores.cap, scores.window)
     return form.together, compiler.Program(
         attention_program.attend(form, compiler.openmp()), "attend"
     )

@@ -48,9 +48,9 @@ def _half_of_page(
 def paged_kernel(
     q_ptr, keys, key_scales, key_lows, values, value_scales, value_lows, table_ptr, lengths_ptr,
     sums_ptr, peaks_ptr, totals_ptr, kv_heads, table_stride, scale, cap, window,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, KEY_RUN: tl.constexpr, KEY_KIND: tl.constexpr,
+    VALUE_RUN: tl.constexpr, VALUE_KIND: tl.constexpr, PAGE: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_H: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute partial results of (sequence, key/value head, share): ``sums [.., G, HEAD]``, ``m`` and ``l``."""
     HALF: tl.constexpr = HEAD // 2
@@ -79,8 +79,8 @@ def paged_kernel(
         if WINDOWED:
             live = live & (at >= length - window)
         mask = live[:, None] & inside
-        k0 = _half_of_page(keys, key_scales, key_lows, rows, k, mask, 0, HEAD, RUN, KIND)
-        k1 = _half_of_page(keys, key_scales, key_lows, rows, k, mask, 1, HEAD, RUN, KIND)
+        k0 = _half_of_page(keys, key_scales, key_lows, rows, k, mask, 0, HEAD, KEY_RUN, KEY_KIND)
+        k1 = _half_of_page(keys, key_scales, key_lows, rows, k, mask, 1, HEAD, KEY_RUN, KEY_KIND)
         score = tl.dot(q0, tl.trans(k0.to(kind)), input_precision="ieee")
         score = tl.dot(q1, tl.trans(k1.to(kind)), score, input_precision="ieee") * scale
         if CAPPED:
@@ -91,8 +91,12 @@ def paged_kernel(
         weight = tl.exp(score - steady[:, None])
         shrink = tl.exp(peak - steady)
         total = total * shrink + tl.sum(weight, axis=1)
-        v0 = _half_of_page(values, value_scales, value_lows, rows, k, mask, 0, HEAD, RUN, KIND)
-        v1 = _half_of_page(values, value_scales, value_lows, rows, k, mask, 1, HEAD, RUN, KIND)
+        v0 = _half_of_page(
+            values, value_scales, value_lows, rows, k, mask, 0, HEAD, VALUE_RUN, VALUE_KIND
+        )
+        v1 = _half_of_page(
+            values, value_scales, value_lows, rows, k, mask, 1, HEAD, VALUE_RUN, VALUE_KIND
+        )
         sum0 = tl.dot(weight.to(kind), v0.to(kind), sum0 * shrink[:, None], input_precision="ieee")
         sum1 = tl.dot(weight.to(kind), v1.to(kind), sum1 * shrink[:, None], input_precision="ieee")
         peak = highest

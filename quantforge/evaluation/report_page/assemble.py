@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quantforge.evaluation.block_errors import DEFINITION
+from quantforge.evaluation.cache_tables import cache_tables
 from quantforge.evaluation.harness import TASK_ERROR
 from quantforge.evaluation.report_page.charts import heat, quantiles, series, with_errors
 from quantforge.evaluation.report_page.drawing import Chart
@@ -88,7 +89,7 @@ def _tables(evaluation: Evaluation) -> list[Any]:
     found = [sortable("Quality and size", quality_columns(rows, verdict))]
     if evaluation.protocol.speed_dtype:
         found.append(sortable("Speed and memory", speed_columns(rows, verdict)))
-    return found
+    return found + [sortable(*table) for table in cache_tables(rows, verdict.names)]
 
 
 def _detail_tables(rows: Sequence[Any], verdict: Verdict) -> Iterator[Any]:

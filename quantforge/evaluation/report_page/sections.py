@@ -168,8 +168,8 @@ def _further(options: EvaluationOptions) -> Iterator[str]:
         yield from ("--tasks", ",".join(names))
         yield from ("--task-limit", str(tasks.limit)) if tasks.limit else ()
         yield from ("--allow-code",) if tasks.code else ()
-    if options.cache:
-        yield from ("--cache", options.cache)
+    if options.caches:
+        yield from ("--cache", ",".join(options.caches))
     if options.engine:
         yield from ("--engine", options.engine)
     if options.adapter is not None:

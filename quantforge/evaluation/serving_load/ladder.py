@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
 from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
@@ -73,7 +74,7 @@ def climb(
     if options.prefix_cache:
         chunked = replace(chunked, prefix_cache=True)
         steps.append(("+ prefix cache", best, chunked))
-    if options.cache:
+    if kinds_of(options.cache or PLAIN) != ("", ""):
         steps.append((f"+ cache in {options.cache}", best, replace(chunked, cache=options.cache)))
     if rounded is not None:
         last = replace(chunked, cache=options.cache)

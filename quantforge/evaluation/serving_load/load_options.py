@@ -28,7 +28,7 @@ class LoadOptions:
         batching: see `EngineOptions`.
         chunked_prefill: see `EngineOptions`.
         prefix_cache: see `EngineOptions`.
-        cache: kind of the KV cache, one of `quantforge.verbs.measurement_options.CACHES`.
+        cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
         url: of a server that is measured in place of a model here.
         served_name: of the model at the server.
         ladder: measure the techniques one at a time.

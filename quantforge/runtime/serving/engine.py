@@ -51,7 +51,12 @@ class ServedDecoder(Protocol):
     device: torch.device
 
     def cache(
-        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None
+        self,
+        sequences: int,
+        tokens: int,
+        kind: str = "",
+        pages: int | None = None,
+        ahead: int = 0,
     ) -> PagedCache:
         """Make a cache."""
 
@@ -87,7 +92,9 @@ class ServingEngine:
                 f"set tokens to at most {decoder.positions}",
             )
         self._decoder = decoder
-        self.cache = decoder.cache(options.rows, tokens, options.cache, options.pages)
+        self.cache = decoder.cache(
+            options.rows, tokens, options.cache, options.pages, options.ahead
+        )
         self._decoding: DecodingSteps | None = None
         if options.recorded and isinstance(decoder, Decoder):
             self._decoding = DecodingSteps(decoder, self.cache)

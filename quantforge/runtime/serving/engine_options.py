@@ -19,7 +19,7 @@ class EngineOptions:
         rows: most requests that are computed at a time.
         tokens: most tokens of a request, old and new; None: the positions of the model.
         pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
-        cache: kind of the cache, see `quantforge_kernels.kv.KINDS`.
+        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
         token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
         batching: "continuous": requests join and leave at every step. "static": a batch is filled once, and computed
             until the last of its requests is finished.
@@ -46,6 +46,11 @@ class EngineOptions:
     admission: str = "prompt"
     recorded: bool = True
     prefix_cache: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Return the most tokens of a row that a step writes, where rows share no pages; 0: layers hold all tokens."""
+        return self.chunk if self.chunked_prefill and not self.prefix_cache else 0
 
     def __post_init__(self) -> None:
         for name, known in (("batching", BATCHING), ("admission", ADMISSION)):

@@ -32,12 +32,14 @@ class GuessedDecoder:
         guesser: makes one for a text of at most so many tokens.
         most: guesses of a pass at most.
         costs: of passes, for all texts.
+        cache: kind of the model's cache, as that of `StopLimits`.
     """
 
     decoder: Decoder
     guesser: Callable[[int], Guesser]
     most: int = MOST_GUESSES
     costs: PassCosts = field(default_factory=PassCosts)
+    cache: str = ""
 
     def begin(self, room: int) -> Speculation:
         """Return the speculation for a text of at most ``room`` tokens."""

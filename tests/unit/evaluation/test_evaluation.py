@@ -184,7 +184,7 @@ def test_the_document_has_the_keys_of_the_schema(found):
     document = json.loads(report.render(found, "json"))
     assert document["schema"] == "quantforge.eval/1"
     assert set(document) == {
-        "schema", "date", "versions", "protocol", "generated", "models", "verdict",
+        "schema", "date", "versions", "protocol", "generated", "caches", "models", "verdict",
     }  # fmt: skip
     assert all(set(row) >= KEYS for row in document["models"])
     reference, _, rounded = document["models"]

@@ -25,6 +25,7 @@ from quantforge.evaluation.report_page.sections import sort_key
 from quantforge.evaluation.task_names import Tasks
 from quantforge.evaluation.windows import Protocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
+from tests.evaluations import TRIAL, cache_rows
 
 ROOT = Path(__file__).parents[3]
 NAMES = (
@@ -74,7 +75,7 @@ def row(index: int) -> dict[str, Any]:
         "ttft_seconds": 0.05, "tpot_seconds": 0.001, "tpot_spread": 0.1, "bandwidth_use": 0.5,
         "llama_cpp_perplexity": None, "decoder": "own", "ttft_by_prompt": {"32": 0.01, "128": 0.05},
         "decode_by_batch": {"1": 1000.0, "4": 3000.0, "16": 9000.0}, "kv_bytes_per_token": 2048,
-        "tasks": {"a_task": {"acc": 0.5, "acc_stderr": 0.1}},
+        "tasks": {"a_task": {"acc": 0.5, "acc_stderr": 0.1}}, "caches": cache_rows() if index < 2 else None,
     }  # fmt: skip
 
 
@@ -85,9 +86,16 @@ def evaluation() -> Evaluation:
     made = Made("2026-01-02", {"quantforge": "0.1.0"})
     tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
     options = EvaluationOptions(
-        "", "a test", cache="int8", engine="llama.cpp", adapter=Path("some/lora"), tasks=tasks
+        "",
+        "a test",
+        cache="int8",
+        caches=("int8", "int4"),
+        engine="llama.cpp",
+        adapter=Path("some/lora"),
+        tasks=tasks,
     )
-    return Evaluation(protocol, tuple(row(index) for index in range(5)), prompts, made, options)
+    rows = tuple(row(index) for index in range(5))
+    return Evaluation(protocol, rows, prompts, made, options, TRIAL)
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +208,8 @@ def test_the_commands_make_it_again(page):
     )  # names are the shortest that differ
     assert "quantforge export demo.gguf-source --format compressed-tensors -o demo.gguf" in text
     assert "--windows 4 --length 24 --generated builtin --generated-tokens 16" in text
-    assert "--tasks a_task,own.yaml --task-limit 8 --allow-code --cache int8" in text
-    assert "--cache int8 --engine llama.cpp --adapter lora --threads 1 --report" in text
+    assert "--tasks a_task,own.yaml --task-limit 8 --allow-code --cache int8,int4" in text
+    assert "--cache int8,int4 --engine llama.cpp --adapter lora --threads 1 --report" in text
 
 
 def test_the_document_follows_its_published_schema(evaluation):
@@ -302,7 +310,7 @@ def test_a_screen_reader_finds_headings_figures_and_tables(running, page):
     assert len(pictures) >= 8
     assert all(len(name) > 30 for name in pictures)
     assert any("demo-rtn 4.20 MB, KL 0.0200" in name for name in pictures)
-    assert sum(role == "table" for role, _ in seen) == 2
+    assert sum(role == "table" for role, _ in seen) == 5
     assert ("columnheader", "KL") in seen
     assert ("rowheader", "demo-rtn") in seen
     assert ("button", "weights") in seen

@@ -10,9 +10,10 @@ import torch
 
 from quantforge import verbs
 from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures.cache_kinds import WORDS
 from quantforge.architectures.matched import Matched
-from quantforge.errors import InputError, UsageError
-from quantforge.planning.cache_size import KINDS, CacheSize, cache_size, rows_of
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.planning.cache_size import CacheSize, cache_size, rows_of
 from quantforge.planning.capacity import MARGIN, Capacity, Load
 from quantforge.planning.cards import CARDS, Card
 from quantforge.planning.weight_traffic import WeightTraffic
@@ -143,9 +144,9 @@ def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_pa
     assert row.tokens_per_second == 4096 / row.seconds_per_token
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*WORDS, "k=int8,v=int4", "k=16bit,v=fp8"])
 def test_the_cache_of_this_runtime_has_these_bytes(kind):
-    shape = CacheShape(4, 2, 128, KINDS[kind], torch.bfloat16)
+    shape = CacheShape(4, 2, 128, kind, torch.bfloat16)
     held = PagedCache(shape, 1, PAGE, torch.device("cpu"))
     stores = [part for pair in held.layers for store in pair for part in store.each()]
     expected = cache(4, 8, 2, 128, kind)
@@ -253,6 +254,18 @@ def test_devices_share_heads_but_not_latents():
     values = MIXTURES["deepseek-v3"][1]
     latent = matched({"model_type": "deepseek_v3", **values})
     assert len({cache_size(latent, rows_of("16bit"), n).token_bytes for n in (1, 4)}) == 1
+
+
+def test_keys_and_values_of_different_widths_are_each_counted_and_a_latent_is_neither():
+    heads = matched({**headers.LLAMA, "num_key_value_heads": 8})
+    keys, values, both = (
+        cache_size(heads, rows_of(kind)).token_bytes for kind in ("int8", "int4", "k=int8,v=int4")
+    )
+    assert both == (keys + values) / 2
+    latent = matched({"model_type": "deepseek_v3", **MIXTURES["deepseek-v3"][1]})
+    with pytest.raises(RefusedError, match="one vector"):
+        cache_size(latent, rows_of("k=int8,v=int4"))
+    assert cache_size(latent, rows_of("k=int8,v=int8")) == cache_size(latent, rows_of("int8"))
 
 
 def test_what_is_not_known_is_refused(tmp_path):

@@ -9,15 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantforge.architectures.cache_kinds import WORDS, kinds_of
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend_plain
 from quantforge_kernels.cpu import features, layer_launchers
-from quantforge_kernels.kv import KINDS, PAGE, Store
+from quantforge_kernels.kv import PAGE, Store
 from tests.caches import cached
 
 pytestmark = pytest.mark.skipif(
     features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
+KINDS = (*WORDS, "k=int8,v=int4", "k=16bit,v=fp8", "k=int4,v=16bit")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -46,8 +48,8 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 )
 def test_attention(dtype, kind, groups, head, lengths, cap, window):
     q, *cache = cached(dtype, groups, head, lengths, kind)
-    if not layer_launchers.accepts_cache(head, kind, q):
-        assert kind == "int4"
+    if not layer_launchers.accepts_cache(head, kinds_of(kind), q):
+        assert "int4" in kind
         assert head // 2 % 16
         return
     scores = Scores(head**-0.5, cap, window)
@@ -68,13 +70,13 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
     both[1, :, 0] *= 1e-4  # subnormal float8
     both[2, :, 0] *= 1e-9
     keys, values = both.unbind(1)
-    shape = (2, PAGE, 3)
-    pools = tuple(kv.empty(shape, head, kind, dtype, torch.device("cpu")) for _ in range(2))
+    shape, kinds = (2, PAGE, 3), kinds_of(kind)
+    pools = tuple(kv.empty(shape, head, one, dtype, torch.device("cpu")) for one in kinds)
     slots = torch.tensor([40, 3, 0, 63])
-    assert layer_launchers.accepts_cache(head, kind, keys, values)
-    layer_launchers.store((keys, values), pools, kind, slots)
+    assert layer_launchers.accepts_cache(head, kinds, keys, values)
+    layer_launchers.store((keys, values), pools, slots)
     for pool, given_ in zip(pools, (keys, values), strict=True):
-        for part, wanted in zip(pool.each(), kv.encode(given_, kind).each(), strict=True):
+        for part, wanted in zip(pool.each(), kv.encode(given_, pool.kind).each(), strict=True):
             flat = part.flatten(0, 1)
             assert torch.equal(flat[slots].float(), wanted.float())
             rest = torch.ones(2 * PAGE, dtype=torch.bool)
@@ -90,7 +92,7 @@ def test_measured_scales_are_kept():
     pools = tuple(
         kv.empty((1, PAGE, 2), 64, "fp8", torch.bfloat16, torch.device("cpu")) for _ in range(2)
     )
-    layer_launchers.store((keys, values), pools, "fp8", torch.arange(5), scales)
+    layer_launchers.store((keys, values), pools, torch.arange(5), scales)
     for pool, given_, scale in zip(pools, (keys, values), scales, strict=True):
         wanted = kv.encode(given_, "fp8", scale)
         assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
@@ -106,7 +108,7 @@ def test_what_is_no_number_stays_none_under_a_measured_scale(number):
     pools = tuple(
         kv.empty((1, PAGE, 2), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
     )
-    layer_launchers.store((x, x.clone()), pools, "fp8", torch.arange(3), (scale, scale))
+    layer_launchers.store((x, x.clone()), pools, torch.arange(3), (scale, scale))
     wanted = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
     for pool in pools:
         assert torch.equal(pool.codes[0, :3].view(torch.uint8), wanted)
@@ -121,7 +123,7 @@ def test_every_float8_comes_back():
     pools = tuple(
         kv.empty((1, PAGE, 8), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
     )
-    layer_launchers.store((given_, given_), pools, "fp8", torch.tensor([7]), (ones, ones))
+    layer_launchers.store((given_, given_), pools, torch.tensor([7]), (ones, ones))
     assert torch.equal(pools[0].codes[0, 7].float(), given_[0].to(torch.float8_e4m3fn).float())
 
 
@@ -129,7 +131,7 @@ def test_whatever_the_strides():
     """Heads before tokens."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     pools = (Store(torch.zeros(1, PAGE, 3, 64)), Store(torch.zeros(1, PAGE, 3, 64)))
-    layer_launchers.store((x, x.contiguous()), pools, "", torch.arange(5))
+    layer_launchers.store((x, x.contiguous()), pools, torch.arange(5))
     assert torch.equal(pools[0].codes, pools[1].codes)
     assert torch.equal(pools[0].codes[0, :5], x)
 
@@ -144,7 +146,7 @@ def test_what_is_no_number_stays_none(kind, place):
     assert found[0, 0].isfinite().all()
     new = random(1, 1, 64, dtype=torch.float32)
     new[0, 0, place] = float("nan")
-    layer_launchers.store((new, new), tuple(cache[:2]), kind, cache[3][0, :1].long() * PAGE)
+    layer_launchers.store((new, new), tuple(cache[:2]), cache[2][0, :1].long() * PAGE)
     found = layer_launchers.attend(q, *cache, Scores(0.1))
     assert found.isnan().any(-1).all()
 

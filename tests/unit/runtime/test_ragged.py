@@ -124,7 +124,7 @@ def test_pages_of_others_are_not_read():
         held.reserve(row, tokens)
     batch = RaggedBatch([Span(0, 40), Span(1, 3)], held)
     new = torch.randn(2, 43, 2, 8, generator=torch.Generator().manual_seed(0))
-    held.write(0, batch.slots, *new)
+    held.write(0, batch.slots[0], *new)
     assert batch.attend(new[0], 0, held, Scores(1.0)).isfinite().all()
 
 

@@ -49,7 +49,7 @@ def logits_of(decoder, monkeypatch, **options):
 chosen = engines.choose
 
 
-@pytest.mark.parametrize("kind", ["", "int4"])
+@pytest.mark.parametrize("kind", ["", "int4", "k=fp8,v=int4"])
 def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
     plain, _ = logits_of(packed, monkeypatch, recorded=False, cache=kind)
     fast, engine = logits_of(packed, monkeypatch, cache=kind)

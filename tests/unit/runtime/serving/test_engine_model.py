@@ -69,7 +69,7 @@ def answers(engine, kind):
     return len(finished) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4", "k=int8,v=int4"])
 @pytest.mark.parametrize("options", [
     {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 5}, {"admission": "whole"},
     {"prefix_cache": True}, {"pages": 5, "prefix_cache": True},

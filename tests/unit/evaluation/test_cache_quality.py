@@ -1,0 +1,190 @@
+"""Quality of caches: figures are those of their definitions, and what has no such cache is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.evaluation.cache_quality import _by_position, tried
+from quantforge.evaluation.cache_trial import REQUESTS, trial_of
+from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.planted_key import BEFORE, CUE, KEY, plant
+from quantforge.evaluation.windows import Windows
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.load import load
+from quantforge.verbs.measurement_options import check_measurement
+from quantforge_kernels.kv import PAGE
+from tests.conftest import make_tiny
+from tests.evaluations import TEXT, options
+
+KINDS = ("int8", "int4", "k=int8,v=int4")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def source(tiny):
+    return tiny("llama-tied")
+
+
+@pytest.fixture(scope="module")
+def trial(source):
+    found = trial_of([source], TEXT * 4, KINDS, 400)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(source, trial):
+    return tried(load(source, dtype=torch.float32), trial)
+
+
+def test_windows_are_as_long_as_the_positions(source, trial):
+    assert trial.windows.ids.shape == (3, 128)
+    assert trial_of([source], TEXT * 4, (), 400) is None
+
+
+def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
+    found = trial_of([source], TEXT[:240], ("16bit",), 400)
+    assert found is not None
+    assert 2 <= found.windows.ids.shape[1] < 128
+    assert found.kinds == ()
+    with pytest.raises(InputError, match="nothing to score"):
+        trial_of([source], "", ("int8",), 400)
+
+
+def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
+    model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
+    found = trial_of([model], TEXT * 200, ("int8",), 400)
+    assert found is not None
+    assert found.windows.ids.shape == (1, 8192)
+    assert [one.distance for one in found.keys] == [32 << n for n in range(8)]
+    ranges = [*_by_position(torch.ones(2, 8191))]
+    assert [one["last"] for one in ranges] == [64 << n for n in range(7)] + [8191]
+    assert [one["first"] for one in ranges] == [1, *(one["last"] + 1 for one in ranges[:-1])]
+
+
+def test_divergence_is_that_of_its_definition(source, trial, rows):
+    """Token by token through the programs that decode, of keys and values rounded to bfloat16."""
+    decoder = Decoder(load(source, dtype=torch.float32).model)
+    ids = trial.windows.ids[0]
+
+    class Handed(PagedCache):
+        def write(self, layer, slots, keys, values):
+            super().write(layer, slots, keys.bfloat16().float(), values.bfloat16().float())
+
+    def logits(kind):
+        held = Handed(decoder.cache_shape(kind), 1, len(ids), torch.device("cpu"))
+        held.reserve(0, len(ids))
+        found = []
+        with torch.inference_mode():
+            for token in ids[:-1]:
+                found.append(decoder.logits(decoder.hidden(token.view(1, 1), held))[0, -1])
+                held.count(1)
+        return torch.stack(found).log_softmax(-1).double()
+
+    whole = logits("16bit")
+    single = tried(
+        load(source, dtype=torch.float32),
+        type(trial)(KINDS, Windows(trial.windows.ids[:1], None), ()),
+    )
+    for row in single[1:]:
+        other = logits(row["kind"])
+        kl = (whole.exp() * (whole - other)).sum(-1)
+        assert row["kl_mean"] == pytest.approx(kl.mean().item(), rel=0.02)
+        assert row["kl_se"] is None  # of one window
+        assert [one["last"] for one in row["by_position"]] == [64, 127]
+        assert row["by_position"][1]["kl_mean"] == pytest.approx(kl[64:].mean().item(), rel=0.02)
+        assert row["keys_found"] is None
+    assert rows[0]["kl_mean"] is None
+
+
+def test_fewer_bits_lose_more_and_each_half_its_part(rows):
+    by_kind = {row["kind"]: row for row in rows}
+    assert [*by_kind] == ["16bit", *KINDS]
+    int8, int4, both = (by_kind[kind]["kl_mean"] for kind in KINDS)
+    assert 0 < 10 * int8 < both < int4
+    for row in rows[1:]:
+        whole = sum((one["last"] - one["first"] + 1) * one["kl_mean"] for one in row["by_position"])
+        assert whole / 127 == pytest.approx(row["kl_mean"])
+        assert row["kl_se"] > 0
+
+
+def test_requests_are_those_whose_pages_fit(trial, rows):
+    length = trial.windows.ids.shape[1]
+
+    def request(kind):
+        shape = CacheShape(3, 2, 16, kind, torch.bfloat16)
+        held = PagedCache(shape, 1, length, torch.device("cpu"))
+        return sum(part.nbytes for pair in held.layers for one in pair for part in one.each())
+
+    memory = REQUESTS * request("16bit")
+    for row in rows:
+        assert row["requests"] == memory // request(row["kind"])
+        assert row["token_bytes"] * PAGE * -(-length // PAGE) == request(row["kind"])
+    assert rows[1]["requests"] > 1.7 * REQUESTS
+
+
+def test_keys_are_planted_where_they_are_said_to_be():
+    windows = Windows(torch.arange(3 * 400).view(3, 400), None)
+    found = plant(windows)
+    assert [one.distance for one in found] == [32, 64, 128, 256]
+    for planted in found:
+        for ids, others in zip(planted.ids, planted.others, strict=True):
+            cue, key = ids[-CUE - KEY : -KEY], ids[-KEY:]
+            assert torch.equal(ids[BEFORE:][: CUE + KEY], torch.cat((cue, key)))
+            assert torch.equal(others[-CUE - KEY :], ids[-CUE - KEY :])
+            assert len(ids) == BEFORE + planted.distance + 2 * (CUE + KEY)
+            changed = (ids != others).nonzero()[:, 0]
+            assert changed.min() >= BEFORE + CUE
+            assert changed.max() < BEFORE + CUE + KEY
+    assert plant(Windows(torch.arange(60)[None], None)) == ()
+
+
+def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
+    model = load(source, dtype=torch.float32).model
+    planted = trial.keys[0]
+    with torch.inference_mode():
+        nats = model(planted.ids).logits[:, :-1].log_softmax(-1)
+    wanted = nats[:, -KEY:].gather(2, planted.ids[:, -KEY:, None]).mean().item()
+    found = rows[0]["by_distance"][0]
+    assert found["distance"] == planted.distance == 32
+    assert found["key_nats"] == pytest.approx(wanted, abs=2e-3)  # keys and values in bfloat16
+    assert rows[0]["key_change"] is None
+    assert rows[2]["key_change_se"] > 0
+
+
+def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
+    changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
+    found = evaluate(source, [source], changed)
+    assert [row["kind"] for row in found.rows[1]["caches"]] == ["16bit", "int8", "k=int8,v=int4"]
+    assert found.rows[0]["caches"] == found.rows[1]["caches"]
+    document = json.loads(json.dumps(found.to_json()))
+    assert document["caches"]["length"] == 128
+    schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
+    jsonschema.validate(document, schema)
+    assert evaluate(source, [], options()).to_json()["caches"] is None
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
+def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, monkeypatch):
+    monkeypatch.setattr("quantforge.evaluation.evaluate.load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(RefusedError, match="own decoder"):
+        evaluate(tiny(family), [], options(caches=("int8",)))
+
+
+@pytest.mark.parametrize(
+    "given", ["", "int5", "k=int8", "int8,", [], ["int8", "v=int4"], ["k=int8,v=int3"]]
+)
+def test_names_that_mean_nothing_are_refused(given):
+    if given == []:
+        check_measurement({"cache": given})
+        return
+    with pytest.raises(UsageError, match="--cache"):
+        check_measurement({"cache": given})

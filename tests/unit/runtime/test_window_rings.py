@@ -1,0 +1,131 @@
+"""Layers with a window: their pages are those of the window however long a sequence gets, and nothing else changes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_layout import PAGED, CacheLayout
+from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, generate
+from quantforge.runtime.load import load
+from quantforge.runtime.serving.engine import ServingEngine
+from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
+from quantforge.verbs.serve_model import _pages
+from quantforge_kernels.kv import PAGE
+
+CPU = torch.device("cpu")
+CHUNK = 24
+FAMILIES = {
+    "mistral": 3,
+    "gemma3": 2,
+    "phi3": 3,
+    "cohere2": 2,
+    "qwen2": 2,
+}  # layers with a window of 16
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny):
+    return cache(lambda family: Decoder(load(tiny(family), dtype=torch.float32).model))
+
+
+def pages_of(held: PagedCache) -> list[int]:
+    """The pages that a layer really has."""
+    return [len(keys.codes) for keys, _ in held.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pages_are_counted(decoder, family):
+    held = decoder(family).cache(2, 128, ahead=CHUNK)
+    assert held.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
+    assert sorted(pages_of(held)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (3 - FAMILIES[family])
+    assert set(pages_of(decoder(family).cache(2, 128))) == {2 * 4}  # who shares pages has them all
+    parts = [part for pair in held.layers for store in pair for part in store.each()]
+    assert sum(part.nbytes for part in parts) == 2 * held.layout.sequence_bytes(128)
+
+
+def test_a_ring_that_would_be_no_smaller_is_none(decoder):
+    assert decoder("mistral").cache(1, 96, ahead=CHUNK).layout.rings == {}
+    assert decoder("mistral").cache(1, 97, ahead=CHUNK).layout.rings == {16: 3}
+    assert decoder("mistral").cache(1, 97, ahead=1).layout.rings == {16: 2}
+
+
+def test_a_ring_is_as_small_as_it_may_be():
+    """Every place that a step looks at, or writes, has a page of its own; with a page less two of them share one."""
+    for window in (1, 2, 16, 31, 32, 33, 64, 65):
+        for ahead in (1, 2, 24, 32, 33, 96):
+            shape = CacheShape(1, 1, 8, "", torch.float32, (window,))
+            pages = CacheLayout(shape, 4096, ahead).rings[window]
+            spans = [
+                {place // PAGE for place in range(max(0, start - window + 1), start + ahead)}
+                for start in range(200)
+            ]
+            assert max(map(len, spans)) == max(pages, 1) or window + ahead == 2
+            assert all(len({page % pages for page in span}) == len(span) for span in spans)
+
+
+@pytest.mark.parametrize("kind", ["16bit", "int8", "k=int8,v=int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
+    model = decoder(family)
+    drawn = torch.Generator().manual_seed(5)
+    lengths = [(70, 50), (3, 100), (5, 110), (60, 60), (20, 60)]
+    prompts = [torch.randint(3, 300, (n,), generator=drawn).tolist() for n, _ in lengths]
+    wanted = [
+        generate(model, [prompt], StopLimits(new, cache=kind))[0]
+        for prompt, (_, new) in zip(prompts, lengths, strict=True)
+    ]
+    options = EngineOptions(rows=3, tokens=128, pages=6, chunk=CHUNK, cache=kind)
+    engine = ServingEngine(model, options)
+    assert engine.cache.layout.rings
+    for number, (prompt, (_, new)) in enumerate(zip(prompts, lengths, strict=True)):
+        engine.submit(GenerationRequest(str(number), tuple(prompt), new))
+    found = {}
+    while not engine.idle:
+        found |= {one.id: list(one.tokens) for one in engine.step() if isinstance(one, Finished)}
+    assert [found[str(number)] for number in range(len(prompts))] == wanted
+    # Where no layer takes pages, none are short.
+    assert (engine.counters.preemptions > 0) == (PAGED in engine.cache.keys)
+
+
+def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
+    model = decoder("gemma3")
+    ids = torch.randint(3, 300, (2, 120), generator=torch.Generator().manual_seed(6))
+
+    def logits(ahead, steps):
+        held = model.cache(2, 128, ahead=ahead)
+        for row in range(2):
+            held.reserve(row, 120)
+        found = []
+        with torch.inference_mode():
+            for part in ids.split(steps, dim=1):
+                found.append(model.logits(model.hidden(part, held)))
+                held.count(part.shape[1])
+        return torch.cat(found, 1)
+
+    wanted = logits(0, 120)
+    for steps in (1, 7, CHUNK):
+        torch.testing.assert_close(logits(CHUNK, steps), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError):
+        logits(CHUNK, CHUNK + 1)
+
+
+@pytest.mark.parametrize("options", [{"prefix_cache": True}, {"chunked_prefill": False}], ids=str)
+def test_pages_that_are_shared_or_written_at_once_are_all_there(decoder, options):
+    engine = ServingEngine(decoder("mistral"), EngineOptions(rows=2, tokens=128, **options))
+    assert engine.cache.layout.rings == {}
+
+
+def test_a_server_has_room_for_more_tokens(decoder):
+    shape = decoder("gemma3").cache_shape()
+    layout = CacheLayout(shape, 128, CHUNK)
+    memory = 4 * layout.sequence_bytes(128)
+    assert _pages(layout, 4, memory / (1 << 30)) == 4 * 4
+    without = CacheLayout(shape, 128)
+    assert _pages(without, 4, memory / (1 << 30)) < 4 * 4
