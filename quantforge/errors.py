@@ -72,6 +72,10 @@ class InputError(QuantForgeError):
     code = "input"
 
 
+class NotReadError(InputError):
+    """A sound file is of a kind that is not read (exit 3): nothing is known against it."""
+
+
 class DeniedError(InputError):
     """This user may not write to a place (exit 3); what was done stays, unlike where other input is wrong."""
 

@@ -35,9 +35,10 @@ def _engine(*flags: str, **more: Any) -> Any:
 Models = Annotated[
     list[str],
     typer.Argument(
-        help="Models of any format, one after another.", metavar="MODEL...", autocompletion=models
+        metavar="MODEL...", autocompletion=models,
+        help="Models of any format, one after another; with --url the one whose tokenizer makes the prompts.",
     ),
-]
+]  # fmt: skip
 Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide.")]
 Requests = Annotated[int, _load("--requests", metavar="N", help="How many.", min=1)]
 Rate = Annotated[

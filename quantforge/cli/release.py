@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -138,7 +137,7 @@ def _report(
         _say_left_out(console, made.left_out)
         others = "made by other processes or kept" if shared else "kept"
         console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
-        console.note(f"to publish it: sh {shlex.quote(str(made.out / 'upload.sh'))}")
+        console.note(f"to publish it: {made.upload}")
 
 
 def _say_left_out(console: Console, sizes: Mapping[str, int]) -> None:

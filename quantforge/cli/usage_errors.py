@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import typer
@@ -51,7 +52,8 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
         return _valueless(group.commands[verb], str(option), arguments, more)
     if kind == "MissingParameter" and param is not None:
         name = _name(param)
-        return UsageError(f"{verb}: {name} is missing", _example(group.commands[verb]) or more)
+        line = _completed(group.commands[verb], arguments, verb) or _example(group.commands[verb])
+        return UsageError(f"{verb}: {name} is missing", line or more)
     if param is not None:
         value = _typed_for(param, arguments)
         hint = hints.for_value(_name(param), value, known) or more
@@ -69,6 +71,19 @@ def _model(arguments: list[str], verb: str) -> str:
     """Return the word that directly follows the verb, "" for an option."""
     following = arguments[arguments.index(verb) + 1 :][:1]
     return "" if following[:1] and following[0].startswith("-") else "".join(following)
+
+
+def _completed(command: Any, arguments: list[str], verb: str) -> str:
+    """Return what was typed with the arguments that are missing, "" where nothing or some argument was typed."""
+    typed = arguments[arguments.index(verb) + 1 :]
+    if not typed or _model(arguments, verb):
+        return ""
+    wanted = [one for one in command.params if one.param_type_name == "argument" and one.required]
+    names = [_name(one).removesuffix("...") for one in wanted]
+    told = "; ".join(
+        f"{name}: {str(one.help).rstrip('.')}" for name, one in zip(names, wanted, strict=True)
+    )
+    return f"{shlex.join(['quantforge', verb, *names, *typed])} ({told})"
 
 
 def _valueless(command: Any, option: str, arguments: list[str], more: str) -> UsageError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quantforge.verification.findings import Finding, Report
 
 EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
-FAILED = 5
+FAILED, UNJUDGED = 5, 4
 
 
 def verify(
@@ -78,6 +78,8 @@ def verify(
         _show(console, report, strict=strict)
     if report.failed(strict=strict):
         raise typer.Exit(FAILED)
+    if report.unjudged:
+        raise typer.Exit(UNJUDGED)
 
 
 def _show(console: Console, report: Report, *, strict: bool) -> None:
@@ -113,6 +115,8 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         console.note(f"not covered by the signature: {', '.join(report.unsigned)}")
     failed = report.failed(strict=strict)
     sound = "verified: structure only" if report.structure_only else "verified"
+    if report.unjudged:
+        sound = f"not judged: {report.unjudged}"
     console.text(f"{len(report.findings)} finding(s): failed" if failed else sound)
 
 

@@ -23,7 +23,6 @@ from quantforge.evaluation.language_model import OwnError, language_model
 from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.task_code import YAML, guarded, name_of
 from quantforge.evaluation.task_names import (
-    NAMES,
     Tasks,
     check_names,
     refuse_unknown,
@@ -32,6 +31,10 @@ from quantforge.evaluation.task_names import (
 )
 
 TASK_ERROR = "_stderr"
+_GET_DATA = (
+    "run it once where there is a network, which fills the cache (under HF_HOME, to be copied here), "
+    "or give a YAML file of your own with local data_files"
+)
 
 
 def check(tasks: Tasks) -> None:
@@ -81,7 +84,11 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
         InputError: naming the tasks.
     """
     try:
-        with _quiet(), nullcontext() if tasks.code else guarded():
+        with (
+            _quiet(),
+            nullcontext() if tasks.code else guarded(),
+            _offline() if tasks.offline else nullcontext(),
+        ):
             yield
     except OwnError as error:
         raise error.error from None
@@ -89,9 +96,36 @@ def _errors_of_tasks(tasks: Tasks) -> Iterator[None]:
         raise
     except Exception as error:  # the library and a task's templates raise what they like
         said = " ".join(str(error).split())[:300]
-        hint = "see the library's task guide" if tasks.files else NAMES
         where = f"--tasks {','.join(tasks.names)}"
-        raise InputError(f"{where}: {type(error).__name__}: {said}", hint) from error
+        if _unreached(error):
+            raise InputError(
+                f"{where}: its data are not in the local cache, and the hub is not asked or not reached ({said})",
+                _GET_DATA,
+            ) from error
+        raise InputError(
+            f"{where}: {type(error).__name__}: {said}", "see the library's task guide"
+        ) from error
+
+
+def _unreached(error: BaseException | None) -> bool:
+    """Return whether an error comes of a network that is not there, or may not be used."""
+    while error is not None and not isinstance(error, ConnectionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Keep the library's data sets from asking the hub: what is not in the local cache is missing at once."""
+    import datasets.config as data
+    from huggingface_hub import constants as hub
+
+    before = data.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE
+    data.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        data.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE = before
 
 
 @contextmanager

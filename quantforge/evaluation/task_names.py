@@ -33,11 +33,13 @@ class Tasks:
         names: of tasks, or YAML files.
         limit: documents of each task; 0 is all.
         code: whether task files may run code.
+        offline: never ask the hub for data.
     """
 
     names: tuple[str, ...]
     limit: int = 0
     code: bool = False
+    offline: bool = False
 
     @property
     def files(self) -> tuple[Path, ...]:

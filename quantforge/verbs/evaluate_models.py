@@ -78,7 +78,7 @@ def evaluate(
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
-        tasks = _tasks(options)
+        tasks = _tasks(options, offline=settings.offline)
         if tasks is not None:
             lean.forbid()  # lm-eval uses transformers in its own ways
         tell("libraries")
@@ -105,7 +105,7 @@ def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
     return "quantization_config" in reference.config and LARGER * small < large
 
 
-def _tasks(options: MeasurementOptions) -> Tasks | None:
+def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
     """Return the tasks that are asked for, refused where their names and files alone show that they cannot be run."""
     names = options.get("tasks")
     if names is None:
@@ -114,6 +114,7 @@ def _tasks(options: MeasurementOptions) -> Tasks | None:
         tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
         options.get("task_limit", 0),
         options.get("allow_code", False),
+        offline,
     )
     check_names(tasks)
     return tasks

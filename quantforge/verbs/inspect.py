@@ -12,10 +12,12 @@ from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.safetensors import read_header
-from quantforge.errors import InputError
+from quantforge.errors import InputError, NotReadError
 from quantforge.formats import detect
+from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
-from quantforge.formats.gguf.parsing import is_gguf
+from quantforge.formats.gguf.parsing import is_gguf, read_gguf
+from quantforge.formats.gguf.source import headers_alone
 from quantforge.formats.opening import open_model
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge.results import manifest
@@ -105,7 +107,14 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
             )
         entries = read_header(path).entries
         return _summary(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
-    checkpoint = open_model(path)
+    try:
+        checkpoint = open_model(path)
+    except NotReadError:
+        if not path.is_file():
+            raise
+        file = read_gguf(path)
+        arch = file.value("general.architecture", str)
+        return _summary(path, f"{KEY} (not read)", arch, headers_alone(file), {}, list(file.files))
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     model_type = str(checkpoint.config.get("model_type", ""))
     key, layers = _understood(checkpoint.config, stored)

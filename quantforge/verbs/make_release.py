@@ -34,8 +34,8 @@ from quantforge.verbs.join_variants import turn
 from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.make_variants import make_variants
 from quantforge.verbs.plan_release import PlannedVariant, check_place, plan_release, within
-from quantforge.verbs.release_files import SPEC, finish, reports_of
-from quantforge.verbs.upload_script import ReleasedVariant
+from quantforge.verbs.release_files import SPEC, UPLOAD, finish, reports_of
+from quantforge.verbs.upload_script import ReleasedVariant, upload_command
 from quantforge_files.roles import RECIPE
 
 
@@ -49,6 +49,7 @@ class Released:
         made: names of those that this run made.
         reports: files of the evaluation.
         left_out: variants beyond the budget, each with the bytes of its files.
+        repository: with which the names of the hub's repositories begin; "" where the file states none.
     """
 
     out: Path
@@ -56,6 +57,7 @@ class Released:
     made: tuple[str, ...]
     reports: tuple[Path, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
+    repository: str = ""
 
     def document(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -63,6 +65,11 @@ class Released:
         return {
             "out": str(self.out), "made": list(self.made), "variants": rows, "left_out": dict(self.left_out)
         }  # fmt: skip
+
+    @property
+    def upload(self) -> str:
+        """Return the command that uploads the release."""
+        return upload_command(self.out / UPLOAD, self.repository)
 
     def check_gates(self) -> None:
         """Raise `GateError` where a variant is beyond a limit, naming all of them."""
@@ -131,7 +138,8 @@ def release(
                 files,
                 settings,
             )
-    return Released(place, finished, made, tuple(reports_of(place, asked)), left_out)
+    reports = tuple(reports_of(place, asked))
+    return Released(place, finished, made, reports, left_out, asked.card.repository)
 
 
 def _lay_out(place: Path, planned: Sequence[PlannedVariant], asked_by: bytes) -> None:

@@ -14,9 +14,11 @@ from quantforge.checkpoint.fewer_experts import fewer_experts
 from quantforge.checkpoint.fewer_heads import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import UnstackedCheckpoint
-from quantforge.errors import InputError
+from quantforge.errors import InputError, NotReadError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
+from quantforge.formats.gguf import KEY
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model, open_plain_source
 from quantforge.model.running_form import running_form
@@ -161,6 +163,9 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         report.format = form.KEY
         stored = _headers(checkpoint)
         layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
+    except NotReadError as error:
+        _leave(report, error)
+        return None
     except InputError as error:
         _stop(report, error.fault, error)
         return None
@@ -176,6 +181,19 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
 
 def _headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     return {name: entry.stored() for name, entry in checkpoint.entries.items()}
+
+
+def _leave(report: Report, error: NotReadError) -> None:
+    """Say that what is of a kind that is not read cannot be judged; of a GGUF file the header was."""
+    report.unjudged = error.message.removeprefix(f"{report.path}: ")
+    if report.path.is_file():
+        file = read_gguf(report.path)
+        report.format, report.model_type = KEY, file.value("general.architecture", str)
+        report.notes.append(
+            f"its header is sound: {len(file.tensors)} tensors, which fill the file to its end"
+        )
+    rest = {"unreadable", *STRUCTURE, *NUMBERS, *COMPARED, "logits"}
+    report.skip(report.unjudged, *sorted(rest))
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:

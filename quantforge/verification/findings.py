@@ -79,6 +79,7 @@ class Report:
         format, model_type: what it is, as far as it could be read.
         findings: what is wrong.
         skipped: checks that were not made, with the reason.
+        unjudged: why it cannot be judged, where it is of a kind that is not read; "" otherwise.
         notes: what is no fault, but worth knowing: of names.
         unsigned: files that a signature which was checked does not cover.
         tensors: figures of each quantized tensor.
@@ -97,6 +98,7 @@ class Report:
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     tuned: list[str] = field(default_factory=list)
+    unjudged: str = ""
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
         """Record a finding; whatever is not printable in it is escaped, since it may be a stranger's."""
@@ -127,7 +129,8 @@ class Report:
             "source": None if self.source is None else str(self.source),
             "format": self.format,
             "model_type": self.model_type,
-            "ok": not self.failed(strict=strict),
+            "ok": not self.failed(strict=strict) and not self.unjudged,
+            "unjudged": self.unjudged,
             "structure_only": self.structure_only,
             "findings": [item.to_json() for item in self.findings],
             "checked": [check for check in CHECKS if check not in self.skipped],

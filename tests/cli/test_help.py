@@ -264,6 +264,26 @@ def test_no_word_of_a_library_reaches_a_person(
     assert "Invalid value" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "--url", "http://127.0.0.1:8", "--rate", "2"], "bench MODEL --url http://127.0.0.1:8 --rate 2 ("),
+        (["verify", "--source", "a b"], "verify PATH --source 'a b' (PATH: "),
+        (["diff", "--json"], "diff A B --json ("),
+        (["diff", "a"], "e.g. quantforge diff "),
+        (["bench"], "e.g. quantforge bench "),
+    ],
+)  # fmt: skip
+def test_a_missing_argument_is_put_into_the_line_that_was_typed(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = command(capsys, *arguments)
+    assert result.code == 2
+    assert said in result.err
+    if "--url" in arguments:  # what a model is for beside a server
+        assert "tokenizer" in result.err
+
+
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(
         command(capsys, "help", verb).out

@@ -116,6 +116,23 @@ def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path)
     )  # the older card was no edit of a person
 
 
+@pytest.mark.parametrize("repository", ["", "acme/demo"])
+def test_the_line_that_says_how_to_publish_can_be_typed(repository, model, tmp_path, capsys):
+    card = f'[card]\nrepository = "{repository}"\n' if repository else ""
+    spec, out = written(tmp_path, model, Q8, card), tmp_path / "an out"
+    said = command(capsys, "release", spec, "-o", out).err
+    typed = said.partition("to publish it: ")[2].splitlines()[0]
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "hf").write_text('#!/bin/sh\necho "$2"\n')
+    (tools / "hf").chmod(0o755)
+    ran = subprocess.run(
+        ["sh", "-c", typed], capture_output=True, text=True, check=True,
+        env={"PATH": f"{tools}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert ran.stdout == f"{repository or 'ORG/NAME'}-GGUF\n"
+
+
 def test_a_gate_that_fails_leaves_the_rest_and_is_not_uploaded(model, tmp_path, capsys):
     spec = written(tmp_path, model, INT4, Q8 + "gates = {max_bytes = 10, max_kl = 0.0}\n")
     out = tmp_path / "out"

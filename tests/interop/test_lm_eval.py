@@ -181,6 +181,33 @@ def test_a_task_that_cannot_be_asked_is_refused_before_any_work(tasks, what, tmp
         harness.check(Tasks((str(file),)))
 
 
+@pytest.mark.parametrize("how", ["the hub is not reached", "the option"])
+def test_data_that_are_nowhere_are_told_from_a_name_that_is_not(tasks, how, tmp_path, monkeypatch):
+    import datasets.config
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "empty")
+    asked = []
+
+    def unreached(*_, **__):
+        asked.append(how)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", unreached)
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "t.yaml"
+    data = yaml.safe_load(Path(tasks[0][0]).read_text())
+    file.write_text(yaml.safe_dump({**data, "dataset_path": "acme/nosuch", "dataset_kwargs": {}}))
+    with pytest.raises(InputError, match="not in the local cache") as refusal:
+        harness.check(Tasks((str(file),), offline=how == "the option"))
+    assert bool(asked) == (how != "the option")
+    assert "HF_HOME" in refusal.value.hint
+    assert "data_files" in refusal.value.hint
+    assert not datasets.config.HF_HUB_OFFLINE  # as before
+
+
 @pytest.mark.parametrize("names", ["", ",", " , "])
 def test_no_name_is_not_no_wish(tiny, names):
     ended = CliRunner().invoke(app, ["eval", str(tiny("llama")), "--tasks", names])

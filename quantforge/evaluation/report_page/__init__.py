@@ -3,6 +3,7 @@
 In this folder:
 
     assemble         The page, put together from its sections; a section without figures is left out
+    axes             Axes of charts: marks at round values, of which at least three can be read, whatever the range
     charts           The charts of a report, as specifications of Vega-Lite
     differing_words  Words of a text that another does not have in their place
     drawing          Drawing of charts: a specification of Vega-Lite becomes SVG

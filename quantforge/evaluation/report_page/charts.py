@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quantforge.evaluation.report_page.axes import log_axis, log_domain
 from quantforge.evaluation.report_page.drawing import (
     ACCENT,
     HEAT,
     INK,
-    LINE,
     MUTED,
     PAPER,
     SERIES,
@@ -87,8 +87,7 @@ def series(title: str, note: str, what: str, figures: Mapping[str, Mapping[str, 
     layers = [
         {"mark": {"type": "point", "filled": True, "size": 80, "opacity": 1, "yOffset": 7},
          "encoding": {
-            "x": {"field": "value", "type": "quantitative", "title": title,
-                  "scale": log_scale(every), "axis": log_axis(every)},
+            "x": {"field": "value", "type": "quantitative", "title": title, **log_axis(log_domain(every))},
             "color": {"field": "series", "type": "nominal", "sort": names, "title": what,
                       "scale": {"domain": names, "range": list(SERIES[: len(names)])}},
             "shape": {"field": "series", "type": "nominal", "sort": names, "title": what,
@@ -108,7 +107,7 @@ def quantiles(title: str, note: str, figures: Mapping[str, Mapping[str, float]])
         for name, found in figures.items()
     )
     every = [max(value, 1e-9) for found in figures.values() for value in found.values()]
-    x = {"type": "quantitative", "title": title, "scale": log_scale(every), "axis": log_axis(every)}  # fmt: skip
+    x = {"type": "quantitative", "title": title, **log_axis(log_domain(every))}
 
     def mark(kind: str, first: str, last: str = "", **looks: object) -> dict[str, Any]:
         encoding: dict[str, Any] = {"x": {**x, "field": f"q{first}"}}
@@ -172,20 +171,3 @@ def _rows(values: Sequence[Row], layers: Sequence[Row], width: int) -> dict[str,
         "encoding": {"y": {**_NAMES, "scale": {"type": "band", "padding": 0}}},
         "layer": list(layers),
     }
-
-
-def log_scale(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic scale with some room around the values."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    room = 0.04 * max(high - low, 0.1)
-    return {"type": "log", "nice": False, "domain": [10 ** (low - room), 10 ** (high + room)]}
-
-
-def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis with few marks: 1, 2 and 5 of each power, or the powers alone where these are many."""
-    low, high = math.log10(min(values)), math.log10(max(values))
-    digits = (1, 2, 5) if high - low < 2.5 else (1,)
-    powers = range(math.floor(low) - 1, math.ceil(high) + 1)
-    marks = [digit * 10.0**power for power in powers for digit in digits]
-    shown = [mark for mark in marks if low - 0.15 <= math.log10(mark) <= high + 0.15]
-    return {"values": shown, "format": ".3~r", "labelOverlap": True, "gridColor": LINE}

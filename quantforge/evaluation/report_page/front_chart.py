@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quantforge.evaluation.report_page.charts import Row, log_axis
+from quantforge.evaluation.report_page.axes import linear_axis, log_axis
+from quantforge.evaluation.report_page.charts import Row
 from quantforge.evaluation.report_page.drawing import ACCENT, INK, MUTED, Chart, draw
 from quantforge.evaluation.verdict import Verdict
 from quantforge.results.significant import significant
@@ -18,14 +19,19 @@ from quantforge.results.significant import significant
 LETTER, APART = 6.3, 17  # pixels: of a letter, at most, and between names
 LEFT, BELOW, ABOVE = 62, 40, 10
 NAMES_SHARE = 0.45  # of the width, at most
+_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}  # of sizes, so that labels are short
 TITLE = "KL divergence against size"
 
 
 def front_chart(rows: Sequence[Row], verdict: Verdict) -> Chart | None:
     """Draw the models that differ from the reference, or return None where there are none."""
+    differing = [row["weight_bytes"] for row in rows if (row["kl_mean"] or 0) > 0]
+    unit = next(
+        (name for name, least in _UNITS.items() if max(differing, default=0) >= least), "kB"
+    )
     points = [
         {
-            "name": verdict.names[index], "size": row["weight_bytes"] / 1e6, "kl": row["kl_mean"],
+            "name": verdict.names[index], "size": row["weight_bytes"] / _UNITS[unit], "kl": row["kl_mean"],
             "low": max(row["kl_mean"] - (row["kl_se"] or 0), row["kl_mean"] / 10),
             "high": row["kl_mean"] + (row["kl_se"] or 0), "front": index in verdict.front,
         }
@@ -34,7 +40,7 @@ def front_chart(rows: Sequence[Row], verdict: Verdict) -> Chart | None:
     if not points:
         return None
     described = ", ".join(
-        f"{point['name']} {significant(point['size'])} MB, KL {significant(point['kl'])}"
+        f"{point['name']} {significant(point['size'])} {unit}, KL {significant(point['kl'])}"
         + (" (on the Pareto front)" if point["front"] else "")
         for point in points
     )
@@ -42,7 +48,9 @@ def front_chart(rows: Sequence[Row], verdict: Verdict) -> Chart | None:
         "Down and left is better. Filled points and the line are the Pareto front: no other model is "
         "as small and as close to the reference. Lines through points: one standard error."
     )
-    return draw(TITLE, note, f"{TITLE}: {described}", lambda width: _specification(points, width))
+    return draw(
+        TITLE, note, f"{TITLE}: {described}", lambda width: _specification(points, unit, width)
+    )
 
 
 def spread(wanted: Sequence[float], apart: float, least: float, most: float) -> list[float]:
@@ -65,12 +73,12 @@ def shortened(name: str, letters: int) -> str:
     return f"{name[:head]}…{name[len(name) - (letters - 1 - head) :]}"
 
 
-def _specification(points: Sequence[Row], width: int) -> dict[str, Any]:
+def _specification(points: Sequence[Row], unit: str, width: int) -> dict[str, Any]:
     longest = max(len(point["name"]) for point in points)
     names = min(longest * LETTER + 24, NAMES_SHARE * width)
     plot, height = width - LEFT - names, max(280, APART * (len(points) + 1))
     sizes = [point["size"] for point in points]
-    room = 0.08 * (max(sizes) - min(sizes) or max(sizes))
+    room = max(0.08 * (max(sizes) - min(sizes)), 0.03 * max(sizes))
     low = math.log10(min(point["low"] for point in points)) - 0.08
     high = math.log10(max(point["high"] for point in points)) + 0.08
     ordered = sorted(points, key=lambda point: (-point["kl"], point["size"]))
@@ -81,12 +89,14 @@ def _specification(points: Sequence[Row], width: int) -> dict[str, Any]:
          "label_kl": 10 ** (high - top / height * (high - low)), "edge": max(sizes) + room}
         for point, top in zip(ordered, spread(tops, APART, 6, height - 6), strict=True)
     ]  # fmt: skip
-    x = {"type": "quantitative", "title": "weights (MB)",
-         "axis": {"tickCount": plot // 70, "format": ".4~g"},
-         "scale": {"domain": [min(sizes) - room, max(sizes) + room], "nice": False, "zero": False}}  # fmt: skip
-    y = {"type": "quantitative", "title": "KL divergence (nats per token)",
-         "axis": {**log_axis([10**low, 10**high]), "titlePadding": 12},
-         "scale": {"type": "log", "domain": [10**low, 10**high], "nice": False}}  # fmt: skip
+    x = {"type": "quantitative", "title": f"weights ({unit})",
+         **linear_axis([min(sizes) - room, max(sizes) + room], plot)}  # fmt: skip
+    y = {
+        "type": "quantitative",
+        "title": "KL divergence (nats per token)",
+        **log_axis([10**low, 10**high]),
+    }
+    y["axis"] |= {"titlePadding": 12}
     across = {"x": {**x, "field": "size"}, "y": {**y, "field": "kl"}}
     fill = {"condition": {"test": "datum.front", "value": ACCENT}, "value": "var(--paper)"}
     return {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.checkpoint.safetensors import read_tensor
-from quantforge.errors import InputError
+from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf.families import declared_of, read_families
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
@@ -29,12 +29,13 @@ def model_type_of(file: GgufFile) -> str:
     """Return the ``model_type`` of transformers.
 
     Raises:
-        InputError: an architecture that is not read.
+        NotReadError: an architecture that is not read.
     """
     arch = file.value("general.architecture", str)
     if arch not in _MODEL_TYPES:
         known = ", ".join(sorted(_MODEL_TYPES))
-        raise InputError(f"{file.files[0]}: architecture {arch!r} is not read", f"read are {known}")
+        said = f"{file.files[0]}: architecture {arch!r} is not read"
+        raise NotReadError(said, f"read are {known}")
     if arch == "llama" and file.value("llama.expert_count", int, 0) > 1:
         return "mixtral"
     return _MODEL_TYPES[arch]
@@ -44,12 +45,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return the configuration, without anything about quantization.
 
     Raises:
-        InputError: a key is missing or of a wrong type, or the file cannot be restated.
+        InputError: a key is missing or of a wrong type, or the file cannot be restated (`NotReadError`).
     """
     model_type = model_type_of(file)
     family = read_families()[model_type]
-    arch = family.arch
-    read = _Keys(file, arch)
+    read = _Keys(file, arch := family.arch)
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
@@ -161,7 +161,7 @@ def _rope(file: GgufFile, read: _Keys, config: Mapping[str, Any]) -> dict[str, A
                 "rope.scaling.original_context_length"
             )
     elif kind not in {"", "none"}:
-        raise InputError(
+        raise NotReadError(
             f"{file.files[0]}: rope scaling {kind!r} is not read",
             "linear, yarn, llama3 and longrope are",
         )
@@ -187,7 +187,7 @@ def _llama3(file: GgufFile, base: float, width: int) -> dict[str, Any]:
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }  # fmt: skip
-    raise InputError(
+    raise NotReadError(
         f"{file.files[0]}: {FREQUENCIES} is none of the published scalings",
         "evaluate it with --engine llama.cpp",
     )

@@ -82,7 +82,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """Open a file, or numbered files by any of them.
 
     Raises:
-        InputError: damaged, of an architecture that is not read, or with tensors that are not of it.
+        InputError: damaged, or with tensors that are not of its architecture.
+        NotReadError: as `config_of`.
     """
     file = read_gguf(path)
     config = config_of(file)
@@ -119,6 +120,19 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         path=path, config=config, entries=entries, shards=file.files, side_files=(), card=None,
         places=places, file=file,
     )  # fmt: skip
+
+
+def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
+    """Return the tensors of a file of any architecture by their names there; types as `GgufCheckpoint.held`."""
+    return tuple(
+        HeldTensor(
+            entry.name,
+            entry.type if TYPES[entry.type].columns == 1 else entry.type.lower(),
+            entry.shape,
+            entry.end - entry.start,
+        )
+        for entry in file.tensors.values()
+    )
 
 
 def _places(

@@ -19,10 +19,12 @@ from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import notes, render
+from quantforge.evaluation.report_page.charts import quantiles, series
 from quantforge.evaluation.report_page.differing_words import marked
-from quantforge.evaluation.report_page.front_chart import APART, shortened, spread
+from quantforge.evaluation.report_page.front_chart import APART, front_chart, shortened, spread
 from quantforge.evaluation.report_page.sections import sort_key
 from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.evaluations import TRIAL, cache_rows
@@ -186,6 +188,33 @@ def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluat
     text = render(replace(evaluation, rows=(evaluation.rows[0], same)), "html")
     assert "KL divergence against size" not in text
     assert "Relative error of each block" not in text
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.01, 1.2, 1.9, 4.6, 9.5, 70.0, 1e5])
+@pytest.mark.parametrize("base", [3.77e6, 1.93e8, 8.9e10])
+def test_every_axis_has_three_labels_whatever_its_range(base, ratio):
+    """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
+    values = [base, base * ratio**0.4, base * ratio]
+    drawn = [
+        series("t", "n", "w", {f"m{at}": {"1": one / 1e5} for at, one in enumerate(values)}),
+        quantiles("t", "n", {
+            f"m{at}": dict.fromkeys(map(str, QUANTILES), one / 1e12) for at, one in enumerate(values)
+        }),
+        front_chart(
+            [{"weight_bytes": one, "kl_mean": one / 1e12, "kl_se": one / 1e14} for one in values],
+            Verdict(("a name that is long, of a model", "b", "c"), (0,), (), ()),
+        ),
+    ]  # fmt: skip
+    for chart in drawn:
+        for svg in (chart.wide, chart.narrow):
+            axes = re.findall(
+                r'<g class="mark-text role-axis-label"[^>]*>(.*?)</g>', svg, re.DOTALL
+            )
+            for axis in axes:
+                texts = re.findall(r"<text([^>]*)>([^<]*)</text>", axis)
+                labels = [text for looks, text in texts if 'opacity="0"' not in looks]
+                assert len(labels) >= 3, labels
+                assert len({*labels}) == len(labels)
 
 
 def test_a_block_without_a_figure_is_left_out_of_the_chart_and_a_dash_in_the_table(evaluation):

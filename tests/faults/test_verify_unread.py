@@ -1,0 +1,68 @@
+"""GGUF files of families that are written and not read back: shown, held to what is known of them, and not judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import gguf_models
+from tests.gguf_exports import export
+from tests.runs import command
+
+
+@pytest.fixture(scope="module", params=["qwen2_moe", "olmoe"])
+def made(request, tmp_path_factory):
+    place = tmp_path_factory.mktemp(request.param)
+    return export(gguf_models.make(request.param, place / "m"), place / "m.gguf", "Q8_0")
+
+
+@pytest.fixture
+def file(made, tmp_path):
+    """A copy that may be damaged."""
+    for one in made.parent.glob("m.gguf*"):
+        if one.is_file():
+            (tmp_path / one.name).write_bytes(one.read_bytes())
+    return tmp_path / made.name
+
+
+def test_a_sound_file_is_not_judged_and_never_called_failed(file, capsys):
+    said = command(capsys, "verify", file)
+    assert said.code == 4
+    assert "failed" not in said.out
+    assert "not judged: architecture" in said.out
+    assert "manifest" not in said.err.partition("not checked (architecture")[2].splitlines()[0]
+    told = json.loads(command(capsys, "verify", file, "--json").out)
+    assert (told["ok"], told["findings"]) == (False, [])
+    assert "is not read" in told["unjudged"]
+    assert "manifest" in told["checked"]
+    assert {"unreadable", "noise", "logits"} <= told["skipped"].keys()
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_damaged_one_is_found(file, manifest, capsys):
+    data = bytearray(file.read_bytes())
+    if manifest:
+        data[-100] ^= 1
+        file.write_bytes(data)
+    else:
+        Path(f"{file}.quantforge.json").unlink()
+        assert command(capsys, "verify", file).code == 4
+        file.write_bytes(data[:-64])
+    said = command(capsys, "verify", file)
+    assert said.code == 5
+    assert "finding(s): failed" in said.out
+
+
+def test_its_headers_are_shown(file, capsys):
+    told = json.loads(command(capsys, "inspect", file, "--json").out)
+    assert told["format"] == "gguf (not read)"
+    assert told["schemes"]["q8_0"]
+    assert told["model_type"] in {"qwen2moe", "olmoe"}
+    assert 0 < told["tensor_bytes"] < told["file_bytes"] == file.stat().st_size
+    assert told["provenance"]["method"] == "rtn"
+    assert 8 < told["bits_per_quantized_weight"] < 9
+    stack = next(one for one in told["tensors"] if one["name"] == "blk.0.ffn_up_exps.weight")
+    assert stack["shape"][0] == 4
+    assert "blk.0.ffn_up_exps.weight" in command(capsys, "inspect", file, "--tensors", "all").out
