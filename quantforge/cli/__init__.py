@@ -41,7 +41,7 @@ In this folder:
     stopping            Stopping: what a signal does that asks the command to stop, modules that are being loaded aside
     sweep               ``quantforge sweep``: all combinations of some choices, and which of them nothing beats
     terminal_chat       A chat on a terminal: lines of a person, answers as they come, and what was said so far
-    typed_paths         Paths as they were typed
+    typed_paths         Paths and options as they were typed
     usage_errors        Refusals of the parser of the command line
     verb                A verb as it is shown and completed: its options in named groups
     verify              ``quantforge verify``: look at a finished artifact, ours or anyone's

@@ -151,11 +151,17 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
-    unread = UNREAD in plan.notes
-    console.note(
-        UNREAD if unread else f"next: quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
-    )
+    if UNREAD in plan.notes:
+        console.note(UNREAD)
+    else:
+        compared = f"quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
+        console.note(f"next: {compared}{typed_adapter(outcome.adapter)}")
     console.note(upload(out))
+
+
+def typed_adapter(adapter: Path | str | None) -> str:
+    """Return the option that names an adapter, as further words of a command; "" for none."""
+    return "" if adapter is None else f" --adapter {shlex.quote(str(adapter))}"
 
 
 def upload(out: Path) -> str:

@@ -53,6 +53,7 @@ class Outcome:
         resumed: whether an earlier run's work was kept.
         scaled: for how many activations a transform found factors that are better than none, and for how many it
             searched; None where none did, or the result was there already.
+        adapter: where the adapter is that was merged into the model; None where none was.
     """
 
     out: Path
@@ -60,6 +61,7 @@ class Outcome:
     events: tuple[Event, ...]
     resumed: bool
     scaled: tuple[int, int] | None = None
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
