@@ -109,6 +109,7 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
+    from quantforge.planning.notes import is_change
 
     plan = outcome.plan
     counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))
@@ -146,7 +147,7 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
         )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if of_engine(note) or note.startswith(TOLD):
+        if of_engine(note) or note.startswith(TOLD) or is_change(note):
             console.note(placed(note, out))
     for note in plan.left_behind:
         console.note(note)

@@ -130,7 +130,7 @@ def wanted_of(
     source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
     source = single_experts(source, key, recipe.layers)
     checkpoint = heads_as_asked(source, recipe.mtp)
-    checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
+    checkpoint = changed(checkpoint, recipe.method, recipe.prune_experts, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)
