@@ -21,6 +21,7 @@ from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ def quantize(
     with console.watch():
         outcome = run(settings)
     if not ranks.silent():
-        report(console, outcome, model, time.monotonic() - start)
+        report(console, outcome, model, time.monotonic() - start, on_shard or "")
 
 
-def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
-    """Say what was made of a model, as it was typed, and what to do next."""
+def report(console: Console, outcome: Outcome, model: str, seconds: float, taker: str = "") -> None:
+    """Say what was made of a model, as it was typed, and what to do next; ``taker`` took weight files."""
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
@@ -152,6 +153,8 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
+    if gone := away(out, manifest.read(out) or {}):
+        console.note(put_back(gone, out, taker))
     if UNREAD in plan.notes:
         console.note(UNREAD)
     else:
