@@ -187,7 +187,9 @@ class Recipe:
     def __post_init__(self) -> None:
         write_small(self, WORDS)
         check_fields(self)
-        self.pruned_share, self.zeros  # noqa: B018 - raise
+        if self.prune_experts is not None:
+            share_of(self.prune_experts, "prune_experts")
+        self.zeros  # noqa: B018 - raises
         if self.bits is not None and self.scheme is not None:
             raise InputError("recipe: 'bits' and 'scheme' are both given", "--bits or --scheme")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
@@ -198,11 +200,6 @@ class Recipe:
     def layers(self) -> LayerChoices:
         """Return the keys that say how each tensor is stored."""
         return LayerChoices(*(getattr(self, item.name) for item in fields(LayerChoices)))
-
-    @property
-    def pruned_share(self) -> float:
-        """Return the share of experts that is removed, 0 for none; raise `InputError` where the text is no share."""
-        return 0.0 if (asked := self.prune_experts) is None else share_of(asked, "prune_experts")
 
     @property
     def zeros(self) -> Sparsity | None:

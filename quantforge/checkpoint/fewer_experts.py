@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures import Parameter
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, match
-from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
+from quantforge.checkpoint.prepared import KEPT_EXPERTS, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.notation import share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +70,8 @@ class Pruning:
         return dict.fromkeys(self.layers, tuple(last))
 
 
-def pruning_of(source: Checkpoint, share: float) -> Pruning:
-    """Return how many experts of every layer a share removes, rounded down.
+def pruning_of(source: Checkpoint, asked: str) -> Pruning:
+    """Return how many experts of every layer a share, such as ``25%``, removes, rounded down.
 
     Raises:
         InputError: ``n_group`` does not divide the number of experts; or as `match`.
@@ -88,21 +89,20 @@ def pruning_of(source: Checkpoint, share: float) -> Pruning:
     if type(groups) is not int or groups < 1 or experts % groups:
         raise InputError(f"config.json: n_group = {str(groups)[:40]!r} for {experts} experts")
     size = experts // groups
-    removed = int(share * size + 1e-9)
+    removed = int(share_of(asked, "prune_experts") * size + 1e-9)
     if not removed:
         of = f"each of {groups} groups of {size}" if groups > 1 else f"{experts}"
-        raise UsageError(
-            f"--prune-experts {share:.3g}: that is none of {of} experts", "a larger share"
-        )
+        raise UsageError(f"--prune-experts {asked}: that is none of {of} experts", "a larger share")
     family = matched.architecture.gguf
     key = family.used if family else "num_experts_per_tok"
     used = stated.get(key) or 1
     active = max(_numbers(key, used if isinstance(used, list) else [used]))
     (chosen,) = _numbers("topk_group", [stated.get("topk_group") or groups if groups > 1 else 1])
     if (size - removed) * chosen < active or (groups > 1 and size - removed < 2):
+        left = groups * (size - removed)
+        would = f"{left} expert{'s' * (left != 1)} would be left"
         raise RefusedError(
-            f"--prune-experts {share:.3g}: {groups * (size - removed)} experts would be left, and each token is sent to"
-            f" {active} of {chosen * size}",
+            f"--prune-experts {asked}: {would}, and each token is sent to {active} of {chosen * size}",
             "a smaller share",
         )
     return Pruning(experts, groups, removed, layers)
@@ -146,7 +146,8 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
             added[name] = replace(entry, shape=shape)
             left_out.add(name)
     count = experts - len(next(iter(removed.values())))
-    facts = {FACT: as_text(removed) if decided else f"{experts - count} of {experts} in each layer"}
+    chosen = {FACT: as_text(removed)} if decided else {}
+    facts = {KEPT_EXPERTS: f"{count} of {experts} in each layer", **chosen}
     return prepared_checkpoint(
         source, computed, config=_counting(source, matched, count), added=added, left_out=left_out,
         facts=facts,

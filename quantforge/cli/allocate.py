@@ -11,6 +11,7 @@ import typer
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
+from quantforge.cli.quantize import typed_adapter
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.size_options import Size, takes_size
 from quantforge.results.significant import significant, size
@@ -81,9 +82,8 @@ def allocate(
         )
         return
     _show(console, found)
-    console.note(
-        f"next: quantforge quantize {shlex.quote(model)} --recipe {shlex.quote(str(output))}"
-    )
+    words = f"quantize {shlex.quote(model)} --recipe {shlex.quote(str(output))}"
+    console.note(f"next: quantforge {words}{typed_adapter(given['adapter'])}")
 
 
 def _left_out(found: Allocated) -> str:

@@ -21,6 +21,7 @@ from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -101,14 +102,15 @@ def quantize(
     with console.watch():
         outcome = run(settings)
     if not ranks.silent():
-        report(console, outcome, model, time.monotonic() - start)
+        report(console, outcome, model, time.monotonic() - start, on_shard or "")
 
 
-def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
-    """Say what was made of a model, as it was typed, and what to do next."""
+def report(console: Console, outcome: Outcome, model: str, seconds: float, taker: str = "") -> None:
+    """Say what was made of a model, as it was typed, and what to do next; ``taker`` took weight files."""
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
+    from quantforge.planning.notes import is_change
 
     plan = outcome.plan
     counts = dict(sorted(Counter(event.kind for event in outcome.events).items()))
@@ -146,16 +148,24 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
         )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if of_engine(note) or note.startswith(TOLD):
+        if of_engine(note) or note.startswith(TOLD) or is_change(note):
             console.note(placed(note, out))
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
-    unread = UNREAD in plan.notes
-    console.note(
-        UNREAD if unread else f"next: quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
-    )
+    if gone := away(out, manifest.read(out) or {}):
+        console.note(put_back(gone, out, taker))
+    if UNREAD in plan.notes:
+        console.note(UNREAD)
+    else:
+        compared = f"quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
+        console.note(f"next: {compared}{typed_adapter(outcome.adapter)}")
     console.note(upload(out))
+
+
+def typed_adapter(adapter: Path | str | None) -> str:
+    """Return the option that names an adapter, as further words of a command; "" for none."""
+    return "" if adapter is None else f" --adapter {shlex.quote(str(adapter))}"
 
 
 def upload(out: Path) -> str:

@@ -32,6 +32,7 @@ from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
+from quantforge.formats.sources.adapter import open_adapter
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
@@ -239,6 +240,7 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
         device=options.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
+        adapter="" if options.adapter is None else open_adapter(options.adapter).cited_name,
     )
 
 

@@ -36,6 +36,7 @@ class Protocol:
         device: on which.
         threads: of torch, on a CPU.
         windows_asked: how many were asked for; the text may give fewer.
+        adapter: name and digest of what was merged into the reference, "" for nothing.
     """
 
     text: str
@@ -49,6 +50,7 @@ class Protocol:
     device: str
     threads: int
     windows_asked: int = 0
+    adapter: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data, with what holds for every evaluation."""
@@ -63,9 +65,10 @@ class Protocol:
     def __str__(self) -> str:
         asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
         bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
+        merged = f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
         return (
             f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
-            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}"
+            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}"
         )
 
 

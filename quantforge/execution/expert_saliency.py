@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def removed_experts(
     source: Checkpoint,
-    share: float,
+    share: str | None,
     options: CalibrationOptions,
     calibrated: Calibrated | None,
     settings: Settings,
@@ -37,7 +37,7 @@ def removed_experts(
 
     Args:
         source: with all of them.
-        share: of the experts of every layer that is removed; 0 for none.
+        share: of the experts of every layer that is removed, ``25%``; None for none.
         options: how the rows pass.
         calibrated: the rows; needed where experts are removed.
         settings: how to run.

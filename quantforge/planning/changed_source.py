@@ -13,7 +13,7 @@ from quantforge.recipe import NO_DATA, CalibrationOptions
 def changed(
     source: Checkpoint,
     method: str,
-    share: float,
+    share: str | None,
     calibration: CalibrationOptions,
     removed: Removed | None = None,
 ) -> Checkpoint:
@@ -24,7 +24,7 @@ def changed(
     Args:
         source: with its experts as files are to hold them.
         method: whose transforms of the whole source apply.
-        share: of the experts of every layer that is removed; 0 for none.
+        share: of the experts of every layer that is removed, ``25%``; None for none.
         calibration: what experts are judged by.
         removed: the experts that go; None where they are not chosen yet, so that nothing they change may be read.
 

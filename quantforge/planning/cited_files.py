@@ -7,6 +7,7 @@ is looked for under its name, or where the settings say.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def _adapter(options: AdapterOptions, settings: Settings) -> tuple[AdapterOption
         raise IntegrityError(f"--adapter {typed}: not the adapter that the recipe states", hint)
     name = options.source if options.sha256 else typed.resolve().name
     return AdapterOptions(name, found.digests), replace(settings, adapter=typed)
+
+
+def common_adapter(options: Iterable[AdapterOptions]) -> Path | None:
+    """Return where the adapter is that several recipes name; None where not all name the same."""
+    source, *others = {one.source for one in options}
+    return Path(source) if source and not others else None
 
 
 def adapter_hint(options: AdapterOptions) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.prepared import ADAPTER
+from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
@@ -34,7 +34,7 @@ from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_ta
 from quantforge.planning.gguf_types import FileTypes, GivenTypes, MixtureTypes, stored_shape
 from quantforge.plans import Action, Draft, TensorPlan
 from quantforge.recipe import LayerChoices, Recipe
-from quantforge.results.adapters import adapter_name
+from quantforge.results.source_changes import adapter_name, experts_word
 from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -132,11 +132,12 @@ def _tokens(
 
 
 def _name(checkpoint: Checkpoint) -> str:
-    """Return the model's own name, of its repository, its directory, or its file without the ending, and adapters'."""
+    """Return the model's own name, of its repository, directory, or file, with what became of all of it."""
     path = checkpoint.path
     name = path.stem if path.is_file() else source_name(path)[0].rpartition("/")[2]
-    read = [said for key, said in checkpoint.facts.items() if key == ADAPTER]
-    return "-".join((name, *map(adapter_name, read)))
+    words = ((ADAPTER, adapter_name), (KEPT_EXPERTS, experts_word))
+    read = [word(said) for key, word in words if (said := checkpoint.facts.get(key)) is not None]
+    return "-".join((name, *read))
 
 
 def _written(matched: Matched) -> list[MatchedTensor]:

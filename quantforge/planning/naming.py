@@ -1,6 +1,6 @@
 """Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``.
 
-One rule, stated in ``docs/cli.md``: the name of the original model and of what was merged into it, the method, the
+One rule, stated in ``docs/cli.md``: the name of the original model and what became of all of it, the method, the
 scheme, and the format where it is not the default (a method that is called as the format is said once). A GGUF file is
 called after its mixture, as llama.cpp's tools do, or after its bits for a weight where rules mix types
 (``wren-mixed-4.06bpw.gguf``). The original model is the one that the first manifest of a chain of exports names, so
@@ -31,7 +31,12 @@ from quantforge.plans import TensorPlan
 from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.results.adapters import adapter_name, adapters_of
+from quantforge.results.source_changes import (
+    adapter_name,
+    adapters_of,
+    experts_of,
+    experts_word,
+)
 from quantforge.scheme import LayerScheme, Sparsity
 
 _LONGEST = (
@@ -99,7 +104,7 @@ def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of the original model, and those of the adapters that were merged into it."""
+    """Yield the name of the original model, those of adapters that were merged, and how many experts were kept."""
     known = first.get("source", {}).get("model")
     name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
     name = name.rpartition("/")[2]
@@ -108,6 +113,7 @@ def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> Iterator[str]:
     yield _safe(name) or "model"
     for said in adapters_of(checkpoint):
         yield _safe(adapter_name(said))
+    yield from filter(None, map(experts_word, experts_of(checkpoint)))
 
 
 def _zeros(pattern: Sparsity | None) -> tuple[str, ...]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched
+from quantforge.checkpoint.fewer_heads import FACT as HEADS
+from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.errors import RefusedError, UsageError
 from quantforge.planning.drafting import draft_of
 from quantforge.plans import Action, Draft
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
+
+_CHANGES = (ADAPTER, KEPT_EXPERTS, HEADS)
 
 
 def notes(
@@ -44,6 +48,11 @@ def check_heads(mtp: str, form: str, matched: Matched) -> None:
         raise UsageError(
             "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
         )
+
+
+def is_change(note: str) -> bool:
+    """Return whether a note says that the whole source was changed: by adapters, to fewer experts or heads."""
+    return note.startswith(tuple(f"source {subject}: " for subject in _CHANGES))
 
 
 def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from quantforge.events import KINDS
 from quantforge.formats import format_of
 from quantforge.formats.loading import snippets
 from quantforge.plans import Action, Plan
-from quantforge.results.adapters import adapter_name, stated_adapters
 from quantforge.results.card_figures import (
     EMPTY_FIGURES,
     EMPTY_INDEX,
@@ -27,6 +26,7 @@ from quantforge.results.card_figures import (
 )
 from quantforge.results.front_matter import carried_fields, front_matter
 from quantforge.results.significant import sized
+from quantforge.results.source_changes import adapter_name, stated_adapters, stated_experts
 
 _WEIGHTS = (".safetensors", ".gguf")
 
@@ -95,7 +95,7 @@ def _rounded(plan: Plan, made: Mapping[str, Any]) -> bool:
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:
-    """Return the original model, by a link to the hub or the name that it had, and what was merged into it."""
+    """Return the original model, by a link to the hub or the name that it had, and what became of all of it."""
     named = code(str(first(document).get("source", {}).get("model")))
     if base:
         named = f"[{base}](https://huggingface.co/{base})"
@@ -103,11 +103,18 @@ def origin(document: Mapping[str, Any], base: str) -> str:
 
 
 def _merged(document: Mapping[str, Any], *, name_only: bool = False) -> str:
-    """Return which adapters were merged into a model, in words that stand after its name; "" where none was."""
+    """Return which adapters a model got and which experts it kept, in words that stand after its name; "" for none."""
     found = stated_adapters(document)
     if name_only:
-        return "".join(f" with {cell(adapter_name(said))}" for said in found)
-    return "".join(f" with the adapter {code(said)} merged into it" for said in found)
+        words = [f" with {cell(adapter_name(said))}" for said in found]
+    else:
+        words = [f" with the adapter {code(said)} merged into it" for said in found]
+    return "".join([*words, *(f" with {with_experts(said)}" for said in stated_experts(document))])
+
+
+def with_experts(said: str) -> str:
+    """Return what a manifest says of kept experts, for a card: ``6 of 8 experts in each layer``."""
+    return cell(said).replace(" in ", " experts in ", 1)
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

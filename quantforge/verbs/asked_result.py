@@ -53,6 +53,7 @@ class Outcome:
         resumed: whether an earlier run's work was kept.
         scaled: for how many activations a transform found factors that are better than none, and for how many it
             searched; None where none did, or the result was there already.
+        adapter: where the adapter is that was merged into the model; None where none was.
     """
 
     out: Path
@@ -60,6 +61,7 @@ class Outcome:
     events: tuple[Event, ...]
     resumed: bool
     scaled: tuple[int, int] | None = None
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def wanted_of(
     source = as_loaded(as_read(checkpoint, settings.adapter), key, recipe.engine)
     source = single_experts(source, key, recipe.layers)
     checkpoint = heads_as_asked(source, recipe.mtp)
-    checkpoint = changed(checkpoint, recipe.method, recipe.pruned_share, recipe.calibration)
+    checkpoint = changed(checkpoint, recipe.method, recipe.prune_experts, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
     known = (*events, *planned.plan.substitutions)

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.errors import InputError
 from quantforge.evaluation.task_names import Tasks, check_names
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model import lean_imports as lean
+from quantforge.recipe import AdapterOptions
+from quantforge.results import manifest
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
@@ -26,6 +30,7 @@ from quantforge.verbs.measurement_options import (
     check_measurement,
 )
 from quantforge.verbs.scored_text import BUILTIN, own_text, read_text, text_name
+from quantforge.verification.stated_changes import stated_adapter
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -75,6 +80,8 @@ def evaluate(
                     f"{name} is the reference, and it is quantized and smaller than {other}: were they meant"
                     f" the other way round? quantforge eval {other} {name}"
                 )
+            if said := _apart(opened[0].path, checkpoint.path, settings.adapter):
+                settings.note(said)
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
@@ -103,6 +110,30 @@ def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
         sum(entry.stored().nbytes for entry in one.entries.values()) for one in (reference, model)
     )
     return "quantization_config" in reference.config and LARGER * small < large
+
+
+def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
+    """Return what is to be said where a model was made with another adapter than its reference has; "" for nothing."""
+    try:
+        made, has = (stated_adapter(manifest.read(path)) for path in (model, reference))
+    except InputError:  # `verify` tells what is wrong with a manifest
+        return ""
+    if made is None or (adapter is None and not made.source):
+        return ""
+    if adapter is not None:
+        has = AdapterOptions(adapter.resolve().name, open_adapter(adapter).digests)
+    has = has or AdapterOptions()
+    if has.sha256 == made.sha256:
+        return ""
+    if not made.source:
+        return (
+            f"{model} was made without the adapter {has.source}, which is merged into the reference"
+        )
+    other = f"with the adapter {has.source}" if has.source else "without it"
+    said = f"{model} was made with the adapter {made.source}, and the reference is measured {other}"
+    if has.source and adapter is None:  # the reference's own, to which one more would be added
+        return said
+    return f"{said}: --adapter DIR merges {made.source} into {reference}"
 
 
 def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:

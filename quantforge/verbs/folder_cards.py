@@ -23,10 +23,10 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
-from quantforge.results.adapters import adapter_name, stated_adapters
-from quantforge.results.card import cell, first, origin
+from quantforge.results.card import cell, first, origin, with_experts
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
+from quantforge.results.source_changes import adapter_name, stated_adapters, stated_experts
 from quantforge.verbs.plan import capacity
 from quantforge_files.roles import CARD as CARD_ROLE
 
@@ -139,6 +139,7 @@ def write_folder_card(
         merged = stated_adapters(document)
         words = [named.rpartition("/")[2] or cell(str(stated))]
         words += [f"with {cell(adapter_name(said))}" for said in merged]
+        words += [f"with {with_experts(said)}" for said in stated_experts(document)]
         title = f"{' '.join(words)} ({plan.format})"
         carried = carried_fields(source.card)
         fields = front_matter(named, about.library, [plan.format], carried, tuned=bool(merged))

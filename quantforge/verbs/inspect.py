@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats import detect
@@ -21,7 +22,7 @@ from quantforge.formats.gguf.source import headers_alone
 from quantforge.formats.opening import open_model
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge.results import manifest
-from quantforge.results.adapters import stated_adapters
+from quantforge.results.source_changes import stated_adapters, stated_experts
 from quantforge.verbs.given_options import checks_options
 
 
@@ -190,5 +191,6 @@ def _provenance(path: Path) -> dict[str, Any]:
     if known is None:
         return {"manifest": "damaged: nothing of it is read"} if os.path.lexists(place) else {}
     keys = ("method", "versions", "source", "event_counts", "calibration")
-    merged = {"adapter": "; ".join(found)} if (found := stated_adapters(known)) else {}
-    return {key: known[key] for key in keys if key in known} | merged
+    changes = {ADAPTER: stated_adapters(known), KEPT_EXPERTS: stated_experts(known)}
+    told = {subject: "; ".join(said) for subject, said in changes.items() if said}
+    return {key: known[key] for key in keys if key in known} | told

@@ -121,7 +121,7 @@ def planned_for(
     key = settled(wanted, place)[0].format
     opened = as_loaded(as_read(opened, settings.adapter), key, wanted.engine)
     opened = heads_as_asked(single_experts(opened, key, wanted.layers), wanted.mtp)
-    opened = changed(opened, wanted.method, wanted.pruned_share, wanted.calibration)
+    opened = changed(opened, wanted.method, wanted.prune_experts, wanted.calibration)
     return planned_of(opened, wanted, place, settings)
 
 

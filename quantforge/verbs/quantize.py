@@ -31,7 +31,7 @@ from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
 from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Outcome, Variant, wanted_of
+from quantforge.verbs.asked_result import AskedResult, Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
 from quantforge.verbs.given_options import checks_options
@@ -111,6 +111,11 @@ def quantize_opened(
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
     wanted = wanted_of(checkpoint, Variant(recipe, out), settings, *events)
+    return replace(_made(wanted, settings), adapter=settings.adapter)
+
+
+def _made(wanted: AskedResult, settings: Settings) -> Outcome:
+    """Make a result, alone or with other processes, or find it made."""
     finished = wanted.finished(settings) or wanted.announced(settings)
     if finished is not None:
         return finished

@@ -15,6 +15,7 @@ from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model
+from quantforge.planning.cited_files import common_adapter
 from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
 from quantforge.plans import Plan
 from quantforge.results import manifest
@@ -130,8 +131,9 @@ def _scored(
             return dict(earlier["figures"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet
+    merged = common_adapter(one.recipe.adapter for one in asked.variants)
     found = evaluate(
-        asked.model, outs, settings,
+        asked.model, outs, replace(settings, adapter=merged),
         text=scoring.text, windows=scoring.windows, length=scoring.length, speed=scoring.speed,
     )  # fmt: skip
     from quantforge.evaluation.report import render

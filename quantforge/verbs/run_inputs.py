@@ -78,7 +78,7 @@ def read_inputs(
     opened = heads_as_asked(opened, planned.recipe.mtp)
     if planned.plan.needs or planned.recipe.prune_experts is not None:
         tell("calibration text", share=0.5)
-    share, options = planned.recipe.pruned_share, planned.recipe.calibration
+    share, options = planned.recipe.prune_experts, planned.recipe.calibration
     with reproducible():
         calibrated = calibrated_for(opened, planned, settings)
         removed = removed_experts(opened, share, options, calibrated, settings, out.parent)

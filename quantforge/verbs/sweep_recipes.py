@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -27,6 +27,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
+from quantforge.planning.cited_files import common_adapter
 from quantforge.planning.decisions import decisions_of
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.sweep_grid import combinations
@@ -105,7 +106,11 @@ def sweep(
     figures = _figures(measured or {})
     with followed(settings.progress):
         results, left_out = make_results(model, over, out, recipe, settings, options)
-        found = evaluate(model, [*results.values()], settings, **figures)
+        asked = combinations(over, options)
+        recipes = (build_recipe(recipe, **{**options, **asked[name]}) for name in results)
+        merged = common_adapter(one.adapter for one in recipes)
+        own = replace(settings, adapter=merged)
+        found = evaluate(model, [*results.values()], own, **figures)
     return Swept(Path(out).absolute(), results, left_out, found)
 
 

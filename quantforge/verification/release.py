@@ -16,6 +16,7 @@ from quantforge.checkpoint.publish_file import set_of, side_of
 from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError, IntegrityError
 from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.signing import check_signature, signature_of
 from quantforge.verification.findings import Report
 
@@ -35,6 +36,8 @@ def check_release(report: Report) -> dict[str, Any] | None:
         report.add("manifest", place.name, f"is no manifest of the kind {manifest.SCHEMA}")
         return None
     _compare(report, stated, path.parent if path.is_file() else path)
+    if gone := away(path, document):
+        report.notes.append(put_back(gone, path))
     if called := document.get(manifest.CALLED):
         report.notes.append(
             f"the manifest calls {side_of(path, '').name} by another name: {called}"

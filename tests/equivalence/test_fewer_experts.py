@@ -24,7 +24,7 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import VerificationOptions, verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import VOCABULARY, Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, command, crash_after, quantize, recipe, tree
 
 DEMO = Path(__file__).parents[2] / "models/demo-moe"
 ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
@@ -107,7 +107,7 @@ def test_saliency_is_the_mean_weighted_norm_of_what_an_expert_returns(tiny: Tiny
 
 
 def test_those_that_do_least_go_from_every_group(tiny: Tiny) -> None:
-    pruning = pruning_of(open_checkpoint(tiny("qwen2-moe")), 0.5)
+    pruning = pruning_of(open_checkpoint(tiny("qwen2-moe")), "50%")
     assert (pruning.experts, pruning.removed, pruning.layers) == (4, 2, (0, 2))
     saliency = {0: [3.0, 1.0, 2.0, 4.0], 2: [1.0, 1.0, 1.0, 0.5]}
     assert pruning.choose(saliency) == {0: (1, 2), 2: (2, 3)}  # of equal ones the later
@@ -116,6 +116,31 @@ def test_those_that_do_least_go_from_every_group(tiny: Tiny) -> None:
     assert from_text(as_text(pruning.choose(saliency))) == pruning.choose(saliency)
     with pytest.raises(InputError, match="removed experts"):
         from_text("0: 1, 2")
+
+
+def test_it_is_said_wherever_people_look(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out, blocks = tiny("mixtral"), tmp_path / "p", tmp_path / "b.gguf"
+    words = ("--prune-experts", "25%", "--samples", 4, "--length", 16)
+    made = command(capsys, "quantize", model, "--format", "plain", *words, "-o", out)
+    assert "source kept experts: 3 of 4 in each layer\n" in made.err
+    assert "kept experts: 3 of 4 in each layer\n" in command(capsys, "inspect", out).out
+    _, card = (out / "README.md").read_text().split("\n---\n")
+    assert f"# {model.name} with 3 of 4 experts in each layer (plain)\n" in card
+    assert f"`{model.name}` with 3 of 4 experts in each layer, stored in the format" in card
+    assert f"1. `{model.name}` with 3 of 4 experts in each layer: " in card
+    name, wanted = f"{model.name}-3of4experts", recipe(prune_experts="25%", format="plain")
+    assert verbs.plan(str(model), wanted).name == f"{name}-plain"
+    asked = recipe("gptq", scheme="int4:g32:sym", prune_experts="25%")
+    assert verbs.plan(str(model), asked).name == f"{name}-gptq-int4-g32"
+    assert verbs.plan(str(out), recipe(scheme="int4:g32:sym")).name == f"{name}-rtn-int4-g32"
+    again = recipe(prune_experts="34%", format="plain")
+    assert verbs.plan(str(out), again).name == f"{name}-2of3experts-plain"
+    moved = verbs.export(out, type="Q8_0", out=blocks)
+    assert moved.plan.name == f"{name}-Q8_0.gguf"
+    command(capsys, "quantize", model, "--type", "Q8_0", *words, "-o", tmp_path / "own.gguf")
+    assert name.encode() in (tmp_path / "own.gguf").read_bytes()[:4096]
 
 
 def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
@@ -144,8 +169,19 @@ def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
     ("family", "values", "error", "said"),
     [
         ("llama", {}, UsageError, "no experts"),
-        ("qwen2-moe", {"prune_experts": "20%"}, UsageError, "none of 4"),
-        ("qwen2-moe", {"prune_experts": "75%"}, RefusedError, "1 experts would be left"),
+        ("qwen2-moe", {"prune_experts": "20%"}, UsageError, "experts 20%: that is none of 4"),
+        (
+            "qwen2-moe",
+            {"prune_experts": "75%"},
+            RefusedError,
+            "experts 75%: 1 expert would be left",
+        ),
+        (
+            "qwen2-moe",
+            {"prune_experts": ".75"},
+            RefusedError,
+            "experts .75: 1 expert would be left",
+        ),
         ("qwen2-moe", {"prune_experts": "140%"}, InputError, "140%"),
         ("qwen2-moe", {"prune_experts": "a quarter"}, InputError, "prune_experts"),
         ("deepseek-v3", {"prune_experts": "50%"}, RefusedError, "would be left"),
@@ -172,7 +208,7 @@ def test_groups_and_counts_of_wrong_types_are_named(tiny: Tiny, key: str, value:
     checkpoint = open_checkpoint(tiny("deepseek-v3"))
     config = {**checkpoint.config, "n_group": 2, "topk_group": 1, key: value}
     with pytest.raises(InputError, match=key):
-        pruning_of(replace(checkpoint, config=config), 0.5)
+        pruning_of(replace(checkpoint, config=config), "50%")
 
 
 def test_on_a_trained_mixture_saliency_beats_chance(tmp_path: Path) -> None:

@@ -94,6 +94,25 @@ def test_shards_that_are_moved_away_change_no_byte(model, out, away, whole, caps
     assert command(capsys, "verify", out, "--no-forward").code == 0
 
 
+def test_what_is_not_there_is_to_be_put_back_first(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arch").mkdir()
+    words = ("quantize", model, "--bits", 8, "--max-shard-bytes", 60000, "-o", "q")
+    taker = "mv {} arch/"
+    said = command(capsys, *words, "--on-shard", taker).err
+    count = len([*(tmp_path / "arch").iterdir()])
+    first = (
+        f"{count} weight files were handed over to {taker} and are not in q: put them back first"
+    )
+    assert count > 1
+    assert said.index(f"{first}\n") < said.index("next: quantforge eval")
+    again = f"{count} weight files are not in q: put them back first (a command of --on-shard moves"
+    assert again in command(capsys, "verify", "q").err
+    for file in (tmp_path / "arch").iterdir():
+        file.rename(tmp_path / "q" / file.name)
+    assert "put" not in command(capsys, "verify", "q").err
+
+
 def test_it_is_called_once_for_each_in_order_when_it_is_complete(model, out, away, whole):
     lines = "assert shard.is_absolute()\n(place / 'order').open('a').write(f'{shard.name} {shard.stat().st_size}\\n')"
     quantize(model, out, WANTED, on_shard=script(away, lines))

@@ -95,6 +95,11 @@ class Adapter:
     ties: bool
     everywhere: tuple[str, ...]
 
+    @property
+    def cited_name(self) -> str:
+        """Return the name of its directory with the digest of its weights, for a report."""
+        return f"{self.path.resolve().name} (SHA-256 {self.digests[-1].partition(' ')[0]})"
+
 
 def open_adapter(path: Path) -> Adapter:
     """Open the directory of an adapter and digest its files.

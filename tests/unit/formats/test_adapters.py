@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -182,6 +183,82 @@ def test_from_plan_to_reproduce(
     with_it = json.loads(command(capsys, "eval", model, out, "--adapter", place, *options).out)
     without = json.loads(command(capsys, "eval", model, out, *options).out)
     assert with_it["models"][1]["kl_mean"] < without["models"][1]["kl_mean"] / 2
+
+
+def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
+    tiny: Tiny,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("llama-wide")
+    place = adapter(tmp_path / "tuned one", low_rank(model, ("q_proj", "down_proj")))
+    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    monkeypatch.chdir(tmp_path)
+    options = ("--windows", "2", "--length", "32", "--no-speed")
+    made = command(capsys, "quantize", model, "--bits", 8, "--adapter", place.name, "-o", "q")
+    assert f"next: quantforge eval {model} q --adapter 'tuned one'\n" in made.err
+    (tmp_path / "r.toml").write_text("[adapter]\nsource = 'tuned one'\n")
+    words = ("quantize", model, "--bits", 8, "--recipe", "r.toml", "-o", "q.gguf")
+    assert f" {model} q.gguf --adapter 'tuned one'\n" in command(capsys, *words).err
+    command(capsys, "quantize", model, "--format", "plain", "--adapter", place.name, "-o", "merged")
+    command(capsys, "quantize", "merged", "--bits", 8, "-o", "of-merged")
+    command(capsys, "quantize", model, "--bits", 8, "-o", "base")
+
+    def told(*words: object) -> tuple[str, str]:
+        ended = command(capsys, "eval", *words, *options)
+        assert ended.code == 0
+        return " ".join(ended.err.split()), " ".join(ended.out.split())
+
+    merge = "--adapter DIR merges tuned one into"
+    without, _ = told(model, "q", "q.gguf", "base")
+    for name in ("q", "q.gguf"):
+        said = (
+            f"{name} was made with the adapter tuned one, and the reference is measured without it"
+        )
+        assert f"{said}: {merge} {model}" in without
+    assert without.count("was made with") == 2
+    err, out = told(model, "q", "q.gguf", "--adapter", place)
+    assert "was made" not in err
+    assert re.search(r"the adapter tuned one \(SHA-256 [0-9a-f]{64}\) merged into the ref", out)
+    said = "q was made with the adapter tuned one, and the reference is measured with the adapter"
+    assert f"{said} other: {merge}" in told(model, "q", "--adapter", other)[0]
+    said = "base was made without the adapter tuned one, which is merged into the reference"
+    assert said in told(model, "base", "--adapter", place)[0]
+    err, out = told("merged", "of-merged")
+    assert "adapter" not in err + out
+
+
+def test_sweeps_and_releases_measure_against_what_was_merged(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, notes = tiny("llama-wide"), list[str]()
+    place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj")))
+    other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
+    settings = Settings(note=notes.append)
+
+    def swept(out: str, over: Mapping[str, Any], **given: Any) -> Any:
+        measured: Any = {"windows": 2, "length": 32}
+        return verbs.sweep(model, over, tmp_path / out, None, settings, measured, **given)
+
+    found = swept("s", {"bits": [8, 4]}, adapter=str(place))
+    assert found.evaluation.protocol.adapter.startswith("tuned (SHA-256 ")
+    assert not [note for note in notes if "was made" in note]
+    found = swept("t", {"adapter": [str(place), str(other)]}, bits=8)
+    assert found.evaluation.protocol.adapter == ""
+    assert len([note for note in notes if "was made with the adapter" in note]) == 2
+    spec = tmp_path / "release.toml"
+    spec.write_text(
+        f"model = '{model}'\n[evaluation]\ntext = 'builtin'\nwindows = 2\nlength = 32\n"
+        f"[[variant]]\nname = 'a'\nrecipe = {{adapter = {{source = '{place}'}}}}\nbits = 8\n"
+    )
+    assert command(capsys, "release", spec, "-o", tmp_path / "r").code == 0
+    card = next((tmp_path / "r").rglob("a/README.md")).read_text()
+    assert "merged into the reference" in card
+    target = ("--target", "7bpw", "--candidates", "int4:g32:sym,int8:g32:sym")
+    rows = ("--samples", 4, "--length", 16, "--adapter", place, "-o", tmp_path / "x.toml")
+    allocated = command(capsys, "allocate", model, *target, *rows)
+    assert f" --recipe {tmp_path / 'x.toml'} --adapter {place}\n" in allocated.err
 
 
 def test_an_adapter_is_given_where_the_recipes_say_so(
