@@ -86,7 +86,7 @@ def trial_of(
     length = min(MOST_TOKENS, *map(positions_of, paths))
     there = len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
     while length > max(2, there):
-        length //= 2
+        length = max(2, length // 2)
     windows = cut(tokenizer, text, max(1, tokens // length), length)
     asked = tuple(kind for kind in kinds if kind != PLAIN)
     return CacheTrial(asked, windows, plant(windows))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
 from quantforge.errors import RefusedError
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
@@ -141,16 +141,17 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
     """
     command = COMMANDS[engine]
     why = {key: f": {reason}" for key, reason in command.lacks.items()}
-    if serving.cache not in {None, PLAIN, *command.caches}:
-        if serving.cache not in _NEAREST:
-            keys = kinds_of(str(serving.cache))[0]  # two kinds, or none
+    cache = _cache_of(serving)
+    if cache not in {PLAIN, *command.caches}:
+        if cache not in _NEAREST:
+            keys = kinds_of(cache)[0]
             raise RefusedError(
                 f"--for {engine}: its command takes one kind of cache for keys and values alike",
                 f"--cache {keys}" if keys in command.caches else "leave --cache out",
             )
-        near = next((kind for kind in _NEAREST[serving.cache] if kind in command.caches), "")
+        near = next((kind for kind in _NEAREST[cache] if kind in command.caches), "")
         raise RefusedError(
-            f"--for {engine}: no cache in {serving.cache}{why.get('cache', '')}",
+            f"--for {engine}: no cache in {cache}{why.get('cache', '')}",
             f"--cache {near}" if near else "leave --cache out",
         )
     if serving.draft is not None and command.draft is None:
@@ -160,6 +161,11 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
     if serving.context is not None and command.context is None:
         return (f"{engine}: --context changes nothing{why.get('context', '')}",)
     return ()
+
+
+def _cache_of(serving: Serving) -> str:
+    """Return the one name of the cache that is asked for, however it was written."""
+    return name_of(*kinds_of(serving.cache or PLAIN))
 
 
 def command_of(
@@ -182,7 +188,7 @@ def command_of(
     }  # fmt: skip
     parts = [
         command.context if serving.context is not None else None,
-        command.caches.get(str(serving.cache)),
+        command.caches.get(_cache_of(serving)),
         command.draft if serving.draft is not None else None,
         command.devices if serving.devices > 1 else None,
     ]
