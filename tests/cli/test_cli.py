@@ -226,7 +226,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["eval", "MODEL", "--chat-template"], 2, ["--chat-template", "add --generated"]),
         (["eval", "MODEL", "--task-limit", "9"], 2, ["--task-limit", "add --tasks"]),
         (["eval", "MODEL", "--allow-code"], 2, ["--allow-code", "add --tasks"]),
-        (["eval", "MODEL", "--cache", "int8", "--no-speed"], 2, ["--cache int8", "measure speed"]),
+        (["eval", "MODEL", "--cache", "int7", "--no-speed"], 2, ["--cache int7", "no kind of cache"]),
         (["inspect", "MODEL", "--tensors", "q_proj"], 2, ["q_proj", "--tensors '*q_proj*'"]),
         (["inspect", "MODEL", "--tensors", "*.q_porj"], 2, ["q_porj", "'*q_proj*'"]),
         (["inspect", "MODEL", "--tensors", "*", "--derive"], 2, ["--tensors", "--derive"]),
@@ -260,7 +260,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan", "MODEL", "--format", "awq", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
         (["plan", "MODEL", "--format", "gguf", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
         (["plan", "MODEL", "--format", "gptq", "--rule", "down_proj=int8"], 4, ["compressed-tensors"]),
-        (["quantize", "MODEL", "-o", "TAKEN"], 4, ["exists", "--overwrite"]),
+        (["quantize", "MODEL", "-o", "TAKEN"], 4, ["exists", "taken-2"]),
         (["quantize", "MODEL", "-o", "TAKEN", "--overwrite"], 4, ["not a result"]),
     ],
 )  # fmt: skip

@@ -118,7 +118,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
     assert "'gpt2' is not computed by the own decoder" in found.err
     assert "quantforge generate" in found.err
     for arguments, code, said in (
-        (["--port", "99999"], UsageError.exit_code, "port = 99999"),
+        (["--port", "99999"], UsageError.exit_code, "--port 99999"),
         (["--concurrent", "0"], UsageError.exit_code, "--concurrent 0"),
         (["--timeout", "-1"], UsageError.exit_code, "seconds = -1"),
         (["--cache", "int3"], UsageError.exit_code, "'int3' is no kind of cache"),

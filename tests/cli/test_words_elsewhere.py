@@ -84,7 +84,7 @@ TYPED = [
     ("--rule down_proj=w8g64", "int8:g64:sym"),
     # words that take few
     ("--scales mse", "known: absmax, reference, search"),
-    ("--kv-cache int8", "known: fp8"),
+    ("--kv-cache int8", "hold scales of fp8 alone"),
     ("--experts every", "known: all, routed"),
 ]  # fmt: skip
 
