@@ -14,6 +14,7 @@ from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError
+from quantforge.evaluation.delivery import delivery
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import common_adapter
 from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
@@ -61,6 +62,17 @@ def finish(
     Raises:
         QuantForgeError: as `evaluate` and `save`.
     """
+    with delivery():
+        return _finished(place, asked, made, source, settings)
+
+
+def _finished(
+    place: Path,
+    asked: ReleaseSpec,
+    made: Sequence[tuple[ReleaseVariant, Path, Plan]],
+    source: Mapping[str, Any],
+    settings: Settings,
+) -> tuple[ReleasedVariant, ...]:
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
     variants = tuple(

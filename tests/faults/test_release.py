@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from quantforge.errors import GateError, RefusedError
+from quantforge.errors import GateError, RefusedError, ResourceError
 from quantforge.settings import Settings
-from quantforge.verbs import make_release, release
+from quantforge.verbs import make_release, release, release_files
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"
@@ -79,6 +79,22 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in before} == before
     figures = json.loads((killed / "release.json").read_text())["evaluation"]["figures"]
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
+
+
+@pytest.mark.parametrize("last", ["_write", "write_figures"])
+def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, monkeypatch, last):
+    def full(*_, **__):
+        raise ResourceError("no space")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec, place = written(tmp_path, model, INT4), tmp_path / "made"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release_files, last, full)
+        with pytest.raises(ResourceError):
+            release(spec, place)
+    monkeypatch.setattr("quantforge.evaluation.evaluate.load", full)
+    release(spec, place)
+    assert (place / "release.json").is_file()
 
 
 def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
