@@ -13,6 +13,7 @@ import pytest
 from quantforge.errors import GateError, RefusedError, ResourceError
 from quantforge.settings import Settings
 from quantforge.verbs import make_release, release, release_files
+from quantforge.verbs.upload_script import ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"
@@ -97,6 +98,31 @@ def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, mon
     assert (place / "release.json").is_file()
 
 
+def uploads(out, *typed):
+    """What a script uploads, and where to."""
+    (out.parent / "hf").write_text('#!/bin/sh\necho "$2 $3"\n')
+    (out.parent / "hf").chmod(0o755)
+    ran = subprocess.run(
+        ["sh", out / "upload.sh", *typed], capture_output=True, text=True, check=True,
+        env={"PATH": f"{out.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    return sorted(ran.stdout.splitlines(), reverse=True)
+
+
+@pytest.mark.parametrize("stated", ["acme/demo", ""])
+def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
+    out = tmp_path / "made"
+    out.mkdir()
+    names = ("demo-vllm-4bit", "demo", "other-demo-mlx")
+    made = [ReleasedVariant(name, out / name, "awq", "awq", 1, {}, ()) for name in names]
+    (out / "upload.sh").write_text(upload_script(stated, made))
+    for name in names:
+        (out / name).mkdir()
+    cards = [f"{repository_of('acme/demo', one.out)} awq/{one.name}" for one in made]
+    assert cards[0] == "acme/demo-vllm-4bit awq/demo-vllm-4bit"
+    assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
+
+
 def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
     spec, out = written(tmp_path, model, INT4, Q8), tmp_path / "out"
     release(spec, out)
@@ -110,8 +136,7 @@ def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path)
     assert release(spec, out).made == ()
     script = (out / "upload.sh").read_text()
     assert "repository=acme/demo\n" in script
-    assert 'hf upload "$repository-int4" compressed-tensors/int4 .' in script
-    assert 'hf upload "$repository-GGUF" gguf . ' in script
+    assert uploads(out) == ["acme/demo-int4 compressed-tensors/int4", "acme/demo-GGUF gguf"]
     named = card.read_text()
     assert "vllm serve acme/demo-int4 --served-model-name model\n" in named
     assert 'place = "acme/demo-int4"\n' in named
