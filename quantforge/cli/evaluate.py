@@ -14,6 +14,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.delivery import delivery
+from quantforge.evaluation.gates import check_gates, check_held
 from quantforge.evaluation.job_summary import write_summary
 from quantforge.evaluation.task_code import YAML
 from quantforge.settings import Settings
@@ -62,6 +63,7 @@ def evaluate(
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
+    check_held(models or (), limit, max_kl)
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):
         console.note("--allow-code: the task files may run code as you")
@@ -89,8 +91,6 @@ def _hold(
     found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
 ) -> None:
     """Hold the models to the limits; the job's summary is written before they end the command."""
-    from quantforge.evaluation.gates import check_gates
-
     try:
         check_gates(found, max_ppl_increase, max_kl)
     except GateError as error:
