@@ -57,9 +57,11 @@ class Clock:
         """Return seconds."""
         return time.monotonic() - self.begun
 
-    def remaining(self, share: float) -> float | None:
-        """Return seconds that are left if the rest goes as what is done went; None where that is not known yet."""
-        return self.elapsed * (1 - share) / share if share >= LEAST_SHARE else None
+    def remaining(self, report: Progress) -> float | None:
+        """Return seconds that are left if the rest goes as what is done went; None where that is not known."""
+        if report.waits or report.share < LEAST_SHARE:
+            return None
+        return self.elapsed * (1 - report.share) / report.share
 
 
 class Meter(Protocol):
@@ -109,7 +111,7 @@ class Bar:
 
     def show(self, report: Progress) -> None:
         """Move the bar."""
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         self._drawn.update(
             self._task,
             completed=report.share,
@@ -170,7 +172,7 @@ class Lines:
             sys.stderr.flush()
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         what = self._printable(step_of(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
@@ -198,7 +200,7 @@ class MachineLines(Lines):
         return bool(report.part) or report.phase != self._said.phase or not soon
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         fields = {
             "progress": round(report.share, 4), "phase": report.phase, "step": report.step, "part": report.part,
             "done": report.done, "total": report.total, "elapsed_seconds": round(self._clock.elapsed, 2),
