@@ -33,18 +33,20 @@ def _bare(text: str) -> str:
     return _STRING.sub("", text)
 
 
-def read_toml(text: str, origin: str) -> dict[str, Any]:
+EXAMPLES = "see `quantforge recipes` for examples"
+_EXAMPLE_OF = {str: '"text"', int: "4", float: "0.5", bool: "true"}
+
+
+def read_toml(text: str, origin: str, hint: str = EXAMPLES) -> dict[str, Any]:
     """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
-        raise InputError(f"{origin}: no recipe is that large", "see `quantforge recipes`")
+        raise InputError(f"{origin}: no recipe is that large", hint)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(
-            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
-        ) from error
+        raise InputError(f"{origin}: not TOML: {error}", hint) from error
 
 
 def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
@@ -85,7 +87,9 @@ def convert(hint: Any, value: Any, origin: str) -> Any:
         value = float(value)
     if type(value) not in allowed:
         names = " or ".join(item.__name__ for item in allowed if item is not type(None))
-        raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
+        example = next((text for kind, text in _EXAMPLE_OF.items() if kind in allowed), "")
+        typed = f"e.g. {origin.rsplit(' ', 1)[-1]} = {example}"
+        raise InputError(f"{origin} = {value!r}: {names} is expected", typed)
     return value
 
 

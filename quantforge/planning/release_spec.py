@@ -105,6 +105,7 @@ class ReleaseSpec:
         return replace(self, variants=chosen)
 
 
+EXAMPLE = 'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
 _KEYS = ("model", "sets", "variant", "calibration", "evaluation", "gates", "card")
 
 
@@ -121,7 +122,7 @@ def read_release(path: Path) -> ReleaseSpec:
 
 def release_of(text: str, origin: str) -> ReleaseSpec:
     """Return the release that a text states; errors as `read_release`."""
-    data = read_toml(text, origin)
+    data = read_toml(text, origin, EXAMPLE)
     for key in data:
         if key not in _KEYS:
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, _KEYS))

@@ -98,6 +98,16 @@ def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, mon
     assert (place / "release.json").is_file()
 
 
+def test_what_is_no_release_file_is_answered_with_one(tmp_path, capsys):
+    for text, said in (
+        ("{}", "it is a release file"),
+        ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
+    ):
+        (tmp_path / "r.toml").write_text(text)
+        ended = command(capsys, "release", tmp_path / "r.toml")
+        assert (ended.code, said in ended.err.partition("hint: ")[2]) == (3, True), ended.err
+
+
 def uploads(out, *typed):
     """What a script uploads, and where to."""
     (out.parent / "hf").write_text('#!/bin/sh\necho "$2 $3"\n')

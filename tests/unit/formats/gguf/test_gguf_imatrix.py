@@ -123,6 +123,9 @@ def test_damaged_files_are_refused(tmp_path):
         path.write_bytes(data)
         with pytest.raises(InputError):
             read_imatrix(path)
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="begins as neither form"):
+        read_imatrix(path)
     bad = Imatrix({"w": Entry(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
     path.unlink()
     write_imatrix(path, bad)
