@@ -166,7 +166,7 @@ def main() -> None:
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        how = "goes on from here" if RESUMED & {*arguments[:1]} else "begins anew"
+        how = "goes on behind what it had finished" if RESUMED & {*arguments[:1]} else "begins anew"
         kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
         console.note(f"stopped; {'; '.join(kept)}")
         sys.exit(128 + stopped.number)

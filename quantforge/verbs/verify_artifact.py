@@ -48,12 +48,12 @@ def verify(
         UsageError: an adapter is given without a source, no engine has that name, there is no such device, or the
             library for signatures is not installed.
     """
-    check_device(device)
+    place = Path(path) if Path(path).exists() else resolve(str(path), offline)
+    original = resolve(str(source), offline) if source else None
+    check_device(device)  # with torch, which takes seconds
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 
-    place = Path(path) if Path(path).exists() else resolve(str(path), offline)
-    original = resolve(str(source), offline) if source else None
     merged, public = (Path(one) if one else None for one in (adapter, key))
     with followed(progress), phase("verifying", 1.0):
         return check(place, VerificationOptions(original, engine, forward, device, public, merged))
