@@ -26,6 +26,7 @@ from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
 from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
+from quantforge.planning.weight_traffic import expert_share
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import LayerChoices, Recipe, Rule
 from quantforge.results.source_files import small_files
@@ -193,7 +194,9 @@ def search_of(
         source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF
     )  # fmt: skip
     first = plans[next(iter(plans))]
-    allocation = Allocation(plans, together=key != GGUF)
+    read_alone = target is not None and target.per_token
+    share = expert_share(first.matched, first.plan.tensors) if read_alone else 1.0
+    allocation = Allocation(plans, together=key != GGUF, share=share)
     if other is not None:
         target = size_like(other, first.matched)
     assert target is not None
