@@ -13,41 +13,31 @@ Kendall's tau between these figures and those of all rows was 0.988 or more unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantforge.execution.guide import FILE, check_weights, observe_gradients
+from quantforge.execution.linear_errors import LinearErrors
 from quantforge.execution.passing_rows import stream_of
-from quantforge.execution.progress import phase, tell
-from quantforge.model.block import Weighed
-from quantforge.model.expert_statistics import ExpertStatistics
-from quantforge.model.observe import Accumulator
-from quantforge.model.statistics import Statistic, Statistics
+from quantforge.execution.progress import phase
 from quantforge.model.token_weights import TokenWeights
-from quantforge.numerics.allocator import trim
 from quantforge.planning.guidance import guided
 from quantforge.quantizers import rounder_of
 
 if TYPE_CHECKING:
-    from quantforge.architectures import SharedInput
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.journal import Workspace
     from quantforge.execution.record import Record
-    from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
-    from quantforge.quantizers.methods import Rounder
-    from quantforge.recipe import Recipe
-    from quantforge.scheme import Scheme
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
-HESSIAN = frozenset({Statistic.HESSIAN})
 GRADIENT_ROWS = 32  # and more, evenly spread over the calibration rows, have gradients
-OUTPUT_ROWS = 256  # and more of a matrix, evenly spread, are rounded under every candidate
 GRADIENTS = "gradients"  # the unit before those of the blocks
 
 
@@ -75,6 +65,10 @@ def candidate_errors(
     """
     first = planned[0]
     targets = [guided(one.plan.tensors, one.matched) for one in planned]
+    schemes = [
+        {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
+        for one in targets
+    ]
     options = first.recipe.calibration
     few = slice(None, None, max(1, len(sample.ids) // GRADIENT_ROWS))
     weighed = replace(sample, ids=sample.ids[few].contiguous())
@@ -82,8 +76,7 @@ def candidate_errors(
     units = [f"block {index}" for index in range(first.matched.blocks)]
     if all(unit in work.done for unit in units):
         return _joined(work.done[unit] for unit in units)
-    rounder, directory = rounder_of(first.plan.rounder), work.directory
-    new = GRADIENTS not in work.done
+    directory, new = work.directory, GRADIENTS not in work.done
     with TokenWeights(directory / FILE, [*targets[0]], shape, new=new) as weights:
         if new:
             with phase("", 0.5):
@@ -92,174 +85,31 @@ def candidate_errors(
         else:
             check_weights(weights, work.done[GRADIENTS], directory)
 
-        def masses(linear: str) -> Tensor:
-            mass = torch.zeros(sample.ids.shape)
-            mass[few] = weights.of(linear)[..., 0]
-            return mass
-
-        measuring = _Measuring(masses, weighed.ids.numel(), rounder, first.recipe)
-
+        errors = LinearErrors(
+            partial(_masses, weights, sample.ids.shape, few),
+            weighed.ids.numel(),
+            rounder_of(first.plan.rounder),
+            first.recipe,
+        )
         stream = stream_of(checkpoint, first, sample, settings, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
             for part in stream:
                 if units[part.index] in work.done:
                     part.advance()
                     continue
-                schemes = [
-                    {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
-                    for one in targets
-                ]
                 with phase("", 0.5 / first.matched.blocks):
-                    found = measuring.block(part, schemes)
+                    found = errors.of(part, schemes)
                 work.commit(units[part.index], {"nats": found})
     return _joined(work.done[unit] for unit in units)
+
+
+def _masses(weights: TokenWeights, shape: torch.Size, rows: slice, linear: str) -> Tensor:
+    """Return the weights of all tokens for a linear: ``[rows, length]``, 0 for rows without gradients."""
+    mass = torch.zeros(shape)
+    mass[rows] = weights.of(linear)[..., 0]
+    return mass
 
 
 def _joined(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return the nats of all blocks."""
     return {name: nats for record in records for name, nats in record["nats"].items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Measuring:
-    """Measuring of blocks.
-
-    Attributes:
-        masses: returns the weights of all tokens for a linear, ``[rows, length]``; 0 for rows without gradients.
-        tokens: how many have gradients.
-        rounder: that of the run.
-        recipe: of the candidates.
-    """
-
-    masses: Callable[[str], Tensor]
-    tokens: int
-    rounder: Rounder
-    recipe: Recipe
-
-    def block(
-        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
-    ) -> dict[str, list[float]]:
-        """Return the errors of one block under the schemes of each candidate, and advance it."""
-        found: dict[str, list[float]] = {}
-        asked = [(shared, _asked(shared, part, schemes)) for shared in part.inputs]
-        inputs = [(shared, linears) for shared, linears in asked if linears and shared.expert < 0]
-        passing = part.experts is None
-        for index, (shared, linears) in enumerate(inputs):
-            where = f"{part.name}: {', '.join(linears)}"
-            tell(f"{where}: observing", share=0.5 * index / len(inputs))
-            masses = {one: self.masses(f"{part.name}.{one}") for one in linears}
-            plain, *own = part.observe_weighed(
-                [
-                    Weighed(shared.key, HESSIAN),
-                    *(Weighed(shared.key, HESSIAN, masses[one]) for one in linears),
-                ],
-                advance=passing and index == len(inputs) - 1,
-            )
-            trim()
-            tell(f"{where}: rounding", share=0.5 * (index + 0.5) / len(inputs))
-            found |= self._rounded(part, plain, dict(zip(linears, own, strict=True)), schemes)
-            trim()
-        if part.experts is not None:
-            if part.experts.tokens is None:
-                part.observe({})
-            found |= self._experts(part, schemes)
-            part.advance_seen()
-        elif not inputs:
-            part.advance()
-        return found
-
-    def _experts(
-        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
-    ) -> dict[str, list[float]]:
-        """Return likewise the errors of the experts of a block whose tokens are collected."""
-        found: dict[str, list[float]] = {}
-        experts, options = part.experts, self.recipe.calibration
-        assert experts is not None
-        assert experts.tokens is not None
-        inputs = {
-            shared: linears
-            for shared in part.inputs
-            if shared.expert >= 0 and (linears := _asked(shared, part, schemes))
-        }
-        if not inputs:
-            return found
-        statistics = ExpertStatistics(
-            experts, HESSIAN, everyone=options.experts == "all", seed=options.seed
-        )
-        for place, number in enumerate(experts.numbers):
-            tell(f"{part.name}: expert {number}", share=0.5 + 0.5 * place / len(experts.numbers))
-            tokens, _ = experts.tokens.of(number)
-            plain = statistics.of(number, add=False)
-            for shared, linears in inputs.items():
-                if shared.expert != number:
-                    continue
-                own = {}
-                for one in linears:
-                    mass, total = self.masses(f"{part.name}.{one}").flatten(), Accumulator(HESSIAN)
-                    some = tokens[mass[tokens] > 0]
-                    experts.run(number, some, mass[some].sqrt(), {part.stack_of(one): total})
-                    own[one] = total.result()
-                found |= self._rounded(part, plain[part.stack_of(shared.key)], own, schemes)
-            experts.release(number)
-            trim()
-        return found
-
-    def _rounded(
-        self,
-        part: BlockPart,
-        plain: Statistics,
-        own: Mapping[str, Statistics],
-        schemes: Sequence[Mapping[str, Scheme]],
-    ) -> dict[str, list[float]]:
-        """Round the linears of one input under every candidate; return the errors.
-
-        Args:
-            part: the block.
-            plain: the statistics under which they are rounded.
-            own: of each linear, those in which tokens count with its weights.
-            schemes: of each candidate.
-        """
-        # One name for each linear and candidate, so that one factorization serves all.
-        asked = {
-            f"{one} {place}": (one, scheme[f"{part.name}.{one}"])
-            for place, scheme in enumerate(schemes)
-            for one in own
-        }
-        apart = not any(scheme.whole for _, scheme in asked.values())
-        some = {one: _some_rows(part.weight(one)) if apart else part.weight(one) for one in own}
-        rounded = self.rounder.round_shared(
-            {key: some[one] for key, (one, _) in asked.items()},
-            plain,
-            {key: scheme for key, (_, scheme) in asked.items()},
-            self.recipe.rounding,
-        )
-        found = {}
-        for one, statistics in own.items():
-            name = f"{part.name}.{one}"
-            mean = float(self.masses(name).sum(dtype=torch.float64)) / self.tokens
-            scale = 0.5 * mean * len(part.weight(one)) / len(some[one])
-            found[name] = [
-                scale * _error(some[one], rounded[f"{one} {place}"].tensor.decode(), statistics)
-                for place in range(len(schemes))
-            ]
-        return found
-
-
-def _asked(
-    shared: SharedInput, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
-) -> list[str]:
-    """Return the linears of an input that are rounded."""
-    return [one for one in shared.linears if f"{part.name}.{one}" in schemes[0]]
-
-
-def _some_rows(weight: Tensor) -> Tensor:
-    """Return rows that stand for all of them, where no row of a candidate sees another."""
-    return weight[:: max(1, len(weight) // OUTPUT_ROWS)].contiguous()
-
-
-def _error(weight: Tensor, rounded: Tensor, statistics: Statistics) -> float:
-    """Return ``tr(E H E^T)``, 0 where no gradient reaches the linear."""
-    if statistics.hessian is None:
-        return 0.0
-    error = weight.float() - rounded.to(weight.device)
-    return float(((error @ statistics.hessian) * error).sum(dtype=torch.float64))

@@ -157,7 +157,7 @@ class _Back(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """What experts return, with gradients that are known beforehand."""
+    """Outputs of experts, with gradients that are known beforehand."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Tensor) -> Tensor:

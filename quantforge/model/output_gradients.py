@@ -118,6 +118,5 @@ class OutputListener:
 
 
 def _by_rows(values: Tensor, rows: int) -> Tensor:
-    """Return ``[rows, length, features]`` of what a module beside experts sees as ``[rows * length, features]``."""
-    flat = values.dim() == 2 and len(values) % rows == 0
-    return values.view(rows, -1, values.shape[-1]) if flat else values
+    """Return ``[rows, length, features]`` of what some modules see as ``[rows * length, features]``."""
+    return values.reshape(rows, -1, values.shape[-1]) if len(values) % rows == 0 else values
