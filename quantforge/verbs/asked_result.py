@@ -146,8 +146,12 @@ def wanted_of(
 
 
 def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -> None:
-    """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run."""
+    """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run.
+
+    The plan is announced, as when the run begins: whoever listens may refuse the place, too.
+    """
     wanted = wanted_of(checkpoint, variant, settings)
-    if variant.out is not None and not wanted.stage.begun:
+    if not wanted.stage.begun:
         with wanted.stage:
             pass
+    settings.announce(wanted.planned.plan, wanted.stage.named)
