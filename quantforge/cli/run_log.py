@@ -91,8 +91,8 @@ def _is_log(path: Path) -> bool:
 
 
 def shown(out: Path) -> str:
-    """Return a path as it is typed in a shell, with ``./`` before a relative one."""
-    return str(out) if out.is_absolute() else f"./{out}"
+    """Return a path as it is typed in a shell, with ``./`` before a relative one that does not lead upwards."""
+    return str(out) if out.is_absolute() or out.parts[:1] == ("..",) else f"./{out}"
 
 
 def from_here(path: Path) -> Path:

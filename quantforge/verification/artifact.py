@@ -202,6 +202,8 @@ def _leave(report: Report, error: NotReadError, opened: Checkpoint | None) -> No
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:
-    report.add(check, error.tensor or error.file or report.path.name, error.message)
+    file, said = Path(error.file or report.path.name), error.message
+    named = file.relative_to(report.path) if report.path in file.parents else file
+    report.add(check, error.tensor or str(named), said.removeprefix(f"{report.path}: "))
     rest = {*STRUCTURE, *NUMBERS, *COMPARED, "logits"} - {check}
     report.skip("the artifact cannot be read that far", *sorted(rest))
