@@ -42,7 +42,9 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None  # what a person should know before the work
-    announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
+    announce: Callable[[Plan, Path], None] = lambda _plan, _out: (
+        None
+    )  # before the work, and before a measurement
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials

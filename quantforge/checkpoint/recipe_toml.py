@@ -33,8 +33,14 @@ def _bare(text: str) -> str:
     return _STRING.sub("", text)
 
 
-def read_toml(text: str, origin: str) -> dict[str, Any]:
-    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
+def read_toml(
+    text: str, origin: str, example: str = "see `quantforge recipes` for examples"
+) -> dict[str, Any]:
+    """Return the content of a recipe, unchecked.
+
+    Raises:
+        InputError: it is not TOML, which ``example`` helps with, or larger or deeper than any recipe.
+    """
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
@@ -42,9 +48,7 @@ def read_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(
-            f"{origin}: not TOML: {error}", "see `quantforge recipes` for examples"
-        ) from error
+        raise InputError(f"{origin}: not TOML: {error}", example) from error
 
 
 def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:

@@ -51,6 +51,7 @@ from quantforge_kernels.cpu import features
 
 DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
 RESUMED = {
+    "allocate",
     "quantize",
     "release",
     "sweep",

@@ -116,12 +116,14 @@ def read_release(path: Path) -> ReleaseSpec:
             that nothing evaluates, two variants of one name.
         UsageError: choices of a variant contradict each other.
     """
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory", f"name the release file: {path}/release.toml")
     return release_of(FILES.text(path, RECIPE, None), str(path))
 
 
 def release_of(text: str, origin: str) -> ReleaseSpec:
     """Return the release that a text states; errors as `read_release`."""
-    data = read_toml(text, origin)
+    data = read_toml(text, origin, 'a release file has model = "MODEL" and tables [[variant]]')
     for key in data:
         if key not in _KEYS:
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, _KEYS))

@@ -14,6 +14,7 @@ from quantforge.errors import UsageError
 from quantforge.formats import GGUF, targets
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
+from quantforge.planning import naming
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import Option, Point, solved
 from quantforge.planning.candidates import check_mixed, least_bits, plans_of, usual
@@ -68,7 +69,7 @@ class MixtureSearch:
         before: its small files, by name: size and digest.
         settings: how it runs, with the files that the recipe cites.
         wanted: what is asked for beside the size, with its format.
-        target: the size.
+        target, size: the size, and the word for it in names.
         plans: of each candidate alone, by its scheme.
         left_out: which usual schemes are no candidates, and why.
         room: bytes that the linears of blocks may take.
@@ -80,6 +81,7 @@ class MixtureSearch:
     settings: Settings
     wanted: Recipe
     target: SizeTarget
+    size: str
     plans: Mapping[str, Planned]
     left_out: Mapping[str, str]
     allocation: Allocation
@@ -100,7 +102,7 @@ class MixtureSearch:
         )  # fmt: skip
 
     def likely(self) -> tuple[Recipe, Planned]:
-        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+        """Return a mixture of the size that is asked for, and its plan called by that, before anything is measured.
 
         Errors are taken to be a quarter with each bit more, everywhere alike.
         """
@@ -110,7 +112,8 @@ class MixtureSearch:
             for linear, (_, weights) in tables[next(iter(tables))].items()
         }
         point, final = self._solved(self.allocation.options(nats))
-        return self._recipe(point), final
+        name = naming.sized(self.source, final.plan.method, final.plan.format, self.size)
+        return self._recipe(point), replace(final, plan=replace(final.plan, name=name))
 
     def _recipe(self, point: Point) -> Recipe:
         base, rules = self.allocation.rules_of(point)
@@ -202,9 +205,10 @@ def search_of(
     assert target is not None
     room = allocation.room(scale_of(target, first), left_out)
     check_mixed(planned, allocation, [*plans], read.engine)
+    size = naming.word_for(asked.target, asked.like)
     return MixtureSearch(
-        source, small_files(source), own, replace(recipe, format=key), target, plans, left_out, allocation, room,
-        planned,
+        source, small_files(source), own, replace(recipe, format=key), target, size, plans, left_out,
+        allocation, room, planned,
     )  # fmt: skip
 
 

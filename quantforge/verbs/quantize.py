@@ -93,10 +93,13 @@ def quantize(
                 f"{given}: not while a mixture is looked for",
                 "quantforge allocate first, then quantize --recipe with what it writes",
             )
-        place = Path(out) if out else None
-        with followed(settings.progress), sized_recipe(model, asked, place, settings) as wanted:
+        given_place = Path(out) if out else None
+        with (
+            followed(settings.progress),
+            sized_recipe(model, asked, given_place, settings) as found,
+        ):
             checkpoint = open_model(resolve(str(model), settings.offline))
-            return quantize_opened(checkpoint, wanted, place, settings)
+            return quantize_opened(checkpoint, *found, settings)
     wanted = build_recipe(recipe, **options)
     with followed(settings.progress):
         wanted, settings = with_importance(model, wanted, settings, imatrix)
