@@ -15,8 +15,9 @@ from quantforge.recipe import Recipe
 from quantforge.results.significant import significant
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_result import Variant, check_wanted
+from quantforge.verbs.asked_size import AskedSize
 from quantforge.verbs.measured_candidates import measured
-from quantforge.verbs.mixture_search import AskedSize, search_of
+from quantforge.verbs.mixture_search import search_of
 
 
 @contextmanager
