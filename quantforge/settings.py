@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_WORKERS = 8
 INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
+_CLUSTER = re.compile(r"(\w+://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
 @named_fields
@@ -74,6 +75,8 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
+        if self.ray and self.ray != "auto" and not _CLUSTER.fullmatch(self.ray):
+            raise UsageError(f"--ray {self.ray}: is no address", "--ray auto, or --ray HOST:PORT")
         if self.ray and self.join:
             raise UsageError("--ray, and processes that share the work", "leave one of them out")
         if self.base_model and isinstance(

@@ -88,5 +88,5 @@ def _places(
 
 def _patterns(place: str, word: str) -> list[tuple[re.Pattern[str], str]]:
     begin, end = rf"(?<![\w./~+-]){re.escape(place)}", r"(?![\w+~-])(?!\.\w)"
-    inside = [(re.compile(f"{begin}/(?=[^\\s/])"), "")] if word == "." else []
+    inside = [(re.compile(f"{begin}/(?=[^\\s/-])"), "")] if word == "." else []
     return [*inside, (re.compile(begin + end), word)]

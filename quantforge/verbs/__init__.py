@@ -38,6 +38,7 @@ In this folder:
     quantize_variants    Quantize variants: several recipes of one model
     ray_variants         Ray: variants made by tasks of a cluster, which places them by the processors
     release_files        Files of a release beside its variants: report, figures in cards, manifest
+    release_place        Place of a release: the directory that its manifest makes known, what may lie there
     reproduce            Making a result again from its manifest, and comparing every byte
     requantize           Quantizing a model again: from the source that its manifest names
     run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first

@@ -29,7 +29,7 @@ from quantforge.verbs.measurement_options import (
     check_engine,
     check_measurement,
 )
-from quantforge.verbs.scored_text import BUILTIN, own_text, read_text, text_name
+from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
 from quantforge.verification.stated_changes import stated_adapter
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from quantforge.evaluation.generated import Prompts
 
 LARGER = 1.1  # times the size of a reference: what a descendant is not
-BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 
 
 @checks_options(MeasurementOptions)
