@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_WORKERS = 8
 INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
+_CLUSTER = re.compile(r"(\w+://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
 @named_fields
@@ -42,7 +43,9 @@ class Settings:
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None  # what a person should know before the work
-    announce: Callable[[Plan, Path], None] = lambda _plan, _out: None  # before the work
+    announce: Callable[[Plan, Path], None] = lambda _plan, _out: (
+        None
+    )  # before the work, and before a measurement
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
@@ -72,6 +75,8 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
+        if self.ray and self.ray != "auto" and not _CLUSTER.fullmatch(self.ray):
+            raise UsageError(f"--ray {self.ray}: is no address", "--ray auto, or --ray HOST:PORT")
         if self.ray and self.join:
             raise UsageError("--ray, and processes that share the work", "leave one of them out")
         if self.base_model and isinstance(

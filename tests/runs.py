@@ -138,16 +138,16 @@ def crash_after(part: str) -> Callable[[Progress], None]:
 
 def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
     """Interrupt the measurement of candidates at the third block, once; return the blocks that begin."""
-    from quantforge.execution import candidate_errors
+    from quantforge.execution import linear_errors
 
-    original: Any = candidate_errors._of_block
+    original: Any = linear_errors.LinearErrors.of
     seen: list[int] = []
 
-    def counted(part: Any, *rest: Any) -> Any:
+    def counted(own: Any, part: Any, *rest: Any) -> Any:
         seen.append(part.index)
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return original(part, *rest)
+        return original(own, part, *rest)
 
-    patch.setattr(candidate_errors, "_of_block", counted)
+    patch.setattr(linear_errors.LinearErrors, "of", counted)
     return seen

@@ -17,7 +17,7 @@ In this folder:
     hub_datasets  Datasets of the hub, through the optional ``datasets`` library
     opening       The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
     readers       Reading documents out of files, never more of them than asked for
-    row_count     Rows that the builtin text gives a model, counted without drawing them, and so without torch
+    row_count     Rows that texts give a model, counted without drawing them, and so without torch
     sampler       Rows of one length from documents of token ids, with an account of what was used
     source_error  The one error of this package: a source of text that cannot be used
     sources       A SOURCE, as it is typed, and the documents behind it

@@ -14,19 +14,17 @@ from functools import partial
 from torch import Tensor
 
 from quantforge_calibration.chat import ChatTemplate, render
+from quantforge_calibration.row_count import BYTES_PER_TOKEN, share_rows
 from quantforge_calibration.sampler import (
     Choice,
     Sample,
     combine,
     given_rows,
     pack_rows,
-    share_rows,
 )
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer
-
-BYTES_PER_TOKEN = 32
 
 OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 

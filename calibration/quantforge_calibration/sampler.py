@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quantforge_calibration.row_count import too_short
 from quantforge_calibration.source_error import SourceError
 
 Choice = Literal["spread", "first"]
@@ -96,7 +97,7 @@ def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the
     stream = _join(documents_of_ids, eos_id)
     windows = len(stream) // payload
     if windows < (1 if allow_fewer else rows):
-        raise _too_short(source, len(stream), 1 if allow_fewer else rows, payload)
+        raise too_short(source, len(stream), 1 if allow_fewer else rows, payload)
     taken = min(rows, windows)
     starts = range(taken) if choose == "first" else _spread(windows, taken, seed)
     text = torch.tensor(stream[: windows * payload], dtype=torch.int64).view(windows, payload)
@@ -157,25 +158,6 @@ def combine(samples: Sequence[Sample]) -> Sample:
     )
 
 
-def share_rows(rows: int, weights: Sequence[float]) -> list[int]:
-    """Share rows out by weight: largest remainder, earlier sources first; they sum to ``rows``.
-
-    Raises:
-        SourceError: a source would get no row.
-    """
-    exact = [rows * weight / sum(weights) for weight in weights]
-    shares = [int(part) for part in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
-    for i in by_remainder[: rows - sum(shares)]:
-        shares[i] += 1
-    if 0 in shares:
-        raise SourceError(
-            f"{rows} rows are too few for {len(shares)} sources with these weights",
-            "raise --samples, or give more equal weights",
-        )
-    return shares
-
-
 def digest(ids: Tensor) -> str:
     """Return the SHA-256 (hex) of the shape, then the ids in order, all as little-endian int64."""
     shape = torch.tensor(ids.shape, dtype=torch.int64)
@@ -213,12 +195,3 @@ def _spread(windows: int, count: int, seed: int) -> list[int]:
 
 def _duplicated(ids: Tensor) -> int:
     return len(ids) - len({row.numpy().tobytes() for row in ids})
-
-
-def _too_short(source: str, tokens: int, rows: int, payload: int) -> SourceError:
-    fit = tokens // payload
-    smaller = f"--samples {fit}" if fit else "a smaller --length"
-    return SourceError(
-        f"{source} has {tokens} tokens, and {rows} rows of {payload} need {rows * payload}",
-        f"give more text, or {smaller}",
-    )

@@ -117,7 +117,10 @@ class Stack:
 
     def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
         """Return the linear at ``position`` of an expert: a view ``[out_features, in_features]`` of a stack."""
-        rows = value[expert].T if self.transposed else value[expert]
+        return self.share(value[expert].T if self.transposed else value[expert], position)
+
+    def share(self, rows: Tensor, position: int) -> Tensor:
+        """Return of the rows of one expert, or of what they make of tokens, those of the linear at ``position``."""
         if self.interleaved:
             return rows[position :: len(self.linears)]
         return rows.chunk(len(self.linears))[position]

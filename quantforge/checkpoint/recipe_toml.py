@@ -33,20 +33,25 @@ def _bare(text: str) -> str:
     return _STRING.sub("", text)
 
 
-EXAMPLES = "see `quantforge recipes` for examples"
 _EXAMPLE_OF = {str: '"text"', int: "4", float: "0.5", bool: "true"}
 
 
-def read_toml(text: str, origin: str, hint: str = EXAMPLES) -> dict[str, Any]:
-    """Return the content of a recipe, unchecked; `InputError` when not TOML, or larger or deeper than any recipe."""
+def read_toml(
+    text: str, origin: str, example: str = "see `quantforge recipes` for examples"
+) -> dict[str, Any]:
+    """Return the content of a recipe, unchecked.
+
+    Raises:
+        InputError: it is not TOML, which ``example`` helps with, or larger or deeper than any recipe.
+    """
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
-        raise InputError(f"{origin}: no recipe is that large", hint)
+        raise InputError(f"{origin}: no recipe is that large", example)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        raise InputError(f"{origin}: not TOML: {error}", hint) from error
+        raise InputError(f"{origin}: not TOML: {error}", example) from error
 
 
 def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:

@@ -76,7 +76,7 @@ def ask_all(
     for one in found:
         label = f"{one.model}: " if len(models) > 1 else ""
         parting = _parting(found[0], one) if one is not found[0] else ""
-        console.footer(f"{label}{speed_of(one)}{parting}")
+        console.footer(f"{label}{speed_of(one, asked.limits.max_tokens)}{parting}")
     return found
 
 
@@ -121,13 +121,14 @@ def say(console: Console, answer: LiveAnswer) -> Generated:
     return found
 
 
-def speed_of(one: Generated) -> str:
-    """Return the figures of an answer as a line."""
+def speed_of(one: Generated, most: int) -> str:
+    """Return the figures of an answer of ``most`` tokens at most as a line."""
     prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
+    longest = max(len(choice.tokens) for choice in one.choices)
     words = {
         "end": "",
         "stop": ", ended by --stop",
-        "length": ", cut by --max-tokens or the context",
+        "length": f", cut by {'--max-tokens' if longest >= most else 'the end of the context'}",
         "interrupted": ", interrupted",
     }
     count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1

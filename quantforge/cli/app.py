@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -51,6 +51,7 @@ from quantforge_kernels.cpu import features
 
 DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
 RESUMED = {
+    "allocate",
     "quantize",
     "release",
     "sweep",
@@ -166,10 +167,7 @@ def main() -> None:
         code = _run(console, arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        how = "goes on behind what it had finished" if RESUMED & {*arguments[:1]} else "begins anew"
-        kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
-        console.note(f"stopped; {'; '.join(kept)}")
-        sys.exit(128 + stopped.number)
+        _end(console, arguments, stopped)
     except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
@@ -179,15 +177,30 @@ def main() -> None:
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()
-        typed = as_ours(error, arguments, _group())
-        if typed is None:
-            console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
-        else:
-            console.error(typed)
-        for note in getattr(error, "__notes__", ()):
-            console.note(note)
-        sys.exit(1 if typed is None else typed.exit_code)
+        _fail(console, arguments, error)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(console: Console, arguments: list[str], error: Exception) -> NoReturn:
+    """Say what an error is, and exit with its code."""
+    if isinstance(error.__cause__, Stopped):  # compiled code raises a SystemError from it
+        _end(console, arguments, error.__cause__)
+    typed = as_ours(error, arguments, _group())
+    if typed is None:
+        console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
+    else:
+        console.error(typed)
+    for note in getattr(error, "__notes__", ()):
+        console.note(note)
+    sys.exit(1 if typed is None else typed.exit_code)
+
+
+def _end(console: Console, arguments: list[str], stopped: Stopped) -> NoReturn:
+    """Say what the same command does after a signal, and exit."""
+    how = "goes on behind what it had finished" if RESUMED & {*arguments[:1]} else "begins anew"
+    kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
+    console.note(f"stopped; {'; '.join(kept)}")
+    sys.exit(128 + stopped.number)
 
 
 def _run(console: Console, arguments: list[str]) -> Any:

@@ -77,6 +77,10 @@ def _show(console: Console, found: Difference) -> None:
     lone = {name: f"only the {side} has" for side, names in found.alone.items() for name in names}
     for name in found.files:
         console.text(f"{lone.get(name, 'differs:')} the file {name}")
+    if found.uncompared:
+        console.wrapped(
+            f"not compared, since a GGUF file holds no such files: {', '.join(found.uncompared)}"
+        )
     stored = len(found.tensors) - len(changed)
     console.text(
         f"{found.compared} tensors in both: {len(changed)} differ in value, {stored} only in how they are stored"

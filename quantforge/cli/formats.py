@@ -40,7 +40,10 @@ def formats(as_json: options.Json = False) -> None:
         rows.append((key, four, about))
     found = list(cells())
     if as_json:
-        table = [{"format": key, "bits_4": four, "about": about} for key, four, about in rows]
+        table = [
+            {"format": key, "bits_4": four, "about": about.replace("``", "")}
+            for key, four, about in rows
+        ]
         conversions = [
             {
                 "from": cell.source, "scheme": str(cell.scheme), "to": cell.target,

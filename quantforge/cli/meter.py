@@ -25,7 +25,11 @@ LOG_SHARE, LOG_SECONDS = 0.1, 30.0
 MACHINE_SECONDS, MACHINE_SILENCE = 0.1, 5.0
 EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # at first somebody may be looking
 HOLD_SECONDS = 1.0  # before the first line of a log: a refusal stands alone
-LEAST_SHARE = 0.02  # of the work, before its end is estimated
+LEAST_SHARE = 0.02  # of the work, when it has begun
+STEADY_SHARE, STEADY_SECONDS = (
+    0.1,
+    60.0,
+)  # of it from there on, or some of it in a minute, before its end is estimated
 REFRESHES = 4  # of a bar in a second
 BAR_WIDTH = 16
 
@@ -51,6 +55,7 @@ class Clock:
     """Time since a verb began, and an estimate of what remains."""
 
     begun: float
+    works: tuple[float, float] | None = None  # seconds and share when the work itself had begun
 
     @property
     def elapsed(self) -> float:
@@ -58,10 +63,19 @@ class Clock:
         return time.monotonic() - self.begun
 
     def remaining(self, report: Progress) -> float | None:
-        """Return seconds that are left if the rest goes as what is done went; None where that is not known."""
-        if report.waits or report.share < LEAST_SHARE:
+        """Return seconds that are left if the rest goes as the work went; None before that is steady, or if it waits.
+
+        The start, in which libraries are imported, is no measure of what follows.
+        """
+        share = report.share
+        if report.waits:
             return None
-        return self.elapsed * (1 - report.share) / report.share
+        if self.works is None:
+            self.works = (self.elapsed, share) if share >= LEAST_SHARE else None
+            return None
+        seconds, done = self.elapsed - self.works[0], share - self.works[1]
+        steady = done >= STEADY_SHARE or (seconds >= STEADY_SECONDS and done >= LEAST_SHARE)
+        return seconds * (1 - share) / done if steady else None
 
 
 class Meter(Protocol):
@@ -153,6 +167,7 @@ class Lines:
     def show(self, report: Progress) -> None:
         """Write a line if it is time for one."""
         self._last = report if report.phase else replace(report, phase="working")
+        self._clock.remaining(report)  # it learns from every report when the work begins
         if self._clock.elapsed >= self.hold and self._due(self._last):
             self._say()
 

@@ -118,7 +118,10 @@ def show(console: Console, plan: Plan, output: Path, took: Forecast | None, *, e
         ("coverage", str(coverage(plan.tensors))),
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
     ):
-        console.entry(name, said)
+        if (
+            plan.peak_memory_bytes or name != "peak memory"
+        ):  # which is not forecast of a mere conversion
+            console.entry(name, said)
     if took is not None:
         plan_forecast.show(console, took, shown(output))
     for name, said in (

@@ -164,11 +164,13 @@ def _show_plan(
     """Show what would be made, with all that is refused before the work; nothing is written."""
     from quantforge.planning.decisions import decisions, decisions_of
     from quantforge.planning.release_spec import read_release
-    from quantforge.verbs.plan_release import check_place, plan_release, within
+    from quantforge.verbs.plan_release import plan_release, within
+    from quantforge.verbs.release_place import check_place, check_variants
 
     asked = read_release(spec).only(only)
     planned, left_out = within(plan_release(asked, output.absolute(), settings), budget)
     check_place(output.absolute())
+    check_variants(planned, scored=bool(asked.scoring.text))
     rows = [
         {"name": one.variant.name, "format": one.planned.plan.format, "method": one.planned.plan.method,
          "bytes": one.planned.plan.output_bytes, "made": one.there, "decisions": decisions(one.planned.plan)}

@@ -34,6 +34,7 @@ class RunLog:
     def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
         self._console, self._log, self._said = console, log, said
         self._to_say: list[str] = []
+        self._told: set[str] = set()
         if log is None:
             return
         self._check_outside(Path(model), "model")
@@ -42,13 +43,15 @@ class RunLog:
     def announce(self, plan: Plan, out: Path) -> None:
         """Take what was decided for a user who left it open, to be said when the work begins: not before a refusal.
 
+        Where a mixture is looked for, a likely one is announced first; nothing is said twice.
+
         Raises:
             UsageError: the log would lie in the result.
         """
         self._check_outside(out, "result")
-        self._to_say = decisions(plan)
-        if not self._said:
-            self._to_say.append(f"output: {shown(out)}")
+        said = [*decisions(plan), *(() if self._said else (f"output: {shown(out)}",))]
+        self._to_say = [one for one in said if one not in self._told]  # one is announced twice
+        self._told |= {*said}
 
     def progress(self, progress: Progress) -> None:
         """Show where the run is; note a finished part in the log."""
@@ -88,8 +91,8 @@ def _is_log(path: Path) -> bool:
 
 
 def shown(out: Path) -> str:
-    """Return a path as it is typed in a shell, with ``./`` before a relative one."""
-    return str(out) if out.is_absolute() else f"./{out}"
+    """Return a path as it is typed in a shell, with ``./`` before a relative one that does not lead upwards."""
+    return str(out) if out.is_absolute() or out.parts[:1] == ("..",) else f"./{out}"
 
 
 def from_here(path: Path) -> Path:

@@ -49,7 +49,7 @@ def chat(
         elif line:
             talk = [*history, {"role": "user", "content": line}]
             found = say(console, speaker.answer(talk if remembers else line, limits, raw=raw))
-            console.note(f"[{speed_of(found)}]")
+            console.note(f"[{speed_of(found, limits.max_tokens)}]")
             history[:] = [*talk, {"role": "assistant", "content": found.text}]
         return True
 

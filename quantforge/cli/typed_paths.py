@@ -27,8 +27,8 @@ def as_typed(text: str) -> str:
 
 
 def option_as_typed(message: str) -> str:
-    """Return a message that begins with ``name = value`` with the option in its place, if that was typed."""
-    named = re.match(r"([a-z]\w*) = ", message)
+    """Return a message that begins with ``[table.]name = value`` with the option in its place, if that was typed."""
+    named = re.match(r"(?:[a-z]\w*\.)?([a-z]\w*) = ", message)
     flag = f"--{named[1].replace('_', '-')}" if named else ""
     if named is None or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
         return message
@@ -88,5 +88,5 @@ def _places(
 
 def _patterns(place: str, word: str) -> list[tuple[re.Pattern[str], str]]:
     begin, end = rf"(?<![\w./~+-]){re.escape(place)}", r"(?![\w+~-])(?!\.\w)"
-    inside = [(re.compile(f"{begin}/(?=[^\\s/])"), "")] if word == "." else []
+    inside = [(re.compile(f"{begin}/(?=[^\\s/-])"), "")] if word == "." else []
     return [*inside, (re.compile(begin + end), word)]

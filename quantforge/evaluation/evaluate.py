@@ -29,7 +29,7 @@ from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
 from quantforge.evaluation.task_names import Tasks
 from quantforge.evaluation.verdict import Verdict, judge
-from quantforge.evaluation.windows import Protocol, Windows, cut
+from quantforge.evaluation.windows import LENGTH, Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
@@ -68,7 +68,7 @@ class EvaluationOptions:
     text: str = field(repr=False)
     text_name: str
     windows: int = 80
-    length: int = 512
+    length: int = LENGTH
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     speed: bool = True

@@ -19,6 +19,8 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge_calibration.tokenizer import TextTokenizer
 
+LENGTH = 512  # tokens of a window where nobody says
+
 
 @dataclass(frozen=True, slots=True)
 class Protocol:

@@ -18,6 +18,7 @@ In this folder:
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     learning            Tuning of a run: the unit behind its blocks
     leases              Lease of one unit: a directory that a worker holds by its name
+    linear_errors       Linears and experts of one block, rounded under each candidate scheme for `candidate_errors`
     lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
     passing_rows        Calibration rows on their way through the blocks of a model, as a run asks for them

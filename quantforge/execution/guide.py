@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.errors import IntegrityError, RefusedError, without
+from quantforge.errors import IntegrityError, RefusedError
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, checksum
 from quantforge.model.token_weights import TokenWeights
@@ -64,7 +64,7 @@ def observe_gradients(
     if missing:
         raise RefusedError(
             f"{missing[0]}: gradients of its output were not seen once for every calibration row",
-            without("--guide"),
+            f"--ignore '{missing[0]}' leaves it as it is",
             tensor=missing[0],
         )
     weights.finish()

@@ -59,7 +59,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quantforge.errors import InputError, UnknownNameError, nearest
+from quantforge.errors import InputError, NotReadError, UnknownNameError, nearest
 from quantforge.formats.engines import Engine
 from quantforge.formats.unknown_names import FORMAT_WORDS
 from quantforge.grids import ScaleType
@@ -230,14 +230,16 @@ def detect(config: Mapping[str, Any]) -> Format:
     """Return the format that claims a ``config.json`` (no ``quantization_config``: ``plain``).
 
     Raises:
-        InputError: it names a quantization method that no format reads.
+        NotReadError: it names a quantization method that no format reads.
+        InputError: it has a configuration of a quantization that names none.
     """
     for key in FORMATS:
         module = format_of(key)
         if module.claims(config):
             return module
     method = config["quantization_config"].get("quant_method")
-    raise InputError(
+    unread = NotReadError if method and isinstance(method, str) else InputError
+    raise unread(
         f"config.json: no reader for quant_method {method!r}",
         f"read are {', '.join(FORMATS)}; quantize again from the original model",
     )

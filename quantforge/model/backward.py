@@ -22,7 +22,7 @@ neither on the number of threads nor on the micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import isqrt
 from pathlib import Path
@@ -37,8 +37,9 @@ from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
 from quantforge.model.drawn_labels import draw_labels
+from quantforge.model.expert_gradients import MixtureGradients
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.loading import TensorSource, empty
+from quantforge.model.loading import TensorSource
 from quantforge.model.output_gradients import OutputGradients, OutputListener, Passed
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
@@ -83,7 +84,8 @@ def backward(
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
-        RefusedError: a block holds experts, or reads of earlier blocks more than the states behind the last.
+        RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states behind
+            the last.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(checkpoint, matched, rows, **options)
@@ -103,8 +105,9 @@ class _BackwardStream(ModelStream):
         for part in self:
             if part.index % step == 0:
                 kept.append(self._copy())
-            refuse_experts(part)
-            linears.append(part.linears)
+            if part.experts is None:
+                refuse_experts(part)
+            linears.append(part.own_linears)
             part.advance()
             self._refuse_memory(part)
         gradients, labels = self._back_through_head(visit, seed)
@@ -127,7 +130,7 @@ class _BackwardStream(ModelStream):
             inputs.append(self._states)
             part = self.block(index)
             part.advance()
-            empty(part.module)
+            part.close()
         return inputs
 
     def _back_through_head(self, visit: Visit, seed: int) -> tuple[HiddenStates, Tensor]:
@@ -165,20 +168,44 @@ class _BackwardStream(ModelStream):
     ) -> None:
         """Replace the gradients of what a block returns by those of what it reads."""
         part = self.block(index)
+
+        def behind(row: Batch) -> Tensor:
+            return gradients.read(row.start, row.start + len(row.states)).to(self._device)
+
         with ExitStack() as hooks:
+            if part.experts is not None:
+                hooks.enter_context(self._back_through_experts(part, behind, visit))
             listener = OutputListener(part.module, linears, hooks)
 
             def back(row: Batch) -> Passed:
                 def run(states: Tensor) -> Tensor:
+                    if part.experts is not None:
+                        part.experts.at(row.start)
                     return row._replace(states=states).run(part.module, note=False)
 
-                behind = gradients.read(row.start, row.start + len(row.states)).to(self._device)
-                return listener.back(run, row.states, lambda _: behind)
+                return listener.back(run, row.states, lambda _: behind(row))
 
             for batch in self._batches(index):
                 passed = side_by_side(back, batch.rows())
                 self._hand_over(f"{part.name}.", batch.start, passed, gradients, visit)
-        empty(part.module)
+        part.close()
+
+    def _back_through_experts(
+        self, part: BlockPart, behind: Callable[[Batch], Tensor], visit: Visit
+    ) -> AbstractContextManager[None]:
+        """Hand over what the experts of a block have; return the context in which the block goes back without them."""
+        assert part.experts is not None
+        part.run_experts()
+        mixture = MixtureGradients(part.experts)
+
+        def meet(row: Batch) -> None:
+            mixture.meet(row.start, lambda: row.run(part.module, note=False), behind(row))
+
+        with mixture.listening():
+            for batch in self._batches(part.index):
+                side_by_side(meet, batch.rows())
+        mixture.back(f"{part.name}.", visit)
+        return mixture.known()
 
     def _refuse_memory(self, part: BlockPart) -> None:
         """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""

@@ -159,13 +159,17 @@ class BlockPart(BlockRows):
 
         Returns what `Experts.run_all` does; an empty list for a block without experts.
         """
-        norms: list[float] = []
-        if self.experts is not None:
-            self.experts.forget_tokens()
-            self.observe({})
-            norms = self.experts.run_all()
+        norms = self.run_experts()
         self._advance()
         return norms
+
+    def run_experts(self) -> list[float]:
+        """Collect the tokens of the experts, and add up what these return; returns what `Experts.run_all` does."""
+        if self.experts is None:
+            return []
+        self.experts.forget_tokens()
+        self.observe({})
+        return self.experts.run_all()
 
     def advance_source(self) -> None:
         """Replace the hidden states of all rows by what the block returns with the source's weights.

@@ -78,6 +78,11 @@ class Block:
         """Return the linears whose matrix is a tensor of its own in files, in computing order."""
         return tuple(name for name in self.kind.linears if self.has(f"{name}.weight"))
 
+    @property
+    def own_linears(self) -> tuple[str, ...]:
+        """Return those of them that are modules of their own, which experts in a stack are not."""
+        return tuple(name for name in self.linears if name not in self._places)
+
     def stack_of(self, linear: str) -> str:
         """Return the parameter that holds the matrix of a linear of an expert."""
         return self._places[linear].stack.parameter

@@ -21,6 +21,9 @@ from quantforge.model.expert_weights import ExpertWeights, Load
 from quantforge.model.routed_tokens import RoutedTokens
 from quantforge.numerics.finite import finite
 
+# Takes the first calibration row, hidden states [tokens, width] and weights of the router [tokens, k].
+Outputs = Callable[[int, Tensor, Tensor], Tensor]
+
 
 class RoutedExperts(ExpertWeights):
     """Experts of a block with the tokens that are sent to them.
@@ -60,23 +63,29 @@ class RoutedExperts(ExpertWeights):
     @contextmanager
     def absent(self) -> Iterator[None]:
         """Let NaN stand for what the experts return."""
-
-        def unknown(*args: Any, **kwargs: Any) -> Tensor:
-            return torch.full_like(self._arguments(args, kwargs)[0], torch.nan)
-
-        with self._standing_in(unknown):
+        with self.computing(lambda _, states, __: torch.full_like(states, torch.nan)):
             yield
 
     @contextmanager
     def returning(self) -> Iterator[None]:
         """Let the experts return the outputs that were added up, while the block runs."""
 
-        def outputs(*args: Any, **kwargs: Any) -> Tensor:
-            states, _, _ = self._arguments(args, kwargs)
+        def outputs(row: int, states: Tensor, _: Tensor) -> Tensor:
             assert self.tokens is not None
-            return self.tokens.outputs(self._row.first, len(states)).to(states)
+            return self.tokens.outputs(row, len(states)).to(states)
 
-        with self._standing_in(outputs):
+        with self.computing(outputs):
+            yield
+
+    @contextmanager
+    def computing(self, outputs: Outputs) -> Iterator[None]:
+        """Let a function compute what the experts return, while the block runs."""
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            states, _, weights = self._arguments(args, kwargs)
+            return outputs(self._row.first, states, weights)
+
+        with self._standing_in(forward):
             yield
 
     def close(self) -> None:

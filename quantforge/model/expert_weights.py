@@ -49,6 +49,10 @@ class ExpertWeights:
         """Return the matrix ``[out_features, in_features]`` of an expert as a view; it is held until `release`."""
         return place.stack.matrix(self.held(place.expert)[place.stack.parameter], place.position, 0)
 
+    def places(self, number: int) -> Mapping[str, Place]:
+        """Return the linears of an expert, by their names relative to the block, in computing order."""
+        return self._places[number]
+
     def columns(self, number: int, stack: str) -> int:
         """Return how many input features the matrices of a stack have."""
         places = self._places[number].values()

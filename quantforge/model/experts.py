@@ -147,12 +147,13 @@ class Experts(RoutedExperts):
                 self.release(number)
         return norms
 
-    def _pass(self, number: int, tokens: Tensor) -> ExpertPass:
-        assert self.tokens is not None
+    def watched(self, number: int, states: Tensor) -> tuple[Tensor, StackInputs]:
+        """Run hidden states ``[tokens, width]`` through an expert that is filled; errors as `run`.
+
+        Returns its outputs ``[tokens, width]``, and the inputs and products of its stacks.
+        """
         stacks = self._held[number]
-        device = next(iter(stacks.values())).device
-        states = self.tokens.states(tokens).to(device)
-        index = torch.zeros(len(states), 1, dtype=torch.int64, device=device)
+        index = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
         watcher = StackInputs(
             {
                 place.stack.parameter: stacks[place.stack.parameter]
@@ -160,8 +161,8 @@ class Experts(RoutedExperts):
             },
             self._rounded.get(number, {}),
         )
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16)
-        with autocast, cutting(), watcher, as_refusals("an expert"):
+        autocast = torch.autocast(states.device.type, torch.bfloat16, enabled=self._bfloat16)
+        with autocast, watcher, as_refusals("an expert"):
             outputs: Tensor = self._module(states, index, states.new_ones(len(states), 1))
         for place in self._places[number].values():
             name = place.stack.parameter
@@ -177,4 +178,11 @@ class Experts(RoutedExperts):
                     "the expert overflows on this text; `quantforge inspect` checks weights",
                     tensor=f"{self.name}.{number}",
                 )
+        return outputs, watcher
+
+    def _pass(self, number: int, tokens: Tensor) -> ExpertPass:
+        assert self.tokens is not None
+        device = next(iter(self._held[number].values())).device
+        with cutting():
+            outputs, watcher = self.watched(number, self.tokens.states(tokens).to(device))
         return ExpertPass(outputs.float(), watcher.found)

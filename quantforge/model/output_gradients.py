@@ -28,12 +28,15 @@ class OutputGradients:
         start: first calibration row of the micro-batch.
         inputs: float32 ``[rows, length, in_features]``.
         gradients: float32 ``[rows, length, out_features]``, of the loss summed over all positions, in nats.
+        tokens: of a linear of an expert, the ascending numbers (``row * length + position``) of some tokens that are
+            sent to it; inputs and gradients are ``[tokens, ...]`` then.
     """
 
     name: str
     start: int
     inputs: Tensor
     gradients: Tensor
+    tokens: Tensor | None = None
 
 
 def strip_weights(gradients: Tensor, strips: int) -> Tensor:
@@ -62,7 +65,8 @@ class SquaredGradients:
 
     def __call__(self, seen: OutputGradients) -> None:
         """Add a micro-batch."""
-        for row in strip_weights(seen.gradients, self._strips).sum(1, dtype=torch.float64):
+        gradients = seen.gradients if seen.tokens is None else seen.gradients[None]
+        for row in strip_weights(gradients, self._strips).sum(1, dtype=torch.float64):
             before = self.sums.get(seen.name)
             self.sums[seen.name] = row if before is None else before + row
 
@@ -75,7 +79,10 @@ class Passed(NamedTuple):
 
 
 class OutputListener:
-    """Listener to linears: their inputs and outputs by name, for each thread that runs the module."""
+    """Listener to linears: their inputs and outputs by name, for each thread that runs the module.
+
+    A linear whose output has no gradients is left out: one that chooses tokens, for instance.
+    """
 
     def __init__(self, module: nn.Module, names: Iterable[str], hooks: ExitStack) -> None:
         """Listen to sub-modules of a module until ``hooks`` is closed."""
@@ -85,7 +92,8 @@ class OutputListener:
             hooks.callback(handle.remove)
 
     def _see(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self._of_thread.found[name] = (args[0].detach(), output)
+        if output.requires_grad:  # what only decides where to look has none
+            self._of_thread.found[name] = (args[0].detach(), output)
 
     def back(
         self,
@@ -101,8 +109,14 @@ class OutputListener:
             found: dict[str, tuple[Tensor, Tensor]] = self._of_thread.__dict__.pop("found")
             wanted = [states, *(output for _, output in found.values())]
             first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
+        rows = len(states)
         linears = {
-            name: (x, gradients)
+            name: (_by_rows(x, rows), _by_rows(gradients, rows))
             for (name, (x, _)), gradients in zip(found.items(), others, strict=True)
         }
         return Passed(first, linears)
+
+
+def _by_rows(values: Tensor, rows: int) -> Tensor:
+    """Return ``[rows, length, features]`` of what some modules see as ``[rows * length, features]``."""
+    return values.reshape(rows, -1, values.shape[-1]) if len(values) % rows == 0 else values

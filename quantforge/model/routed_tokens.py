@@ -37,6 +37,15 @@ class RoutedTokens:
         """Return the number of all tokens."""
         return self._rows * self._length
 
+    @property
+    def chosen(self) -> int:
+        """Return how many experts a token is sent to."""
+        return self._index.shape[1]
+
+    def row_of(self, token: int) -> int:
+        """Return the calibration row of a token."""
+        return token // self._length
+
     def in_rows(self, rows: int) -> int:
         """Return how many tokens so many rows have."""
         return rows * self._length
@@ -55,7 +64,7 @@ class RoutedTokens:
                 self._stores.append(self._make(states.shape[-1]))
                 self._index = torch.empty(self.count, index.shape[-1], dtype=torch.int32)
                 self._weights = torch.empty(self.count, index.shape[-1])
-        self._stores[0].write(row, states.view(-1, self._length, states.shape[-1]))
+        self.put(self._stores[0], row, states)
         run = slice(row * self._length, row * self._length + len(states))
         self._index[run], self._weights[run] = index.int(), weights.float()
 
@@ -75,15 +84,29 @@ class RoutedTokens:
         """Return the input ``[tokens, width]`` of some tokens, given their ascending numbers."""
         return self._stores[0].gather(tokens)
 
+    def places(self, expert: int, tokens: Tensor) -> Tensor:
+        """Return where the weights of tokens ``[tokens, k]`` are those of an expert, as ones and zeros."""
+        return (self._index[tokens] == expert).float()
+
     def begin_outputs(self) -> None:
         """Make room for outputs, which are zeros."""
-        states = self._stores[0]
-        width = states.gather(torch.zeros(1, dtype=torch.int64)).shape[1]
         if self._outputs is None:
-            self._outputs = self._make(width)
-            self._stores.append(self._outputs)
+            self._outputs = self.zeros()
+        else:
+            self._clear(self._outputs)
+
+    def zeros(self) -> TokenStates:
+        """Return room for ``[tokens, width]`` of all tokens, as wide as the input, filled with zeros; until `close`."""
+        width = self.states(torch.zeros(1, dtype=torch.int64)).shape[1]
+        store = self._make(width)
+        self._stores.append(store)
+        self._clear(store)
+        return store
+
+    def _clear(self, store: TokenStates) -> None:
+        width = self.states(torch.zeros(1, dtype=torch.int64)).shape[1]
         for row in range(self._rows):
-            self._outputs.write(row, torch.zeros(1, self._length, width))
+            store.write(row, torch.zeros(1, self._length, width))
 
     def add(self, tokens: Tensor, values: Tensor) -> None:
         """Add ``[tokens, width]`` to the outputs of some tokens, given their ascending numbers."""
@@ -93,7 +116,15 @@ class RoutedTokens:
     def outputs(self, row: int, tokens: int) -> Tensor:
         """Return the outputs ``[tokens, width]`` from the first token of a row on."""
         assert self._outputs is not None
-        return self._outputs.read(row, row + tokens // self._length).flatten(0, 1)
+        return self.run(self._outputs, row, tokens)
+
+    def run(self, store: TokenStates, row: int, tokens: int) -> Tensor:
+        """Return ``[tokens, width]`` of a store from the first token of a row on."""
+        return store.read(row, row + tokens // self._length).flatten(0, 1)
+
+    def put(self, store: TokenStates, row: int, values: Tensor) -> None:
+        """Write ``[tokens, width]`` to a store from the first token of a row on."""
+        store.write(row, values.view(-1, self._length, values.shape[-1]))
 
     def close(self) -> None:
         """Release memory or disk."""

@@ -41,6 +41,7 @@ class StackInputs(FunctionMode):
 
     Attributes:
         found: what was multiplied with each of them, ``[tokens, in_features]`` in float32, by name.
+        products: what came of it, by name, for gradients.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class StackInputs(FunctionMode):
         self._names = {stack.untyped_storage().data_ptr(): name for name, stack in stacks.items()}
         self._rounded = rounded
         self.found: dict[str, Tensor] = {}
+        self.products: dict[str, Tensor] = {}
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Look at a product; compute it as ever."""
@@ -57,7 +59,9 @@ class StackInputs(FunctionMode):
         if where is not None and len(args) > where[1]:
             name = self._names.get(args[where[1]].untyped_storage().data_ptr())
             if name is not None:
-                args = self._seen(name, tuple(args), where[0])
+                product = function(*self._seen(name, tuple(args), where[0]), **kwargs)
+                self.products[name] = product
+                return product
         return function(*args, **kwargs)
 
     def _seen(self, name: str, args: tuple[Any, ...], place: int) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ class TokenWeights:
         place = self._places.get(seen.name)
         if place is None:
             return
-        if seen.gradients.shape[1:-1] != (self._shape[1],):
+        if seen.tokens is None and seen.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
                 f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
                 without("--guide"),
@@ -94,33 +94,47 @@ class TokenWeights:
         weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
         if not bool(weights.isfinite().all()):
             bad = int((~weights.isfinite()).flatten(1).any(1).nonzero()[0])
+            row = seen.start + bad if seen.tokens is None else seen.tokens[bad] // self._shape[1]
             raise InputError(
-                f"{seen.name}: the squares of the gradients of its output are not finite in calibration row"
-                f" {seen.start + bad}",
+                f"{seen.name}: the squares of the gradients of its output are not finite in calibration row {row}",
                 f"the model is damaged, or {without('--guide')}",
                 tensor=seen.name,
             )
+        if seen.tokens is not None:
+            self._write_tokens(place, seen.tokens, weights)
+            self.rows_seen[seen.name] = self._shape[0]
+            return
         self._write(place + seen.start * self._row_bytes, weights)
         self.rows_seen[seen.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
         """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``."""
-        found = torch.empty(self._shape)
-        view, offset = (
-            memoryview(found.view(-1).view(torch.uint8).numpy().data),
-            self._places[linear],
-        )
+        return self._read(self._places[linear], torch.empty(self._shape))
+
+    def finish(self) -> None:
+        """Make what was written durable."""
+        with writing(self._path, 0):
+            system.sync(self._file)
+
+    def _write_tokens(self, place: int, tokens: Tensor, weights: Tensor) -> None:
+        """Write the weights ``[tokens, strips]`` of tokens that are sent to an expert; those of others stay 0."""
+        if not len(tokens):
+            return
+        first, last = int(tokens[0]), int(tokens[-1])
+        offset = place + 4 * self._shape[2] * first
+        run = self._read(offset, torch.empty(last + 1 - first, self._shape[2]))
+        run[tokens - first] = weights
+        self._write(offset, run)
+
+    def _read(self, offset: int, found: Tensor) -> Tensor:
+        """Fill a contiguous tensor from an offset on, and return it."""
+        view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
         while view:
             count = system.read_into(self._file, view, offset)
             if not count:
                 raise no_space(self._path, self._bytes, "the file ends early")
             view, offset = view[count:], offset + count
         return found
-
-    def finish(self) -> None:
-        """Make what was written durable."""
-        with writing(self._path, 0):
-            system.sync(self._file)
 
     def _write(self, offset: int, values: Tensor) -> None:
         view = memoryview(values.view(-1).view(torch.uint8).numpy().data)

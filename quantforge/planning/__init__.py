@@ -39,8 +39,9 @@ In this folder:
     notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
     peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
-    planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory and threads
+    planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
+    quality_gates      Gates of a release: limits that every variant has to keep, and what is beyond them
     quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
     release_sets       Built-in sets of a release: lists of variants that people publish together

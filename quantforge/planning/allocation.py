@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,9 +14,11 @@ from quantforge.planning.budgets import Option, Point, curve, patterns_of, point
 from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
 from quantforge.planning.size_target import MemoryUse, Scale
-from quantforge.plans import EngineVerdict
+from quantforge.plans import EngineVerdict, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.significant import size
+
+_ANY = "{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +101,20 @@ class Allocation:
         groups: the linears that get one scheme, by canonical name.
     """
 
-    def __init__(self, plans: Mapping[str, Planned], *, together: bool) -> None:
-        """Take a plan for each candidate; ``together``: linears of a shared input get one scheme."""
+    def __init__(self, plans: Mapping[str, Planned], *, together: bool, share: float = 1.0) -> None:
+        """Take the candidates.
+
+        Args:
+            plans: of each candidate alone.
+            together: linears of a shared input get one scheme, and so do all experts of a layer.
+            share: of the bytes of experts that count.
+        """
+        self._share = share
         self._names, self._first = [*plans], next(iter(plans.values()))
         self._tables = [guided(one.plan.tensors, one.matched) for one in plans.values()]
         groups: dict[object, list[str]] = {}
         for name, tensor in self._tables[0].items():
-            key = (tensor.part, tensor.shared) if together and tensor.shared else name
-            groups.setdefault(key, []).append(name)
+            groups.setdefault(_group(name, tensor, together), []).append(name)
         self.groups = tuple(tuple(names) for names in groups.values())
         self._fixed = self._first.plan.output_bytes - sum(
             one.stored_bytes for one in self._tables[0].values()
@@ -123,7 +132,7 @@ class Allocation:
         Raises:
             RefusedError: the target is below the smallest choice or above the largest.
         """
-        sizes = [[self._bytes(group, table) for table in self._tables] for group in self.groups]
+        sizes = [[self._counted(group, table) for table in self._tables] for group in self.groups]
         least, most = sum(map(min, sizes)), sum(map(max, sizes))
         if not least <= scale.room <= most:
             small = scale.room < least
@@ -148,7 +157,7 @@ class Allocation:
             [
                 Option(
                     name,
-                    self._bytes(group, table),
+                    self._counted(group, table),
                     math.fsum(nats[linear][place] for linear in group),
                 )
                 for place, (name, table) in enumerate(zip(self._names, self._tables, strict=True))
@@ -188,8 +197,10 @@ class Allocation:
         places = {}
         for name in schemes:
             block = matched.block_name(blocks[name])
-            number = block.rpartition(".")[2]
-            places[name] = (block.removesuffix(number), name.removeprefix(block))
+            before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
+            behind = re.escape(_kind(name.removeprefix(block), self._tables[0][name].expert))
+            behind = behind.replace(re.escape(_ANY), "[0-9]+")
+            places[name] = (re.escape(before), number, behind)
         return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
 
     def _shares(self, point: Point) -> dict[str, int]:
@@ -200,9 +211,31 @@ class Allocation:
             shares[one.scheme] = shares.get(one.scheme, 0) + count
         return shares
 
-    def _bytes(self, group: Sequence[str], table: Mapping[str, Any]) -> int:
-        return sum(table[name].stored_bytes for name in group)
+    def _counted(self, group: Sequence[str], table: Mapping[str, TensorPlan]) -> int:
+        """Return the bytes that count of a group under a candidate."""
+        kept = sum(table[name].stored_bytes for name in group if table[name].expert < 0)
+        routed = sum(table[name].stored_bytes for name in group if table[name].expert >= 0)
+        return kept + math.ceil(routed * self._share)
 
     def _figures(self, point: Point) -> tuple[int, float, float]:
         """Return the bytes of all weight files, bits per weight inside of blocks, and nats."""
-        return self._fixed + point.nbytes, 8 * point.nbytes / self._weights, point.nats
+        tables = dict(zip(self._names, self._tables, strict=True))
+        chosen = zip(point.chosen, self.groups, strict=True)
+        own = sum(tables[one.scheme][name].stored_bytes for one, group in chosen for name in group)
+        return self._fixed + own, 8 * own / self._weights, point.nats
+
+
+def _group(name: str, tensor: TensorPlan, together: bool) -> object:
+    """Return what tells the linears that get one scheme: engines compute the experts of a layer in one product.
+
+    A GGUF file holds each of their matrices in one tensor.
+    """
+    if tensor.expert >= 0:
+        return tensor.part, "" if together else _kind(name, tensor.expert)
+    return (tensor.part, tensor.shared) if together and tensor.shared else name
+
+
+def _kind(name: str, expert: int) -> str:
+    """Return the name of a linear of an expert with `_ANY` for the number of the expert; others as they are."""
+    before, number, behind = name.rpartition(f".{expert}.") if expert >= 0 else (name, "", "")
+    return f"{before}.{_ANY}.{behind}" if number else name

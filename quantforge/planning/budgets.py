@@ -8,7 +8,6 @@ multiple-choice knapsack: it is solved exactly, by dynamic programming over byte
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Scheme for a group of linears: what is stored for it, and what its error costs in nats per token."""
+    """Scheme for a group of linears: the bytes that it counts, and what its error costs in nats per token."""
 
     scheme: str
     nbytes: int
@@ -114,20 +113,19 @@ def _slope(first: Option, second: Option) -> float:
 
 
 def patterns_of(
-    schemes: Mapping[str, str], block_name: Mapping[str, tuple[str, str]]
+    schemes: Mapping[str, str], places: Mapping[str, tuple[str, str, str]]
 ) -> list[tuple[str, str]]:
     """Return rules ``(pattern, scheme)`` that give linears their schemes: one for each kind of linear and scheme.
 
     Args:
         schemes: of linears, by canonical name.
-        block_name: of each, what stands before the number of its block and what behind it.
+        places: of each, a pattern for what stands before the number of its block, this number, and one for the rest.
     """
-    together: dict[tuple[str, str, str], list[str]] = {}
+    together: dict[tuple[str, str, str], dict[str, None]] = {}
     for name, scheme in schemes.items():
-        before, behind = block_name[name]
-        number = name.removeprefix(before).removesuffix(behind)
-        together.setdefault((before, behind, scheme), []).append(number)
+        before, number, behind = places[name]
+        together.setdefault((before, behind, scheme), {})[number] = None
     return [
-        (f"re:{re.escape(before)}({'|'.join(numbers)}){re.escape(behind)}", scheme)
+        (f"re:{before}({'|'.join(numbers)}){behind}", scheme)
         for (before, behind, scheme), numbers in together.items()
     ]

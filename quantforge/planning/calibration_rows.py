@@ -7,6 +7,7 @@ as there are, up to 128. Whoever asks for another number, or for a part of a mix
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,25 @@ def check_length(options: CalibrationOptions, config: Mapping[str, Any]) -> tupl
     if options.length != CalibrationOptions().length:
         raise InputError(f"calibration: {said}", f"--length {positions}, or fewer")
     return (f"calibration: {said}; --length {positions} stays within them",)
+
+
+@lru_cache(maxsize=64)  # by the digests that the options hold: a search plans for many candidates
+def check_source(options: CalibrationOptions, place: str, model: Path) -> None:
+    """Refuse a calibration text that a run would refuse at its start; ``place`` is as of `calibrate`.
+
+    Raises:
+        InputError: the source is missing, malformed or too short, or the model has no tokenizer.
+    """
+    from quantforge_calibration import SourceError
+    from quantforge_calibration.row_count import check_rows  # tokenizers, as below
+
+    try:
+        check_rows(
+            place or options.source, model, options.samples, options.length, options.column,
+            chat_template=options.chat_template,
+        )  # fmt: skip
+    except SourceError as error:
+        raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:

@@ -73,6 +73,8 @@ def refuse_guide(
     matched: Matched,
     option: str = "",
     hint: str = "leave --guide out",
+    *,
+    experts: bool = False,
 ) -> None:
     """Refuse guided statistics where nothing takes them, or where gradients are not computed.
 
@@ -83,10 +85,12 @@ def refuse_guide(
         matched: the model.
         option: what asks for it; ``--guide`` when left out.
         hint: what to type instead.
+        experts: whether gradients of single experts are taken, of models that compute them in stacks.
 
     Raises:
         UsageError: the method takes none, nothing of a block is quantized, or a matrix has fewer rows than strips.
-        RefusedError: the model has experts, or blocks that read more of earlier ones than the states behind the last.
+        RefusedError: the model has experts that are not taken, or blocks that read more of earlier ones than the states
+            behind the last.
     """
     if not strips:
         return
@@ -99,7 +103,9 @@ def refuse_guide(
     linears = guided(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
-    if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
+    stacked = {index for index, kind in enumerate(matched.layers) if kind.stacks}
+    routed = {tensor.part for tensor in linears.values() if tensor.expert >= 0}
+    if routed - stacked if experts else routed | stacked:
         raise RefusedError(
             f"{said}: the model has experts, and no gradients of single experts are computed",
             hint,

@@ -66,9 +66,7 @@ def derived(
     word = (recorded if method is None else method).replace("+", "-")  # which the hub takes
     if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
-    origin = "-".join(
-        (*_origin(checkpoint, first), *_zeros(zeros or first_recipe(checkpoint).zeros))
-    )
+    origin = _whole_origin(checkpoint, zeros)
     if suffix := format_of(key).ABOUT.suffix:
         word = "" if method is None or word == PLAIN_ROUNDING else word
         return "-".join(filter(None, (origin, _safe(word), label))) + suffix
@@ -78,6 +76,20 @@ def derived(
     scheme = _scheme(schemes.most_common(1)[0][0], key, moved=moved) if schemes and known else ""
     parts = (origin, "" if word == key else _safe(word), scheme, MIXED if mixed else "")
     return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
+
+
+def sized(checkpoint: Checkpoint, method: str, key: str, size: str) -> str:
+    """Return the name of a result of a size (as it is typed), which is known before what has that size is found."""
+    parts = (_whole_origin(checkpoint), "" if method == key else method, _safe(size))
+    suffix = format_of(key).ABOUT.suffix
+    last = "" if suffix or key == DEFAULT else key
+    return "-".join(filter(None, (*parts, last))) + suffix
+
+
+def word_for(target: str | None, like: str | Path | None) -> str:
+    """Return the word for a size that is asked for: as it is typed, or whose size it is."""
+    other = Path(str(like))
+    return target or f"like-{other.stem if format_of_name(other) else other.name}"
 
 
 def place(name: str, model: Path) -> Path:
@@ -101,6 +113,12 @@ def _first(checkpoint: Checkpoint) -> Mapping[str, Any]:
     while isinstance(earlier := said.get("lineage"), Mapping) and "source" in earlier:
         said = earlier
     return said if isinstance(said.get("source"), Mapping) else {}
+
+
+def _whole_origin(checkpoint: Checkpoint, zeros: Sparsity | None = None) -> str:
+    """Return the part of a name that says what a result is made from; ``zeros`` that are made belong to it."""
+    pattern = zeros or first_recipe(checkpoint).zeros
+    return "-".join((*_origin(checkpoint, _first(checkpoint)), *_zeros(pattern)))
 
 
 def _origin(checkpoint: Checkpoint, first: Mapping[str, Any]) -> Iterator[str]:

@@ -8,35 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.hub import is_hub_name
 from quantforge.checkpoint.recipe_toml import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
+from quantforge.planning.quality_gates import QualityGates, checked
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
 
-NAME = re.compile(r"(?!.*\.gguf$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.IGNORECASE)
+# No name begins like the files beside NAME.gguf, which lists and uploads take by their first letters.
+NAME = re.compile(r"(?!.*\.gguf(\.|$))[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.IGNORECASE)
 REPORTS = {"md": "markdown", "json": "json", "html": "html"}
-
-
-@dataclass(frozen=True, slots=True)
-class QualityGates:
-    """``[gates]``: what every variant has to keep; those of a variant override them."""
-
-    max_kl: float | None = None  # nats per token
-    max_ppl_increase: float | None = None  # of the source's: 0.02 is 2 %
-    max_bytes: int | None = None  # of the weights
-
-    @property
-    def scored(self) -> tuple[str, ...]:
-        """Return the names of the limits that need a text to be scored."""
-        return tuple(n for n in ("max_kl", "max_ppl_increase") if getattr(self, n) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ class ReleaseSpec:
         return replace(self, variants=chosen)
 
 
-EXAMPLE = 'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
+_SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
 _KEYS = ("model", "sets", "variant", "calibration", "evaluation", "gates", "card")
 
 
@@ -117,12 +106,14 @@ def read_release(path: Path) -> ReleaseSpec:
             that nothing evaluates, two variants of one name.
         UsageError: choices of a variant contradict each other.
     """
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory", f"name the release file: {path}/release.toml")
     return release_of(FILES.text(path, RECIPE, None), str(path))
 
 
 def release_of(text: str, origin: str) -> ReleaseSpec:
     """Return the release that a text states; errors as `read_release`."""
-    data = read_toml(text, origin, EXAMPLE)
+    data = read_toml(text, origin, 'a release file has model = "MODEL" and tables [[variant]]')
     for key in data:
         if key not in _KEYS:
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, _KEYS))
@@ -136,7 +127,7 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
             )
     if scoring.windows < 1 or scoring.length < 2:
         raise InputError(f"{origin}: evaluation: nothing to score", "windows from 1, length from 2")
-    limits = _limits(_table(QualityGates, data, "gates", origin), f"{origin}: gates")
+    limits = checked(_table(QualityGates, data, "gates", origin), f"{origin}: gates")
     rows = _rows(data, origin)
     variants = tuple(_variant(row, data.get("calibration", {}), limits, origin) for row in rows)
     _check_names(variants, origin)
@@ -147,7 +138,13 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
             raise InputError(
                 f"{origin}: {names}: no text is scored", '[evaluation] text = "builtin", or a file'
             )
-    return ReleaseSpec(data["model"], variants, scoring, _table(CardFields, data, "card", origin))
+    card = _table(CardFields, data, "card", origin)
+    for key, stated in asdict(card).items():
+        if stated and not is_hub_name(stated):
+            raise InputError(
+                f"{origin}: card: {key} = {stated!a} is no name of the hub", f'{key} = "ORG/NAME"'
+            )
+    return ReleaseSpec(data["model"], variants, scoring, card)
 
 
 def _table(kind: type[Any], data: Mapping[str, Any], name: str, origin: str) -> Any:
@@ -155,20 +152,6 @@ def _table(kind: type[Any], data: Mapping[str, Any], name: str, origin: str) -> 
     if not isinstance(value, Mapping):
         raise InputError(f"{origin}: {name}: a table is expected", f"[{name}]")
     return built(kind, value, f"{origin}: {name}")
-
-
-def _limits(limits: QualityGates, origin: str) -> QualityGates:
-    for item in fields(limits):
-        value = getattr(limits, item.name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise InputError(f"{origin}: {item.name} = {value}: no limit", "a number from 0 on")
-    share = limits.max_ppl_increase
-    if share is not None and share >= 1:
-        raise InputError(
-            f"{origin}: max_ppl_increase = {share:g}: {share:g}% or {share:.0%}?",
-            f"a share below 1: {share / 100:g} is {share:g}%",
-        )
-    return limits
 
 
 def _rows(data: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
@@ -209,14 +192,20 @@ def _variant(
     known = {item.name for item in fields(_Choices)}
     for key in row:
         if key not in {*known, "recipe", "gates"}:
-            raise InputError(
-                f"{origin}: unknown key '{key}'", nearest(key, {*known, "recipe", "gates"})
-            )
+            raise InputError(f"{origin}: unknown key '{key}'", _instead(key, row[key], known))
     choices = built(_Choices, {key: row[key] for key in row if key in known}, origin)
     base = row.get("recipe")
     if isinstance(base, Mapping):
         given = {"rules" if key == "rule" else key: value for key, value in base.items()}
-        base = built(Recipe, given, f"{origin}: recipe")
+        for key in _SIZES & given.keys():
+            raise InputError(
+                f"{origin}: recipe: unknown key '{key}'", _instead(key, given[key], known)
+            )
+        try:
+            base = built(Recipe, given, f"{origin}: recipe")
+        except QuantForgeError as error:
+            said = error.message.removeprefix(f"{origin}: ")
+            raise type(error)(f"{origin}: {said}", error.hint) from error
     elif base is not None and not isinstance(base, str):
         raise InputError(f"{origin}: recipe: a name, a file or a table is expected")
     given = {key: getattr(choices, key) for key in known - {"name"}}
@@ -229,12 +218,22 @@ def _variant(
     text = built(CalibrationOptions, calibration, "calibration")
     stated = {key: getattr(text, key) for key in calibration}
     recipe = replace(recipe, calibration=replace(recipe.calibration, **stated))
-    own = _limits(_table(QualityGates, row, "gates", origin), f"{origin}: gates")
+    own = checked(_table(QualityGates, row, "gates", origin), f"{origin}: gates")
     merged = {
         item.name: getattr(limits, item.name) if value is None else value
         for item in fields(QualityGates) for value in [getattr(own, item.name)]
     }  # fmt: skip
     return ReleaseVariant(name, recipe, QualityGates(**merged))
+
+
+def _instead(key: str, value: object, known: Collection[str]) -> str:
+    """Return what is typed instead of a key that a variant has not."""
+    if key in _SIZES:
+        what = f"--{key} {value}" if key != "candidates" else "--target SIZE --candidates ..."
+        return f'quantforge allocate MODEL {what} -o mixture.toml, then recipe = "mixture.toml"'
+    if key in {item.name for item in fields(Recipe)}:
+        return f"{key} is of the recipe: recipe = {{{key} = ...}}"
+    return nearest(key, {*known, "recipe", "gates"})
 
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:

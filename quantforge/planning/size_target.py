@@ -20,7 +20,7 @@ from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
 from quantforge.planning.guidance import guided
 from quantforge.planning.planner import Planned
-from quantforge.planning.weight_traffic import weight_traffic
+from quantforge.planning.weight_traffic import expert_share, weight_traffic
 from quantforge.results.significant import UNITS, size
 
 _OTHERS = "18GB, 17GiB, 4GB/token, or of a device's memory 24GB@32k"
@@ -167,12 +167,14 @@ def scale_of(target: SizeTarget, planned: Planned) -> Scale:
         InputError: a target of memory, and what the layers of the family keep is not declared.
     """
     linears = [*guided(planned.plan.tensors, planned.matched).values()]
-    own = sum(one.stored_bytes for one in linears)
+    own: float = sum(one.stored_bytes for one in linears)
     if target.bits is not None:
         weights = sum(math.prod(one.shape) for one in linears)
         return Scale(target, target.bits, 0.0, weights / 8, lambda x, up: f"{_few(x, up)}bpw")
     if target.per_token:
         read = weight_traffic(planned.plan, planned.matched).step_bytes(1)
+        share = expert_share(planned.matched, planned.plan.tensors)
+        own = sum(one.stored_bytes * (share if one.expert >= 0 else 1) for one in linears)
         return Scale(target, target.nbytes, read - own, 1.0, lambda x, up: f"{_typed(x, up)}/token")
     if target.load is None:
         return Scale(target, target.nbytes, planned.plan.output_bytes - own, 1.0, _typed)
@@ -180,7 +182,7 @@ def scale_of(target: SizeTarget, planned: Planned) -> Scale:
 
     def smallest(least: int) -> str:
         """Return what takes the memory, and the most tokens that it has room for."""
-        held = found.traffic.held - own + least
+        held = round(found.traffic.held - own + least)
         small = replace(found, traffic=replace(found.traffic, held=held))
         tokens = small.on("", Card(target.nbytes, 0.0, 0.0, "")).largest_context
         return (

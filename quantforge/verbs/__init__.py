@@ -6,6 +6,7 @@ In this folder:
     argument_types       Types of the arguments that a program hands over, held against the annotations of a verb
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
     asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
+    asked_size           A size that is asked for in place of a width, and the recipe beside it
     bench_models         Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
     declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
@@ -37,6 +38,7 @@ In this folder:
     quantize_variants    Quantize variants: several recipes of one model
     ray_variants         Ray: variants made by tasks of a cluster, which places them by the processors
     release_files        Files of a release beside its variants: report, figures in cards, manifest
+    release_place        Place of a release: the directory that its manifest makes known, what may lie there
     reproduce            Making a result again from its manifest, and comparing every byte
     requantize           Quantizing a model again: from the source that its manifest names
     run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first

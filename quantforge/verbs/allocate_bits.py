@@ -12,10 +12,11 @@ from quantforge.execution.progress import followed, phase
 from quantforge.planning.allocation import Allocated
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource
 from quantforge.settings import Settings, check_device
+from quantforge.verbs.asked_size import AskedSize, width_left_open
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.measured_candidates import measured
-from quantforge.verbs.mixture_search import AskedSize, search_of, width_left_open
+from quantforge.verbs.mixture_search import search_of
 
 
 @checks_options(RecipeOptions)

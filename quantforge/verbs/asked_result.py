@@ -19,7 +19,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read
 from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.loader_form import as_loaded
-from quantforge.planning.planned_run import planned_of
+from quantforge.planning.planned_run import check_text, planned_of
 from quantforge.planning.planner import Planned
 from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
@@ -133,6 +133,7 @@ def wanted_of(
     checkpoint = changed(checkpoint, recipe.method, recipe.prune_experts, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
+    check_text(planned, checkpoint.path, settings)
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
@@ -145,8 +146,12 @@ def wanted_of(
 
 
 def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -> None:
-    """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run."""
+    """Refuse what headers and the place of a result tell, before work by which its recipe is found; errors as a run.
+
+    The plan is announced, as when the run begins: whoever listens may refuse the place, too.
+    """
     wanted = wanted_of(checkpoint, variant, settings)
-    if variant.out is not None and not wanted.stage.begun:
+    if not wanted.stage.begun:
         with wanted.stage:
             pass
+    settings.announce(wanted.planned.plan, wanted.stage.named)

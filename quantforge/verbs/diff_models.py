@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.formats.opening import open_model
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
 
@@ -24,7 +25,10 @@ def diff(
     Raises:
         InputError: a model is missing or cannot be read.
     """
+    places = [resolve(str(model), offline) for model in (first, second)]
+    for place in places:
+        open_model(place)  # what headers refuse is refused before torch is there
     from quantforge.verification.difference import difference
 
     with followed(progress), phase("comparing", 1.0):
-        return difference(*(resolve(str(model), offline) for model in (first, second)))
+        return difference(*places)

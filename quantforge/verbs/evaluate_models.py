@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import InputError
+from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.task_names import Tasks, check_names
 from quantforge.execution.progress import followed, phase, tell
@@ -30,7 +30,7 @@ from quantforge.verbs.measurement_options import (
     check_engine,
     check_measurement,
 )
-from quantforge.verbs.scored_text import BUILTIN, own_text, read_text, text_name
+from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
 from quantforge.verification.stated_changes import stated_adapter
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from quantforge.evaluation.generated import Prompts
 
 LARGER = 1.1  # times the size of a reference: what a descendant is not
-BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 
 
 @checks_options(MeasurementOptions)
@@ -80,6 +79,7 @@ def evaluate(
                     f" the other way round? quantforge eval {other} {name}"
                 )
             if said := _apart(opened[0].path, checkpoint.path, settings.adapter):
+                _keep_out(options.get("card"), checkpoint.path, said)
                 settings.note(said)
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
@@ -135,6 +135,16 @@ def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
     if has.source and adapter is None:  # the reference's own, to which one more would be added
         return said
     return f"{said}: --adapter DIR merges {made.source} into {reference}"
+
+
+def _keep_out(card: str | Path | None, model: Path, said: str) -> None:
+    """Refuse to write figures into the card of a model that was not made from what its reference is."""
+    place = model.resolve()
+    if card is not None and Path(card).resolve() in {place, *place.parents}:
+        raise UsageError(
+            f"--card {card}: {said}",
+            "leave --card out: it would state figures against another model than the one that it names",
+        )
 
 
 def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:

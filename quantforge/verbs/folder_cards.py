@@ -74,7 +74,12 @@ def check_card_of(folder: Path, models: Sequence[Path]) -> None:
             )
     if inside:
         files_of(folder)  # all are opened for the card
-    if inside and (folder / CARD).exists():
+        check_folder_card(folder)
+
+
+def check_folder_card(folder: Path) -> None:
+    """Refuse a card of a folder that lacks a part; one that is not there yet passes. Errors as `check_card_of`."""
+    if (folder / CARD).exists():
         read_card(folder)
         _replaced(folder / CARD, folder, "")
 
@@ -144,7 +149,9 @@ def write_folder_card(
         carried = carried_fields(source.card)
         fields = front_matter(named, about.library, [plan.format], carried, tuned=bool(merged))
         text = new_card(fields, title, origin(document, named), content)
-    save(place, text.encode("utf-8", "surrogateescape"), overwrite=True)
+    data = text.encode("utf-8", "surrogateescape")
+    if not place.is_file() or FILES.read(place, CARD_ROLE, folder) != data:
+        save(place, data, overwrite=True)
 
 
 def _bits(document: Mapping[str, Any]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run, writing
@@ -50,10 +51,10 @@ def join_variants(
         The numbers of those that this process made.
 
     Raises:
-        UsageError: earlier results would be replaced.
         QuantForgeError: as `quantize_variants`.
     """
     made: list[int] = []
+    settings = replace(settings, join=False)  # each variant is made by one process
     with followed(settings.progress):
         asked = asked_variants(model, variants, settings)
         vacancies = _Vacancies(dict(enumerate(asked)), is_there)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import folder, save, writing
+from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.result_place import check_apart, check_folder
@@ -33,8 +33,9 @@ from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.join_variants import turn
 from quantforge.verbs.kept_variant import clear_run, kept
 from quantforge.verbs.make_variants import make_variants, share_of
-from quantforge.verbs.plan_release import PlannedVariant, check_place, plan_release, within
-from quantforge.verbs.release_files import SPEC, UPLOAD, finish, reports_of
+from quantforge.verbs.plan_release import PlannedVariant, plan_release, within
+from quantforge.verbs.release_files import finish, reports_of
+from quantforge.verbs.release_place import SPEC, UPLOAD, begin, check_place, check_variants, renew
 from quantforge.verbs.upload_script import ReleasedVariant, upload_command
 from quantforge_files.roles import RECIPE
 
@@ -124,6 +125,7 @@ def release(
             folder(place)
         with turn(place / SPEC):
             check_place(place)
+            check_variants(planned, scored=bool(asked.scoring.text))
             _lay_out(place, planned, asked_by)
         missing = [one for one in planned if not one.there]
         for said in decisions_of({one.variant.name: one.planned.plan for one in missing}):
@@ -132,7 +134,7 @@ def release(
         with phase("variants", share_of(len(missing), scored)):
             made = _make(asked.model, missing, place, files, settings)
         with turn(place / SPEC), phase("publishing", 1.0):
-            save(place / SPEC, asked_by, overwrite=True)  # another release may have begun here
+            renew(place / SPEC, asked_by)  # another release may have begun here
             finished = finish(
                 place,
                 asked,
@@ -147,7 +149,7 @@ def release(
 def _lay_out(place: Path, planned: Sequence[PlannedVariant], asked_by: bytes) -> None:
     """Make the directories, and keep the file that was asked by."""
     with writing(place, 0):
-        save(place / SPEC, asked_by, overwrite=True)
+        begin(place, asked_by)
         for one in planned:
             folder(one.out.parent)
             if one.there:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,6 +90,12 @@ def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Works
         work = Workspace(lock.directory / "journal", fingerprint)
         try:
             yield work
+        except BaseException as error:
+            error.add_note(
+                f"the same command again goes on from what was measured, which {place} keeps until then"
+                f" (to give it up: rm -r {shlex.quote(str(place))})"
+            )
+            raise
         finally:
             work.close()
     finally:

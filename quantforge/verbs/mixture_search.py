@@ -10,10 +10,10 @@ from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import UsageError
-from quantforge.formats import GGUF, targets
+from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
+from quantforge.planning import naming
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import Option, Point, solved
 from quantforge.planning.candidates import check_mixed, least_bits, plans_of, usual
@@ -23,39 +23,16 @@ from quantforge.planning.likeness import format_like, size_like
 from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planned_run import planned_of
 from quantforge.planning.planner import Planned
-from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.single_experts import single_experts
 from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
-from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.planning.weight_traffic import expert_share
 from quantforge.recipe import LayerChoices, Recipe, Rule
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
+from quantforge.verbs.asked_size import AskedSize
 from quantforge.verbs.given_options import listed
 
 EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
-
-
-@dataclass(frozen=True, slots=True)
-class AskedSize:
-    """A size that is asked for: a target as it is typed, or a file that is to be matched; one of the two.
-
-    Attributes:
-        target, like: these.
-        candidates: schemes to choose from; those that the format holds in usual widths where there are none.
-        recipe: what is wanted beside the size, without a width.
-    """
-
-    target: str | None
-    like: str | Path | None
-    candidates: str | Sequence[str]
-    recipe: Recipe
-
-    def __post_init__(self) -> None:
-        if (self.target is None) == (self.like is None):
-            said = "no size is asked for" if self.target is None else "two sizes are asked for"
-            raise UsageError(
-                f"{said}: --target and --like", "give one: --target 3.5bpw, or --like FILE.gguf"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +44,7 @@ class MixtureSearch:
         before: its small files, by name: size and digest.
         settings: how it runs, with the files that the recipe cites.
         wanted: what is asked for beside the size, with its format.
-        target: the size.
+        target, size: the size, and the word for it in names.
         plans: of each candidate alone, by its scheme.
         left_out: which usual schemes are no candidates, and why.
         room: bytes that the linears of blocks may take.
@@ -79,6 +56,7 @@ class MixtureSearch:
     settings: Settings
     wanted: Recipe
     target: SizeTarget
+    size: str
     plans: Mapping[str, Planned]
     left_out: Mapping[str, str]
     allocation: Allocation
@@ -99,7 +77,7 @@ class MixtureSearch:
         )  # fmt: skip
 
     def likely(self) -> tuple[Recipe, Planned]:
-        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+        """Return a mixture of the size that is asked for, and its plan called by that, before anything is measured.
 
         Errors are taken to be a quarter with each bit more, everywhere alike.
         """
@@ -109,7 +87,8 @@ class MixtureSearch:
             for linear, (_, weights) in tables[next(iter(tables))].items()
         }
         point, final = self._solved(self.allocation.options(nats))
-        return self._recipe(point), final
+        name = naming.sized(self.source, final.plan.method, final.plan.format, self.size)
+        return self._recipe(point), replace(final, plan=replace(final.plan, name=name))
 
     def _recipe(self, point: Point) -> Recipe:
         base, rules = self.allocation.rules_of(point)
@@ -126,22 +105,6 @@ class MixtureSearch:
             if over <= 0:
                 return point, found
             room -= math.ceil(over)
-
-
-def asked_size(
-    target: str | None, like: str | Path | None, candidates: str | Sequence[str], recipe: RecipeSource,
-    options: RecipeOptions,
-) -> AskedSize | None:  # fmt: skip
-    """Return the size that is asked for beside a recipe, None where none is.
-
-    Raises:
-        UsageError: candidates without a size, two sizes, or a width beside one.
-    """
-    if target is None and like is None:
-        if candidates:
-            raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
-        return None
-    return AskedSize(target, like, candidates, width_left_open(recipe, options))
 
 
 def likely_plan(search: MixtureSearch) -> Planned:
@@ -193,15 +156,18 @@ def search_of(
         source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF
     )  # fmt: skip
     first = plans[next(iter(plans))]
-    allocation = Allocation(plans, together=key != GGUF)
+    read_alone = target is not None and target.per_token
+    share = expert_share(first.matched, first.plan.tensors) if read_alone else 1.0
+    allocation = Allocation(plans, together=key != GGUF, share=share)
     if other is not None:
         target = size_like(other, first.matched)
     assert target is not None
     room = allocation.room(scale_of(target, first), left_out)
     check_mixed(planned, allocation, [*plans], read.engine)
+    size = naming.word_for(asked.target, asked.like)
     return MixtureSearch(
-        source, small_files(source), own, replace(recipe, format=key), target, plans, left_out, allocation, room,
-        planned,
+        source, small_files(source), own, replace(recipe, format=key), target, size, plans, left_out,
+        allocation, room, planned,
     )  # fmt: skip
 
 
@@ -211,36 +177,3 @@ def _as_planned(
     """Return the view of a source that `quantize` takes by the same recipe."""
     loaded = as_loaded(opened, key, engine)
     return heads_as_asked(single_experts(loaded, key, layers), layers.mtp)
-
-
-def width_left_open(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
-    """Return the recipe without a width: what an engine is fast with in one width is not meant here."""
-    engine = options.pop("engine", None)
-    devices = None if engine is None else options.pop("tensor_parallel", None)
-    wanted = build_recipe(recipe, **options)
-    if engine is not None:
-        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
-        targets.target_of(engine)
-    _check(wanted.method, wanted.layers, wanted.guide, wanted.effort)
-    return replace(wanted, method=ERROR_FEEDBACK)
-
-
-def _check(method: str, layers: LayerChoices, guide: int, effort: str) -> None:
-    if method not in {"", ERROR_FEEDBACK}:
-        raise UsageError(
-            f"--method {method}: errors are measured of {ERROR_FEEDBACK} alone",
-            "leave --method out",
-        )
-    if layers.bits or layers.scheme or layers.type or layers.rules:
-        raise UsageError(
-            "a width, a type or rules are given, and the size decides on them",
-            "name --candidates instead, or leave the size out",
-        )
-    if guide:
-        raise UsageError(f"--guide {guide}: errors are measured without it", "leave it out")
-    if effort != Recipe().effort:
-        raise UsageError(
-            f"--effort {effort}: errors are measured at {Recipe().effort}",
-            "remove `effort` from the recipe, or the option; `quantforge allocate` writes a recipe, then"
-            f" `quantforge quantize --recipe FILE --effort {effort}`",
-        )

@@ -27,8 +27,9 @@ from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
+from quantforge.verbs.asked_size import asked_size
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.mixture_search import asked_size, likely_plan, search_of
+from quantforge.verbs.mixture_search import likely_plan, search_of
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.result_place import check_folder
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
@@ -19,7 +17,7 @@ from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.kept_variant import check_whole_file, kept
 from quantforge.verbs.plan import planned_for
-from quantforge.verbs.release_files import SPEC
+from quantforge.verbs.scored_text import check_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,7 @@ def plan_release(
 
     Raises:
         RefusedError: with every variant that cannot be made, and why.
+        UsageError, InputError: what is scored, as `check_text`, or a report that cannot be drawn.
     """
     if files is None:
         files = files_of_source(open_model(resolve(asked.model, settings.offline)))
@@ -67,7 +66,21 @@ def plan_release(
         raise RefusedError(
             f"{len(refused)} of {len(asked.variants)} variants cannot be made: {said}", hints
         )
+    _check_scored(asked, settings)
     return found
+
+
+def _check_scored(asked: ReleaseSpec, settings: Settings) -> None:
+    """Refuse a text that gates and reports cannot be made of, and reports that cannot be written."""
+    scoring = asked.scoring
+    if not scoring.text:
+        return
+    reference = resolve(asked.model, settings.offline)
+    check_text(reference, scoring.text, scoring.length, offline=settings.offline)
+    if "html" in scoring.reports:
+        from quantforge.evaluation.report_page.drawing import check_drawing
+
+        check_drawing()
 
 
 def within(
@@ -94,14 +107,3 @@ def within(
             "add a smaller variant, or allow more",
         )
     return kept, {name: size for name, size in sizes.items() if size > budget}
-
-
-def check_place(place: Path) -> None:
-    """Refuse a directory that holds something else than a release; errors as `check_folder`."""
-    check_folder(place)
-    own = place_of_run(place / SPEC)  # of a process that begins this release
-    others = [path for path in place.iterdir() if path != own] if place.exists() else []
-    if others and not (place / SPEC).is_file():
-        raise RefusedError(
-            f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
-        )

@@ -32,11 +32,11 @@ from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import AskedResult, Outcome, Variant, wanted_of
+from quantforge.verbs.asked_size import asked_size
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import forget
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.mixture_search import asked_size
 from quantforge.verbs.output import placed_in, space
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 from quantforge.verbs.sized_recipe import sized_recipe
@@ -93,10 +93,13 @@ def quantize(
                 f"{given}: not while a mixture is looked for",
                 "quantforge allocate first, then quantize --recipe with what it writes",
             )
-        place = Path(out) if out else None
-        with followed(settings.progress), sized_recipe(model, asked, place, settings) as wanted:
+        given_place = Path(out) if out else None
+        with (
+            followed(settings.progress),
+            sized_recipe(model, asked, given_place, settings) as found,
+        ):
             checkpoint = open_model(resolve(str(model), settings.offline))
-            return quantize_opened(checkpoint, wanted, place, settings)
+            return quantize_opened(checkpoint, *found, settings)
     wanted = build_recipe(recipe, **options)
     with followed(settings.progress):
         wanted, settings = with_importance(model, wanted, settings, imatrix)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import InputError
+from quantforge.errors import InputError, IntegrityError
 from quantforge.evaluation.delivery import delivery
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import common_adapter
-from quantforge.planning.release_spec import REPORTS, QualityGates, ReleaseSpec, ReleaseVariant
+from quantforge.planning.quality_gates import beyond
+from quantforge.planning.release_spec import REPORTS, ReleaseSpec, ReleaseVariant
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card import loading
@@ -26,21 +27,15 @@ from quantforge.results.publish import chats
 from quantforge.settings import Settings
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.folder_cards import write_folder_card
+from quantforge.verbs.release_place import MANIFEST_NAME, SCHEMA, SPEC, SUMS, UPLOAD, renew
+from quantforge.verbs.scored_text import text_name
 from quantforge.verbs.upload_script import ReleasedVariant, repository_of, upload_script
 from quantforge_files.roles import MANIFEST
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
 
-SCHEMA = "quantforge.release/1"
-SPEC = "release.toml"  # the copy in the release, by which a later run knows the directory
-MANIFEST_NAME, SUMS, UPLOAD = "release.json", "SHA256SUMS", "upload.sh"
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
-_LIMITS = (
-    ("max_kl", "kl_mean", "KL divergence {:.4g}, at most {:.4g}"),
-    ("max_ppl_increase", "perplexity_increase", "perplexity increased by {:.2%}, at most {:.2%}"),
-    ("max_bytes", "weight_bytes", "{} bytes, at most {}"),
-)
 
 
 def finish(
@@ -60,6 +55,7 @@ def finish(
         settings: how to run.
 
     Raises:
+        IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
     with delivery():
@@ -73,6 +69,7 @@ def _finished(
     source: Mapping[str, Any],
     settings: Settings,
 ) -> tuple[ReleasedVariant, ...]:
+    digests = _digests([out for _, out, _ in made])
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
     variants = tuple(
@@ -92,7 +89,7 @@ def _finished(
     }
     _write(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
     _write(place / UPLOAD, upload_script(asked.card.repository, variants))
-    _write(place / SUMS, _sums(place, asked, variants))
+    _write(place / SUMS, _sums(place, asked, variants, digests))
     return variants
 
 
@@ -103,13 +100,32 @@ def reports_of(place: Path, asked: ReleaseSpec) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    save(path, text.encode(), overwrite=True)
+    renew(path, text.encode())
+
+
+def _digests(outs: Sequence[Path]) -> dict[Path, str]:
+    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `finish`."""
+    found = {}
+    for out in outs:
+        root = out if out.is_dir() else out.parent
+        for name, entry in (manifest.read(out) or {})["outputs"].items():
+            if name == CARD:
+                continue
+            found[root / name] = manifest.sha256(root / name, root)
+            if found[root / name] != entry["sha256"]:
+                whole = f"{shlex.quote(str(out))}{'' if out.is_dir() else '*'}"
+                raise IntegrityError(
+                    f"{root / name}: is not what its manifest states, and is not published",
+                    f"move the variant away: mv {whole} ELSEWHERE; the same command makes it again",
+                    file=str(root / name),
+                )
+    return found
 
 
 def _key(
     asked: ReleaseSpec, made: Sequence[tuple[ReleaseVariant, Path, Plan]], source: Mapping[str, Any]
 ) -> str:
-    """Return the digest of what decides the figures: source, variants, text and versions."""
+    """Return the digest of what decides the figures: source, variants, text (its content) and versions."""
     outputs = [
         {
             name: entry
@@ -122,6 +138,7 @@ def _key(
         source,
         outputs,
         asdict(asked.scoring),
+        asked.scoring.text and text_name(asked.scoring.text),
         manifest.versions(),
         [one.name for one, *_ in made],
     ]
@@ -183,22 +200,18 @@ def _released(
     variant: ReleaseVariant, out: Path, plan: Plan, figures: Mapping[str, Any]
 ) -> ReleasedVariant:
     values = {**figures, "weight_bytes": plan.output_bytes}
-    failed = _beyond(variant.gates, values)
+    failed = beyond(variant.gates, values)
     return ReleasedVariant(
         variant.name, out, plan.format, plan.method, plan.output_bytes, figures, failed
     )
 
 
-def _beyond(limits: QualityGates, values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the limits that figures are beyond; one that is no number keeps none."""
-    stated = [(getattr(limits, name), values.get(key), text) for name, key, text in _LIMITS]
-    return tuple(
-        "not measured" if value is None else text.format(value, limit)
-        for limit, value, text in stated if limit is not None and (value is None or not value <= limit)
-    )  # fmt: skip
-
-
-def _sums(place: Path, asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) -> str:
+def _sums(
+    place: Path,
+    asked: ReleaseSpec,
+    variants: Sequence[ReleasedVariant],
+    digests: Mapping[Path, str],
+) -> str:
     """Return a list for ``sha256sum -c``: files of the variants and those beside them, and no others."""
     paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *reports_of(place, asked)}
     for one in variants:
@@ -209,4 +222,8 @@ def _sums(place: Path, asked: ReleaseSpec, variants: Sequence[ReleasedVariant]) 
             beside = one.out.parent.glob(f"{glob.escape(one.out.name)}.*")
             paths |= {one.out, *beside, *([card] if card.is_file() else [])}
     kept = sorted(path.relative_to(place).as_posix() for path in paths if path.name[0] != ".")
-    return "".join(f"{manifest.sha256(place / name, place)}  {name}\n" for name in kept)
+    known = {name: digests.get(place / name) for name in kept}
+    return "".join(
+        f"{digest or manifest.sha256(place / name, place)}  {name}\n"
+        for name, digest in known.items()
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 from quantforge.errors import InputError, UsageError
 
 BUILTIN = "builtin"
+BYTES_OF_TOKEN = 32  # more than a token has: so much text is enough
 OWN = "evaluation.txt"  # beside a reference: the text that is scored where none is named
 
 
@@ -35,6 +36,22 @@ def read_text(source: str, max_bytes: int, *, offline: bool) -> str:
         return "\n\n".join(found)
     except SourceError as error:
         raise InputError(f"--text: {error.message}", error.hint) from error
+
+
+def check_text(reference: Path, source: str, length: int | None, *, offline: bool) -> None:
+    """Refuse, before results are made that are to be scored, a text that has no window of ``length`` tokens.
+
+    Raises:
+        UsageError: as `read_text`.
+        InputError: the text cannot be read, is too short, or the reference has no tokenizer.
+    """
+    from quantforge.evaluation.windows import LENGTH, cut
+    from quantforge.runtime.text_side import tokenizer_of
+
+    tokens = LENGTH if length is None else length
+    text_name(source)
+    text = read_text(source, BYTES_OF_TOKEN * tokens, offline=offline)
+    cut(tokenizer_of(reference), text, 1, tokens)
 
 
 def text_name(source: str) -> str:

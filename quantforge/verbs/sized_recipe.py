@@ -15,15 +15,18 @@ from quantforge.recipe import Recipe
 from quantforge.results.significant import significant
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_result import Variant, check_wanted
+from quantforge.verbs.asked_size import AskedSize
 from quantforge.verbs.measured_candidates import measured
-from quantforge.verbs.mixture_search import AskedSize, search_of
+from quantforge.verbs.mixture_search import search_of
 
 
 @contextmanager
 def sized_recipe(
     model: str | Path, asked: AskedSize, out: Path | None, settings: Settings
-) -> Iterator[Recipe]:
-    """Find the recipe that `allocate` writes. What was measured is kept beside the result until the body ends.
+) -> Iterator[tuple[Recipe, Path]]:
+    """Find the recipe that `allocate` writes, and say where the result goes: ``out``, or where `naming` says.
+
+    What was measured is kept beside the result until the body ends. The plan of a likely mixture is announced before.
 
     Raises:
         QuantForgeError: as `quantforge.verbs.allocate`, and what of the result is refused, before anything is measured.
@@ -32,12 +35,13 @@ def sized_recipe(
     place = resolve(str(model), settings.offline)
     with phase("planning", 0.01, "headers of the model"):
         search = search_of(model, asked, settings, out)
-        likely, own = cited(search.likely()[0], settings)
+        likely, planned = search.likely()
+        out = out or naming.place(planned.plan.name, place)
+        likely, own = cited(likely, settings)
         check_wanted(open_model(place), Variant(likely, out), own)
-    beside = (out or naming.place(search.wanted.format, place)).absolute().parent
-    with measured(search, beside, 0.7) as nats:
+    with measured(search, out.absolute().parent, 0.7) as nats:
         found = search.found(nats, str(asked.target or asked.like))
         settings.note(
             f"found: {found.bits:.3g} bits per weight, expected KL {significant(found.nats)}; rounding by that recipe"
         )
-        yield found.recipe
+        yield found.recipe, out

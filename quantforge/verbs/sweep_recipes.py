@@ -41,6 +41,7 @@ from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
 from quantforge.verbs.make_variants import make_variants, share_of
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
+from quantforge.verbs.scored_text import check_text, own_text
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
@@ -105,6 +106,10 @@ def sweep(
     settings = settings or Settings()
     figures = _figures(measured or {})
     with followed(settings.progress):
+        reference = resolve(str(model), settings.offline)
+        text = figures.get("text")
+        source = own_text(reference) if text is None else text
+        check_text(reference, source, figures.get("length"), offline=settings.offline)
         results, left_out = make_results(model, over, out, recipe, settings, options)
         asked = combinations(over, options)
         recipes = (build_recipe(recipe, **{**options, **asked[name]}) for name in results)

@@ -77,7 +77,11 @@ def upload_script(begun: str, variants: Sequence[ReleasedVariant]) -> str:
         "# Uploads this release with the command hf of huggingface_hub.",
         "set -eu",
     ]
-    lines += ['cd "$(dirname "$0")"', f"repository={named}", "begun=${repository##*/}-"]
+    lines += [
+        'CDPATH= cd -- "$(dirname -- "$0")"',
+        f"repository={named}",
+        "begun=${repository##*/}-",
+    ]
     files = [one for one in variants if one.out.is_file() and not one.failed]
     if files:
         chosen = [shlex.quote(f"{one.name}.gguf{rest}") for one in files for rest in ("", ".*")]

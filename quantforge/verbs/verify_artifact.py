@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.formats.targets import target_of
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
+from quantforge_files.roles import KEY
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
@@ -51,9 +54,13 @@ def verify(
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
     check_device(device)  # with torch, which takes seconds
+    merged, public = (Path(one) if one else None for one in (adapter, key))
+    if engine is not None:
+        target_of(engine)
+    if public is not None:
+        FILES.read(public, KEY, None)
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 
-    merged, public = (Path(one) if one else None for one in (adapter, key))
     with followed(progress), phase("verifying", 1.0):
         return check(place, VerificationOptions(original, engine, forward, device, public, merged))

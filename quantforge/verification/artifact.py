@@ -155,7 +155,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
 
     ``derive``: as that of `open_source`; where experts are stored one by one it is always done.
     """
-    path = report.path
+    path, checkpoint = report.path, None
     try:
         checkpoint = open_model(path)
         report.model_type = str(checkpoint.config.get("model_type", ""))
@@ -164,7 +164,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         stored = _headers(checkpoint)
         layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     except NotReadError as error:
-        _leave(report, error)
+        _leave(report, error, checkpoint)
         return None
     except InputError as error:
         _stop(report, error.fault, error)
@@ -183,10 +183,15 @@ def _headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     return {name: entry.stored() for name, entry in checkpoint.entries.items()}
 
 
-def _leave(report: Report, error: NotReadError) -> None:
-    """Say that what is of a kind that is not read cannot be judged; of a GGUF file the header was."""
+def _leave(report: Report, error: NotReadError, opened: Checkpoint | None) -> None:
+    """Say that what is of a kind that is not read cannot be judged; its headers were (``opened``: of a directory)."""
     report.unjudged = error.message.removeprefix(f"{report.path}: ")
-    if report.path.is_file():
+    if opened is not None:
+        held, files = len(opened.entries), len(opened.shards)
+        report.notes.append(
+            f"its headers are sound: {held} tensors, which fill {files} file(s) to the end"
+        )
+    elif report.path.is_file():
         file = read_gguf(report.path)
         report.format, report.model_type = KEY, file.value("general.architecture", str)
         report.notes.append(
@@ -197,6 +202,8 @@ def _leave(report: Report, error: NotReadError) -> None:
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:
-    report.add(check, error.tensor or error.file or report.path.name, error.message)
+    file, said = Path(error.file or report.path.name), error.message
+    named = file.relative_to(report.path) if report.path in file.parents else file
+    report.add(check, error.tensor or str(named), said.removeprefix(f"{report.path}: "))
     rest = {*STRUCTURE, *NUMBERS, *COMPARED, "logits"} - {check}
     report.skip("the artifact cannot be read that far", *sorted(rest))

@@ -1,7 +1,8 @@
 """Differences between two models, whatever formats they are in: what was done, tensors, values, files.
 
 Files are those beside the weights that a model carries, and ``config.json`` by its entries, all but how weights are
-stored; two GGUF files are compared byte for byte. The card, which figures are written into later, is left out.
+stored; two GGUF files are compared byte for byte. The card, which figures are written into later, is left out. Between
+a directory and a GGUF file, which holds a tokenizer in keys of its own, the chat template alone is compared.
 
 Quantized tensors are decoded. Two tensors of one type and shape are compared value by value; where they differ, and for
 all others, the signal-to-noise ratio of the second against the first is given. A folded factor is a difference here.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from quantforge.verification.beside.facts import HELD
 from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"
-CONFIG = "config.json"
+CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
 _CHUNK = 1 << 20
 _STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
 
@@ -49,6 +50,7 @@ class Difference:
         alone: those of them that one has, ``{"first": [...], "second": [...]}``.
         unstated: which of ``manifest`` and ``recipe`` a model has none of, likewise.
         compared: number of tensors that both have.
+        uncompared: names of files beside the weights that only one container holds as files.
     """
 
     first: Path
@@ -60,6 +62,7 @@ class Difference:
     compared: int
     alone: Mapping[str, list[str]]
     unstated: Mapping[str, list[str]]
+    uncompared: list[str]
 
     @property
     def equal(self) -> bool:
@@ -87,6 +90,7 @@ class Difference:
             "compared": self.compared,
             "files": self.files,
             "files_alone": dict(self.alone),
+            "files_uncompared": self.uncompared,
             "unstated": dict(self.unstated),
         }
 
@@ -104,6 +108,10 @@ def difference(first: Path, second: Path) -> Difference:
             values[name] = _snr(one.weight(name), other.weight(name))
     found = [_contents(model) for model in (one, other)]
     everything = found[0].keys() | found[1].keys()
+    both = found[0].keys() & found[1].keys()
+    uncompared = _uncompared(one.checkpoint, other.checkpoint, everything, both)
+    found = [{name: side[name] for name in side.keys() - uncompared} for side in found]
+    everything -= uncompared
     entries = [_entries(model) for model in (one, other)]
     return Difference(
         first=first,
@@ -121,6 +129,7 @@ def difference(first: Path, second: Path) -> Difference:
             "second": sorted(found[1].keys() - found[0].keys()),
         },
         unstated={"first": _unstated(entries[0]), "second": _unstated(entries[1])},
+        uncompared=sorted(uncompared),
     )
 
 
@@ -153,6 +162,13 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
 
 # Entries of a configuration on how weights are stored, of which the tensors themselves tell.
 STORAGE = HELD | {"dtype", "torch_dtype"}
+
+
+def _uncompared(one: Checkpoint, other: Checkpoint, names: Set[str], both: Set[str]) -> Set[str]:
+    """Return the files that a GGUF file restates or has no place for, where one of two models is such a file."""
+    if one.path.is_dir() == other.path.is_dir():
+        return set()
+    return names - ({TEMPLATE} & both)
 
 
 def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:

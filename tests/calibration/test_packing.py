@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge_calibration import SourceError
+from quantforge_calibration.row_count import share_rows
 from quantforge_calibration.sampler import (
     combine,
     digest,
     given_rows,
     pack_rows,
-    share_rows,
     tokens_per_column_warning,
 )
 from tests.calibration.support import refused

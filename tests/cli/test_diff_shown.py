@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 from quantforge.cli.console import Console
@@ -11,6 +13,9 @@ from quantforge.cli.hints import for_extra
 from quantforge.cli.verify import _show as show_report
 from quantforge.verification.difference import Difference
 from quantforge.verification.findings import Report
+from tests.runs import command
+
+DEMO = Path(__file__).parents[2] / "models/demo"
 
 
 def test_what_is_left_out_is_counted(capsys):
@@ -19,7 +24,7 @@ def test_what_is_left_out_is_counted(capsys):
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models, stated={}, only=only, tensors=many, files=["a.json", "b.json"], compared=len(many),
-        alone={"first": [], "second": ["b.json"]}, unstated={},
+        alone={"first": [], "second": ["b.json"]}, unstated={}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -54,7 +59,7 @@ def test_what_one_side_does_not_state_is_told_once_and_of_which_side(capsys):
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
-        unstated={"first": ["manifest"], "second": []},
+        unstated={"first": ["manifest"], "second": []}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
@@ -75,7 +80,7 @@ def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={},
-        unstated={"first": [], "second": []},
+        unstated={"first": [], "second": []}, uncompared=[],
     )  # fmt: skip
     _show(Console(), found)
     assert capsys.readouterr().out.splitlines()[2] == "recipe.tune: not stated | 0"
@@ -98,7 +103,15 @@ def test_every_field_that_differs_has_its_line(capsys):
     }
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
-        **models, stated=stated, only={}, tensors={}, files=[], compared=1, alone={}, unstated={}
+        **models,
+        stated=stated,
+        only={},
+        tensors={},
+        files=[],
+        compared=1,
+        alone={},
+        unstated={},
+        uncompared=[],
     )
     _show(Console(), found)
     lines = capsys.readouterr().out.splitlines()[2:]
@@ -109,3 +122,24 @@ def test_every_field_that_differs_has_its_line(capsys):
     ]
     assert lines[3] == "config.rope, f, 0: 0 | not stated"
     assert "config.rope: 3 more fields differ (--json lists all)" in lines
+
+
+def test_what_another_container_cannot_hold_is_no_difference(tmp_path, capsys):
+    model = tmp_path / "demo"
+    shutil.copytree(DEMO, model)
+    assert command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "d.gguf").code == 0
+    for pair in ((model, tmp_path / "d.gguf"), (tmp_path / "d.gguf", model)):
+        ended = command(capsys, "diff", *pair)
+        assert ended.code == 0
+        assert "not compared, since a GGUF file holds no such files" in ended.out
+        assert "tokenizer.json" in ended.out
+        assert "differs:" not in ended.out
+        told = json.loads(command(capsys, "diff", *pair, "--json").out)
+        assert {"tokenizer.json", "tokenizer_config.json"} <= {*told["files_uncompared"]}
+        assert (told["equal"], told["files"]) == (True, [])
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    command(capsys, "export", model, "--type", "BF16", "-o", tmp_path / "t.gguf")
+    assert command(capsys, "diff", model, tmp_path / "t.gguf").code == 0
+    (model / "chat_template.jinja").write_text("{{ other }}")
+    ended = command(capsys, "diff", model, tmp_path / "t.gguf")
+    assert (ended.code, "differs: the file chat_template.jinja" in ended.out) == (5, True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from quantforge.checkpoint.disk import no_space
+from quantforge.cli.meter import Clock
 from quantforge.cli.release import _place
+from quantforge.cli.run_log import shown
 from quantforge.errors import InputError, nearest
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import placed
@@ -102,3 +105,75 @@ def test_a_number_in_place_of_a_share_is_told_from_one() -> None:
     with pytest.raises(InputError) as caught:
         share_of("2", "prune_experts")
     assert caught.value.hint == "a share, 25% or 0.25; not a number of them"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("diff", "MODEL", "nope"), 3, "nope: no such directory"),
+        (("verify", "MODEL", "--for", "x"), 2, "--for x: unknown engine"),
+        (("verify", "MODEL", "--key", "no.pub"), 3, "no.pub: No such file"),
+        (("verify", "MODEL", "--source", "nope"), 3, "nope: no such directory"),
+    ],
+)
+def test_what_is_typed_wrongly_is_refused_before_anything_is_imported(
+    words, code, said, model, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("verify", "difference"):
+        monkeypatch.setitem(sys.modules, f"quantforge.verification.{name}", None)
+    ended = command(capsys, *(model if word == "MODEL" else word for word in words))
+    assert ended.code == code
+    assert said in ended.err
+
+
+def test_a_directory_that_is_no_model_is_named_once(tmp_path: Path, capsys) -> None:
+    ended = command(capsys, "verify", tmp_path)
+    assert ended.code == 5
+    assert "error: unreadable: config.json: no config.json\n" in ended.out
+
+
+def test_what_is_no_model_or_no_release_file_is_answered_with_what_to_type(
+    model, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "test.txt").write_text("some words")
+    ended = command(capsys, "eval", tmp_path / "test.txt", model)
+    assert (ended.code, "--text FILE" in ended.err) == (3, True)
+    ended = command(capsys, "release", model)
+    assert (ended.code, "release.toml" in ended.err) == (3, True)
+    (tmp_path / "broken.toml").write_text("a = [")
+    ended = command(capsys, "release", tmp_path / "broken.toml")
+    assert (ended.code, "[[variant]]" in ended.err) == (3, True)
+    assert "recipes" not in ended.err
+    assert "recipes" in command(capsys, "plan", model, "--recipe", tmp_path / "broken.toml").err
+
+
+def test_the_plan_of_a_conversion_forecasts_no_memory_of_nothing(
+    model, tmp_path: Path, capsys
+) -> None:
+    out = tmp_path / "q"
+    assert command(capsys, "quantize", model, "--method", "rtn", "--bits", 4, "-o", out).code == 0
+    said = command(capsys, "export", out, "--format", "gptq", "--dry-run").out
+    assert "above the imports" not in said
+    assert "above the imports" in command(capsys, "plan", model, "--bits", 4).out
+    assert shown(Path("../x")) == "../x"
+    assert shown(Path("x")) == "./x"
+
+
+def test_documents_hold_no_marks_of_a_markup(capsys) -> None:
+    assert "`" not in command(capsys, "formats", "--json").out
+
+
+def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds of a start, then two percent a second: half of it is left after 24 s more."""
+    now = [0.0]
+    monkeypatch.setattr("quantforge.cli.meter.time.monotonic", lambda: now[0])
+    clock, told = Clock(0.0), {}
+    for second in range(59):
+        now[0] = float(second)
+        told[second] = clock.remaining(0.02 * max(0, second - 9))
+    assert not [one for second, one in told.items() if second < 15 and one is not None]
+    assert told[34] == pytest.approx(25)
+    slow = Clock(now[0])
+    assert slow.remaining(0.02) is None
+    now[0] += 61
+    assert slow.remaining(0.05) == pytest.approx(61 * 0.95 / 0.03)

@@ -242,8 +242,16 @@ def test_speeds_are_written_without_powers_of_ten() -> None:
     answer = SimpleNamespace(
         choices=[SimpleNamespace(tokens=[1])], prompt_tokens=9, stopped="end", speculation=None, **figures
     )  # fmt: skip
-    said = speed_of(answer)  # type: ignore[arg-type]
+    said = speed_of(answer, 9)  # type: ignore[arg-type]
     assert said == "prompt 9 tokens, 1240 tokens/s; answer 1 tokens, 98800 tokens/s"
+
+
+@pytest.mark.parametrize(("most", "word"), [(3, "--max-tokens"), (4, "the end of the context")])
+def test_what_has_cut_an_answer_is_told(most: int, word: str) -> None:
+    figures = {"prompt_tokens_per_second": 1.0, "tokens_per_second": 1.0, "speculation": None}
+    choices = [SimpleNamespace(tokens=[1, 2, 3])]
+    answer = SimpleNamespace(choices=choices, prompt_tokens=9, stopped="length", **figures)
+    assert f", cut by {word}" in speed_of(answer, most)  # type: ignore[arg-type]
 
 
 def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:

@@ -62,6 +62,17 @@ def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeyp
     assert told.err.endswith(f"stopped; the same command again {said}\n")
 
 
+def test_a_signal_that_compiled_code_has_made_an_error_of_its_own_is_a_signal(
+    model, monkeypatch, capsys
+):
+    def stop(*_: object, **__: object) -> None:
+        raise SystemError("returned a result with an exception set") from Stopped(signal.SIGINT)
+
+    monkeypatch.setattr("quantforge.verbs.quantize", stop)
+    told = command(capsys, "quantize", model, "--bits", "4")
+    assert (told.code, told.err) == (130, "stopped; the same command again goes on from here\n")
+
+
 @pytest.mark.parametrize(
     ("quantized", "said"), [(False, "goes on behind what it had finished"), (True, "begins anew")]
 )

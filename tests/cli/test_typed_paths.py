@@ -90,6 +90,7 @@ def test_what_is_made_is_named_as_it_was_typed(place, capsys):
         ("x", "https://h/u/w/x a/h/u/w/x", "https://h/u/w/x a/h/u/w/x"),
         ("x\0", "no path", "no path"),
         ("x\\1", "/h/u/w/x\\1: bad", "x\\1: bad"),
+        ("--output=-x", "sh /h/u/w/-x/y", "sh ./-x/y"),
     ],
 )
 def test_the_rule(typed, text, told, monkeypatch):

@@ -99,6 +99,27 @@ def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whol
     assert tree(shared) == tree(whole)
 
 
+def test_variants_that_only_one_process_can_make_are_shared_too(model, tmp_path):
+    variant = VARIANT.replace('"}}', '", {more}}}')
+    alone = {
+        "tuned": "tune = 1",
+        "guided": "guide = 1",
+        "read": 'calibration = {propagate = "quantized"}',
+    }
+    asked = HEAD.format(model=model) + "".join(
+        variant.format(name=name, method="gptq", scheme="int4:g32:sym", more=more)
+        for name, more in alone.items()
+    )
+    spec, place = tmp_path / "release.toml", tmp_path / "made"
+    spec.write_text(asked)
+    place.mkdir()
+    children = [joining(spec, tmp_path / "shared", place) for _ in range(2)]
+    assert [ended(child) for child in children] == [0, 0]
+    assert {path.name for path in place.iterdir() if "errors" not in path.name} == {*alone}
+    release(spec, tmp_path / "one")
+    assert tree(tmp_path / "shared") == tree(tmp_path / "one")
+
+
 def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
     shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()

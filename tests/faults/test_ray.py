@@ -107,3 +107,14 @@ def test_no_cluster_and_no_library_are_told(model, tmp_path, monkeypatch):
         ray_variants.ray_variants(model, wanted, Settings(ray="auto"))
     with pytest.raises(UsageError, match="processes that share"):
         Settings(ray="auto", join=True)
+
+
+@pytest.mark.parametrize("address", ["local", "nonsense", ":6379", "127.0.0.1", "h:x", "h:6379 "])
+def test_what_is_no_address_is_refused_at_once(address):
+    with pytest.raises(UsageError, match="is no address"):
+        Settings(ray=address)
+
+
+@pytest.mark.parametrize("address", ["auto", "h:6379", "10.0.0.1:1", "[::1]:6379", "ray://h:10001"])
+def test_addresses_of_clusters_pass(address):
+    assert Settings(ray=address).ray == address

@@ -133,5 +133,6 @@ def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothi
     waiting = [one for one in told if one.waits]
     assert [round(one.share, 1) for one in waiting] == [0.3, 0.7]
     assert told[-1].share == 1.0
-    assert Clock(0.0).remaining(waiting[0]) is None
-    assert Clock(0.0).remaining(replace(waiting[0], waits=False)) is not None
+    clock = Clock(0.0, works=(0.0, 0.0))
+    assert clock.remaining(waiting[0]) is None
+    assert clock.remaining(replace(waiting[0], waits=False)) is not None

@@ -278,7 +278,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "wrong bits": ("zeros", document(CONFIG, lambda c: method(c).update(bits=8)), "unreadable", ""),
     "wrong group size": ("folded", document(CONFIG, lambda c: weights(c).update(group_size=64)), "unreadable", ""),
     "shape that lies": ("folded", element(f"{DOWN}.weight_shape", scaled(0, 2)), "unreadable", DOWN),
-    "unknown method": ("folded", document(CONFIG, lambda c: method(c).update(quant_method="x")), "unreadable", ""),
+    "no method": ("folded", document(CONFIG, lambda c: method(c).update(quant_method=None)), "unreadable", ""),
     "nothing quantized": ("folded", copy_of_the_source, "nothing-quantized", ""),
     "edited template": (
         "folded", lambda m: (m / "chat_template.jinja").write_text("{{ 'visit' }}"), "side-files", "chat_template"),

@@ -1,4 +1,7 @@
-"""GGUF files of families that are written and not read back: shown, held to what is known of them, and not judged."""
+"""What is of a kind that is not read: shown, held to what is known of it, and not judged.
+
+GGUF files of families that are written and not read back, and directories of formats that nothing here reads.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.results import manifest
 from tests import gguf_models
 from tests.gguf_exports import export
-from tests.runs import command
+from tests.runs import command, copied
 
 
 @pytest.fixture(scope="module", params=["qwen2_moe", "olmoe"])
@@ -66,3 +70,55 @@ def test_its_headers_are_shown(file, capsys):
     stack = next(one for one in told["tensors"] if one["name"] == "blk.0.ffn_up_exps.weight")
     assert stack["shape"][0] == 4
     assert "blk.0.ffn_up_exps.weight" in command(capsys, "inspect", file, "--tensors", "all").out
+
+
+@pytest.fixture
+def foreign(model, tmp_path):
+    """A directory whose weights somebody else's method holds, as its configuration says."""
+
+    def made(method):
+        place = copied(model, tmp_path / "foreign")
+        config = json.loads((place / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": method, "bits": 4}
+        (place / "config.json").write_text(json.dumps(config))
+        return place
+
+    return made
+
+
+@pytest.mark.parametrize("method", ["exl3", "aqlm", "mxfp4"])
+def test_a_directory_of_a_format_that_nothing_reads_is_not_judged(foreign, method, capsys):
+    place = foreign(method)
+    said = command(capsys, "verify", place)
+    assert said.code == 4
+    assert f"not judged: config.json: no reader for quant_method '{method}'" in said.out
+    assert "its headers are sound" in said.err
+    told = json.loads(command(capsys, "verify", place, "--json").out)
+    assert (told["ok"], told["findings"]) == (False, [])
+    assert {"unreadable", "noise", "logits"} <= told["skipped"].keys()
+
+
+def test_a_directory_that_is_not_read_is_held_to_its_manifest_and_its_headers(foreign, capsys):
+    place = foreign("exl3")
+    outputs = {
+        file.name: {"bytes": file.stat().st_size, "sha256": manifest.sha256(file, place)}
+        for file in place.iterdir()
+    }
+    stated = {"schema": manifest.SCHEMA, "outputs": outputs}
+    (place / manifest.NAME).write_text(json.dumps(stated))
+    assert command(capsys, "verify", place).code == 4
+    weights = next(place.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    said = command(capsys, "verify", place)
+    assert (said.code, "its SHA-256 is not that of the manifest" in said.out) == (5, True)
+    (place / manifest.NAME).unlink()
+    assert command(capsys, "verify", place).code == 4
+    weights.write_bytes(data[:-64])
+    assert command(capsys, "verify", place).code == 5
+
+
+@pytest.mark.parametrize("method", [None, 4, ""])
+def test_a_configuration_that_names_no_method_is_a_fault(foreign, method, capsys):
+    assert command(capsys, "verify", foreign(method)).code == 5

@@ -133,11 +133,17 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         )
 
 
+_TEXTS = (".txt", ".jsonl", ".parquet")
+
+
 def _no_gguf(path: Path, source: Scan) -> InputError:
     """Return the error for a file that does not begin like one: by its name, what it is instead."""
     hints = {
         ".toml": "a recipe, not a model: quantforge quantize MODEL --recipe FILE, then name its result",
         ".safetensors": "the weights alone: name the directory that holds them and config.json",
+        **dict.fromkeys(
+            _TEXTS, "a text, not a model: eval MODEL --text FILE, quantize MODEL --calibration FILE"
+        ),
         ".json": "no model: name the directory that holds it, or a GGUF file",
     }
     if hint := hints.get(path.suffix.lower()):

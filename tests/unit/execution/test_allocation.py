@@ -13,7 +13,7 @@ from quantforge import verbs
 from quantforge.checkpoint.lock import Lock
 from quantforge.cli import allocate as cli
 from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
-from quantforge.execution import candidate_errors
+from quantforge.execution import candidate_errors, linear_errors
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.size_target import parse_target
@@ -245,7 +245,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
     found = []
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
-        monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
+        monkeypatch.setattr(linear_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
         found.append(allocated(samples=4, length=128, candidates=ROWS["candidates"][1:]))
     whole, part = found
@@ -350,11 +350,6 @@ def test_it_is_told_from_which_target_on_another_engine_loads_a_mixture(small):
     said = cli._loaded(found)
     assert said.startswith("loaded by transformers; --for vllm")
     assert " takes what that engine loads mixed, from --target 4.1" in said
-
-
-def test_models_with_experts_are_refused(tmp_path):
-    with pytest.raises(RefusedError, match="experts"):
-        verbs.allocate(DEMO.parent / "demo-moe", "3bpw", tmp_path / "mixed.toml")
 
 
 def test_a_recipe_that_is_there_is_kept(tmp_path):

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from quantforge import verbs
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.plan import planned_for
-from quantforge_calibration.row_count import builtin_rows
+from quantforge_calibration import SourceError
+from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.row_count import builtin_rows, check_rows
+from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 LENGTH = 512
@@ -73,6 +76,55 @@ def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():
     planned = planned_for(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
     stated = [read(planned, name) for name in ("chunks_count", "dataset")]
     assert stated == [THERE, "builtin"]
+
+
+@pytest.mark.parametrize("source", ["{short}", "{short}=3,builtin=1", "{short}:no"])
+def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"text": "a few words"}\n' * 9)
+    source = source.format(short=short)
+    asked = {"method": "gptq", "bits": 4, "calibration": source}
+    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    with pytest.raises(InputError) as refused_by_run:
+        calibrate(DEMO, CalibrationOptions(source=source), plan)
+    for again in range(2):  # what is remembered is that a text is long enough
+        with pytest.raises(InputError) as refused:
+            verbs.plan(DEMO, **asked)
+        told = (refused.value.message, refused.value.hint)
+        assert told == (refused_by_run.value.message, refused_by_run.value.hint), again
+
+
+@pytest.mark.parametrize("rows", [*range(1, 40)])
+def test_counting_and_drawing_agree_on_which_rows_there_are(rows, tmp_path):
+    """Of one document and of many, at every border; a text of long words needs more bytes for a token."""
+    for name, text in (("a.txt", "word and word\n" * 100), ("b.txt", "x" * 4000 + " " * 4000)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "c.jsonl").write_text('{"text": "one document"}\n' * 60)
+    for source in ("a.txt", "b.txt", "c.jsonl", "a.txt=2,c.jsonl=1"):
+        typed = source.replace("a.", f"{tmp_path}/a.").replace("b.", f"{tmp_path}/b.")
+        typed = typed.replace("c.jsonl", f"{tmp_path}/c.jsonl")
+        request = Request(typed, rows=rows, length=16)
+        ends = []
+        for ask in (
+            lambda request=request: draw(request, load_tokenizer(DEMO)),
+            lambda request=request: check_rows(request.source, DEMO, request.rows, request.length),
+        ):
+            try:
+                ask()
+                ends.append("")
+            except SourceError as error:
+                ends.append(error.message)
+        assert ends[0] == ends[1], source
+
+
+def test_a_huge_text_is_counted_only_as_far_as_it_is_needed(tmp_path, monkeypatch):
+    (tmp_path / "huge.txt").write_text("some words of a long text\n" * 100_000)
+    encoded = []
+    monkeypatch.setattr(
+        TextTokenizer, "encode", lambda _, text: encoded.append(len(text)) or [0] * len(text)
+    )
+    check_rows(str(tmp_path / "huge.txt"), DEMO, 4, 64)
+    assert sum(encoded) <= 4 * 64 * 8
 
 
 def read(planned, name):

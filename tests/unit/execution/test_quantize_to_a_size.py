@@ -107,3 +107,38 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
     with pytest.raises(RefusedError, match="exists"):
         verbs.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        ({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
+        ({"target": "16MB@512", "format": "mlx"}, "demo-gptq-16MB_512-mlx"),
+        ({"target": "3.6bpw", "format": "gguf"}, "demo-gptq-3.6bpw.gguf"),
+    ],
+)
+def test_the_name_of_a_result_is_that_of_its_size_and_taken_ones_are_refused_first(
+    size, name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert verbs.plan(DEMO, **size, **ROWS).name == name
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine").write_text("")
+    monkeypatch.setattr(candidate_errors, "candidate_errors", None)
+    with pytest.raises(RefusedError, match=r"exists|is no file"):
+        verbs.quantize(DEMO, **size, **ROWS)
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+
+
+def test_an_interruption_says_where_the_measurement_waits(tmp_path, monkeypatch):
+    stopped_measuring(monkeypatch)
+    announced = []
+    settings = Settings(announce=lambda plan, out: announced.append(out.name))
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            verbs.quantize(DEMO, settings=settings, **SIZE, **ROWS)
+    (kept,) = tmp_path.iterdir()
+    assert announced == ["demo-gptq-3.4bpw"]
+    assert "the same command again goes on" in stopped.value.__notes__[0]
+    assert f"rm -r {kept}" in stopped.value.__notes__[0]

@@ -227,6 +227,13 @@ def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
     assert said in told(model, "base", "--adapter", place)[0]
     err, out = told("merged", "of-merged")
     assert "adapter" not in err + out
+    before = Path("q/README.md").read_bytes()
+    refused = command(capsys, "eval", model, "q", "--card", "q", *options)
+    assert (refused.code, Path("q/README.md").read_bytes()) == (2, before)
+    assert "--card q: q was made with the adapter tuned one, and the reference" in refused.err
+    told(model, "base", "q", "--card", "base")  # the other is not of this card
+    told(model, "q", "--card", "q", "--adapter", place)
+    assert Path("q/README.md").read_bytes() != before
 
 
 def test_sweeps_and_releases_measure_against_what_was_merged(

@@ -96,7 +96,10 @@ def test_the_curve_falls_from_the_smallest_to_the_largest():
 def test_rules_mean_their_linears_and_no_others():
     names = [f"model.layers.{n}.mlp.{leaf}_proj" for n in range(12) for leaf in ("up", "down")]
     schemes = {name: "q4_k" for name in names if name[13] in "13" and "up" in name}
-    places = {name: ("model.layers.", name[name.index(".mlp") :]) for name in names}
+    places = {
+        name: (r"model\.layers\.", name.split(".")[2], re.escape(name[name.index(".mlp") :]))
+        for name in names
+    }
     rules = patterns_of(schemes, places)
     assert len(rules) == 1
     pattern = rules[0][0].removeprefix("re:")

@@ -69,6 +69,14 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (HEAD + VARIANT + SCORED + 'reports = ["htm"]\n', "unknown kind 'htm'", "html"),
         (HEAD + VARIANT + "recipe = 3\n", "a name, a file or a table", ""),
         (HEAD + VARIANT + "gates = 3\n", "a table is expected", "gates"),
+        (HEAD + VARIANT.replace('"a"', '"a.gguf.b"'), "no name of a file", "no .gguf"),
+        (HEAD + VARIANT + "target = '4bpw'\n", "unknown key 'target'", "allocate MODEL --target 4bpw"),
+        (HEAD + VARIANT + "recipe = {like = 'x.gguf'}\n", "unknown key 'like'", "allocate MODEL --like x.gguf"),
+        (HEAD + VARIANT + "tune = 1\n", "unknown key 'tune'", "recipe = {tune = ...}"),
+        (HEAD + VARIANT + "recipe = {tune = -1}\n", "f: variant a: recipe: tune = -1", "from 0"),
+        (HEAD + VARIANT + '[card]\nrepository = "--help"\n', "no name of the hub", "ORG/NAME"),
+        (HEAD + VARIANT + '[card]\nrepository = "a\\nb/c"\n', "no name of the hub", "ORG/NAME"),
+        (HEAD + VARIANT + '[card]\nbase_model = "plain"\n', "no name of the hub", "ORG/NAME"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):

@@ -1,0 +1,170 @@
+"""Gradients of the experts of one block: the backward pass of a mixture, one expert at a time.
+
+All experts of a layer with their gradients would be the largest thing of a run. So the pass goes back through a block
+in three steps. The block runs with what its experts returned in their place, back as far as there: the gradients of
+the mixture's output are kept. Each expert runs its own tokens and goes back through itself, from these gradients times
+the weight that the router gave the token; what it hands back to the mixture's input is added up, and what it returned
+times the gradient is the gradient of the router's weight. Then the block runs and goes back as a whole, and in the
+place of the experts stands a function that knows these gradients.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError
+from quantforge.model.experts import TOGETHER, TOKENS, Experts
+from quantforge.model.output_gradients import OutputGradients
+from quantforge.numerics.finite import finite
+from quantforge.numerics.team import side_by_side
+from quantforge.numerics.threads import one_thread
+
+
+class MixtureGradients:
+    """Gradients of the experts of a block that have run their tokens, and what they hand back to the block."""
+
+    def __init__(self, experts: Experts) -> None:
+        """Make room; errors as of `ModelStream` where it is on the disk."""
+        assert experts.tokens is not None
+        self._experts, self._tokens = experts, experts.tokens
+        self._behind, self._before = self._tokens.zeros(), self._tokens.zeros()
+        self._weights = torch.zeros(0)
+        self._of_thread = threading.local()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let `meet` see what the experts return."""
+
+        def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
+            found = self._tokens.outputs(row, len(states)).to(states).detach().requires_grad_()
+            self._of_thread.outputs, self._of_thread.chosen = found, weights.shape[1]
+            return found
+
+        with self._experts.computing(outputs):
+            yield
+
+    def meet(self, row: int, run: Callable[[], Tensor], gradients: Tensor) -> None:
+        """Run the block on rows from ``row`` on, and keep the gradients of what its experts return."""
+        with one_thread(), torch.enable_grad():
+            self._experts.at(row)
+            outputs = run()
+            (found,) = torch.autograd.grad(outputs, [self._of_thread.outputs], gradients)
+        self._tokens.put(self._behind, row, found)
+
+    def back(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
+        """Go back through every expert, and hand the gradients of its linears over.
+
+        Args:
+            prefix: of the names of linears.
+            visit: is called for each linear of each expert, for an expert without tokens too.
+
+        Raises:
+            InputError: a gradient is not finite. Others as `Experts.run`.
+        """
+        self._weights = torch.zeros(self._tokens.count, self._tokens.chosen)
+        for number in self._experts.numbers:
+            tokens, weights = self._tokens.of(number)
+            with one_thread(), self._experts.filled(number):
+                for start in range(0, max(1, len(tokens)), TOKENS * TOGETHER):
+                    run = slice(start, start + TOKENS * TOGETHER)
+                    self._back(number, tokens[run], weights[run], prefix, visit)
+            self._experts.release(number)
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Let the gradients that experts hand back stand for going back through them, while the block runs."""
+
+        def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
+            found = self._tokens.outputs(row, len(states)).to(states)
+            before = self._tokens.run(self._before, row, len(states)).to(states)
+            first = self._tokens.in_rows(row)
+            routed = self._weights[first : first + len(states)].to(weights)
+            returned: Tensor = _Known.apply(states, weights, found, before, routed)  # type: ignore[no-untyped-call]
+            return returned
+
+        with self._experts.computing(outputs):
+            yield
+
+    def _back(
+        self,
+        number: int,
+        tokens: Tensor,
+        weights: Tensor,
+        prefix: str,
+        visit: Callable[[OutputGradients], None],
+    ) -> None:
+        """Go back through one expert for some of its tokens."""
+        places, held = self._experts.places(number), self._experts.held(number)
+        parts = list(zip(torch.split(tokens, TOKENS), torch.split(weights, TOKENS), strict=True))
+        passed = side_by_side(partial(self._through, number), parts) if len(tokens) else []
+        for (part, _), one in zip(parts, passed, strict=False):
+            sums = self._before.gather(part) + one.states
+            self._before.scatter(part, sums)
+            self._weights[part] += one.weights[:, None] * self._tokens.places(number, part)
+        for linear, place in places.items():
+            name = place.stack.parameter
+            rows, columns = place.stack.matrix(held[name], place.position, 0).shape
+            inputs, products = torch.empty(0, columns), torch.empty(0, rows)
+            if passed:
+                inputs = torch.cat([one.stacks[name][0] for one in passed])
+                products = torch.cat(
+                    [place.stack.share(one.stacks[name][1].T, place.position).T for one in passed]
+                )
+                self._check(products, f"{prefix}{linear}", tokens)
+            visit(OutputGradients(f"{prefix}{linear}", 0, inputs, products, tokens))
+
+    def _through(self, number: int, part: tuple[Tensor, Tensor]) -> _Back:
+        tokens, weights = part
+        behind = self._behind.gather(tokens)
+        with one_thread(), torch.enable_grad():
+            device = next(iter(self._experts.held(number).values())).device
+            states = self._tokens.states(tokens).to(device).detach().requires_grad_()
+            outputs, watcher = self._experts.watched(number, states)
+            wanted = [states, *watcher.products.values()]
+            upon = (behind * weights[:, None]).to(outputs)
+            first, *others = torch.autograd.grad(outputs, wanted, upon)
+        return _Back(
+            first.cpu(),
+            (outputs.detach().cpu().float() * behind).sum(1),
+            {
+                name: (watcher.found[name], gradients.flatten(0, -2).float())
+                for name, gradients in zip(watcher.products, others, strict=True)
+            },
+        )
+
+    def _check(self, gradients: Tensor, name: str, tokens: Tensor) -> None:
+        if not finite(gradients):
+            bad = int(tokens[int((~gradients.isfinite()).any(1).nonzero()[0])])
+            raise InputError(
+                f"{name}: the gradients of its output are not finite in calibration row {self._tokens.row_of(bad)}",
+                "the model overflows on this text, or a weight is damaged; `quantforge inspect` checks weights",
+            )
+
+
+class _Back(NamedTuple):
+    """Gradients of what an expert reads of some tokens and of their weights; by stack, its input and its product's."""
+
+    states: Tensor
+    weights: Tensor
+    stacks: Mapping[str, tuple[Tensor, Tensor]]
+
+
+class _Known(torch.autograd.Function):
+    """Outputs of experts, with gradients that are known beforehand."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+        _, _, outputs, *ctx.known = arguments
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        before, routed = ctx.known
+        return before, routed, None, None, None

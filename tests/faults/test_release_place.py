@@ -1,0 +1,155 @@
+"""Places and texts of releases: nothing of others is replaced, nothing is published that changed, work begins last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from quantforge.errors import InputError, IntegrityError, RefusedError
+from quantforge.verbs import release, sweep
+from tests.runs import command, tree
+
+HEAD = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[evaluation]
+text = "{text}"
+windows = 2
+length = 16
+"""
+Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+INT4 = """[[variant]]
+name = "int4"
+recipe = {method = "rtn", scheme = "int4:g32:sym"}
+format = "compressed-tensors"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_day(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+
+
+def written(tmp_path, model, *parts, text="builtin"):
+    path = tmp_path / "asked.toml"
+    path.write_text(HEAD.format(model=model, text=text) + "".join(parts))
+    return path
+
+
+def states(place):
+    return {
+        str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino)
+        for path in place.rglob("*") if path.is_file()
+    }  # fmt: skip
+
+
+def test_a_directory_with_somebody_s_files_of_our_names_is_no_release(model, tmp_path, capsys):
+    spec, project = written(tmp_path, model, Q8), tmp_path / "project"
+    project.mkdir()
+    (project / "release.toml").write_bytes(spec.read_bytes())  # as `-o .` beside the file finds it
+    for name in ("upload.sh", "SHA256SUMS", "evaluation.md"):
+        (project / name).write_text("mine")
+    before = tree(project)
+    for more in ((), ("--dry-run",)):
+        said = command(capsys, "release", spec, "-o", project, *more)
+        assert (said.code, "exists, and is no release" in said.err) == (4, True), said.err
+        assert tree(project) == before
+    (project / "release.json").write_text('{"schema": "theirs"}')
+    with pytest.raises(RefusedError, match="is no release"):
+        release(spec, project)
+
+
+def test_what_a_kill_leaves_before_the_first_file_is_no_hindrance(model, tmp_path):
+    spec, out = written(tmp_path, model, Q8), tmp_path / "out"
+    out.mkdir()
+    (out / ".release.json.0123abcd.part").touch()
+    assert release(spec, out).made == ("q8",)
+
+
+def test_places_that_cannot_be_written_to_are_refused_before_any_work(model, tmp_path):
+    out = tmp_path / "out"
+    release(written(tmp_path, model, Q8), out)
+    spec = written(tmp_path, model, Q8, INT4)
+    for path, spoil in (
+        ("SHA256SUMS", lambda place: place.symlink_to(tmp_path / "elsewhere")),
+        ("upload.sh", lambda place: place.mkdir()),
+        ("compressed-tensors", lambda place: place.symlink_to(tmp_path)),
+        ("gguf/README.md", lambda place: place.write_text("no parts\n")),
+    ):
+        place, kept = out / path, tmp_path / "kept"
+        if place.exists():
+            place.rename(kept)
+        spoil(place)
+        before = states(out)
+        with pytest.raises((InputError, RefusedError), match=path):
+            release(spec, out)
+        assert states(out) == before
+        place.rmdir() if place.is_dir() and not place.is_symlink() else place.unlink()
+        if kept.exists():
+            kept.rename(place)
+    assert release(spec, out).made == ("int4",)
+
+
+def test_a_release_that_is_there_stays_as_it_is(model, tmp_path):
+    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    release(spec, out)
+    before = states(out)
+    assert release(spec, out).made == ()
+    assert states(out) == before
+
+
+def test_another_text_of_the_same_name_is_scored(model, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    spec = written(tmp_path, model, Q8, text=text)
+    text.write_text("one two three four " * 40)
+    (first,) = release(spec, out).variants
+    text.write_text("five six seven eight nine " * 40)
+    (second,) = release(spec, out).variants
+    assert first.figures != second.figures
+    release(spec, tmp_path / "anew")
+    assert tree(out) == tree(tmp_path / "anew")
+
+
+@pytest.mark.parametrize("name", ["gguf/q8.gguf", "compressed-tensors/int4/model.safetensors"])
+def test_a_variant_that_was_damaged_is_not_published(name, model, tmp_path):
+    spec, out = written(tmp_path, model, Q8, INT4), tmp_path / "out"
+    release(spec, out)
+    data = (out / name).read_bytes()
+    (out / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    before = tree(out)
+    with pytest.raises(IntegrityError, match="is not what its manifest states"):
+        release(spec, out)
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "there is no file"), ("short", "nothing to score")]
+)
+def test_a_text_that_cannot_be_scored_is_refused_before_any_work(
+    content, said, model, tmp_path, capsys
+):
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_text(content)
+    spec, before = written(tmp_path, model, Q8, text=text), {*tmp_path.iterdir()}
+    for more in ((), ("--dry-run",)):
+        ended = command(capsys, "release", spec, "-o", tmp_path / "out", *more)
+        assert (ended.code, said in ended.err) == (3, True), ended.err
+    with pytest.raises(InputError, match=said):
+        sweep(model, {"bits": [4, 8]}, tmp_path / "swept", measured={"text": str(text)})
+    assert {*tmp_path.iterdir()} - {spec} == before - {spec}
+
+
+def test_the_script_uploads_its_own_directory_wherever_shells_look_for_others(model, tmp_path):
+    release(written(tmp_path, model, Q8), tmp_path / "out")
+    (tmp_path / "others/out").mkdir(parents=True)
+    (tmp_path / "hf").write_text("#!/bin/sh\npwd\n")
+    (tmp_path / "hf").chmod(0o755)
+    ran = subprocess.run(
+        ["sh", "out/upload.sh", "me/it"], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={"CDPATH": str(tmp_path / "others"), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert ran.stdout == f"{tmp_path.resolve()}/out\n"

@@ -1,0 +1,122 @@
+"""The backward pass through mixtures: gradients of single experts, and what reaches the blocks before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quantforge.model.backward import backward
+from quantforge.model.output_gradients import OutputGradients, SquaredGradients
+from quantforge.model.token_weights import TokenWeights
+from quantforge.numerics.team import reproducible
+from tests.conftest import MIXTURES, VOCABULARY, Tiny
+from tests.equivalence.test_mixtures import opened
+
+ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
+MOST = 1e-4  # of the norm
+
+
+class WeightGradients:
+    """Gradients of all matrices, as sums over tokens of what a backward pass hands over, and which tokens they had."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Tensor] = {}
+        self.tokens: dict[str, list[int]] = {}
+
+    def __call__(self, seen: OutputGradients) -> None:
+        x, y = (one.double().flatten(0, -2) for one in (seen.inputs, seen.gradients))
+        self.of[seen.name] = self.of.get(seen.name, torch.zeros((), dtype=torch.float64)) + y.T @ x
+        if seen.tokens is not None:
+            self.tokens.setdefault(seen.name, []).extend(seen.tokens.tolist())
+
+
+def streamed(path: Path, **options: Any) -> tuple[WeightGradients, Tensor]:
+    found = WeightGradients()
+    labels = backward(*opened(path), ROWS, found, **{"micro_batch": 2, **options})
+    return found, labels
+
+
+def in_memory(path: Path, labels: Tensor) -> Any:
+    """The whole model with the gradients of its parameters."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    for row, own in zip(ROWS.split(1), labels.split(1), strict=True):
+        logits = model(row).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), own.flatten(), reduction="sum"
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+    return model
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
+    found, labels = streamed(tiny(family))
+    model = in_memory(tiny(family), labels)
+    _, matched = opened(tiny(family))
+    compared = 0
+    for index, kind in enumerate(matched.layers):
+        block = f"{matched.block_name(index)}."
+        places = kind.places()
+        for name in kind.linears:
+            if name in places:
+                whole = model.get_parameter(f"{block}{places[name].stack.parameter}")
+                expected = places[name].view(whole.grad)
+            elif f"{block}{name}" in found.of:
+                expected = model.get_parameter(f"{block}{name}.weight").grad
+            else:
+                continue
+            own = found.of[f"{block}{name}"]
+            assert own.shape == expected.shape
+            assert float((own - expected).norm()) <= MOST * float(expected.norm()) + 1e-6, name
+            compared += float(expected.norm()) > 1e-3
+    assert compared > 20
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "gpt-oss"])
+def test_neither_threads_nor_micro_batch_nor_storage_matter(
+    tiny: Tiny, tmp_path: Path, family: str
+) -> None:
+    expected, labels = streamed(tiny(family))
+    before = torch.get_num_threads()
+    for threads, options in (
+        (1, {"micro_batch": 5}),
+        (3, {"micro_batch": 1, "activations": tmp_path}),
+    ):
+        torch.set_num_threads(threads)
+        try:
+            with reproducible(), torch.inference_mode():  # a run is always inside of both
+                found, drawn = streamed(tiny(family), **options)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(drawn, labels)
+        assert found.tokens == expected.tokens
+        for name, tokens in found.tokens.items():
+            assert tokens == sorted(set(tokens))
+            assert torch.equal(found.of[name], expected.of[name]), name
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    checkpoint, matched = opened(tiny("qwen3-moe"))
+    found, sums = WeightGradients(), SquaredGradients(strips=2)
+    backward(checkpoint, matched, ROWS, found)
+    backward(checkpoint, matched, ROWS, sums)
+    names = [*found.tokens, "model.layers.1.mlp.up_proj"]
+    with TokenWeights(tmp_path / "weights", names, (*ROWS.shape, 2), new=True) as weights:
+        backward(checkpoint, matched, ROWS, weights, micro_batch=2)
+        assert weights.count == len(names) * len(ROWS)
+        for name in names:
+            own = weights.of(name).flatten(0, 1)
+            if name in found.tokens:
+                assert own.any(1).nonzero().flatten().tolist() == found.tokens[name]
+            total = own.sum(0, dtype=torch.float64)
+            assert torch.allclose(total, sums.sums[name], rtol=1e-5)
