@@ -70,7 +70,10 @@ def test_a_signal_that_compiled_code_has_made_an_error_of_its_own_is_a_signal(
 
     monkeypatch.setattr("quantforge.verbs.quantize", stop)
     told = command(capsys, "quantize", model, "--bits", "4")
-    assert (told.code, told.err) == (130, "stopped; the same command again goes on from here\n")
+    assert (told.code, told.err) == (
+        130,
+        "stopped; the same command again goes on behind what it had finished\n",
+    )
 
 
 @pytest.mark.parametrize(
