@@ -48,6 +48,7 @@ class HeldTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    own: str = ""  # the name in the file, where that is another
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,7 @@ class Serving:
 
     Attributes:
         context: most tokens of a sequence, None where nothing is said.
-        cache: type of the cache, likewise.
-        draft: a smaller model that proposes tokens, likewise.
+        cache, draft: type of the cache, and a smaller model that proposes tokens, likewise.
         devices: that share the model by tensors.
     """
 

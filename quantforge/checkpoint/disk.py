@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -237,9 +238,13 @@ def no_space(path: Path, needed: int, reason: str, hint: str = "") -> ResourceEr
     """Return the error for bytes that do not fit, with what is needed and what is free; ``hint``: for other reasons."""
     place = path if path.is_dir() else path.parent
     free = free_bytes(place)
+    # What is beside a result is removed when the run ends.
+    runs = [one.parent for one in (place, *place.parents) if re.fullmatch(r"\..+\.qf", one.name)]
+    place = [place, *runs][-1]
+    large = f" ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)" if needed >= 1e8 else ""
     full = f"free space in {place} (or raise its quota or `ulimit -f`), then run the command again"
     return ResourceError(
-        f"{path}: {reason}; {needed} bytes needed, {free} free ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)",
+        f"{path}: {reason}; {needed} bytes needed, {free} free{large}",
         hint or full,
         file=str(path),
     )

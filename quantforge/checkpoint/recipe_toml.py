@@ -33,6 +33,9 @@ def _bare(text: str) -> str:
     return _STRING.sub("", text)
 
 
+_EXAMPLE_OF = {str: '"text"', int: "4", float: "0.5", bool: "true"}
+
+
 def read_toml(
     text: str, origin: str, example: str = "see `quantforge recipes` for examples"
 ) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def read_toml(
     if len(text) > RECIPE.limit or any(
         line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
     ):
-        raise InputError(f"{origin}: no recipe is that large", "see `quantforge recipes`")
+        raise InputError(f"{origin}: no recipe is that large", example)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
@@ -89,7 +92,9 @@ def convert(hint: Any, value: Any, origin: str) -> Any:
         value = float(value)
     if type(value) not in allowed:
         names = " or ".join(item.__name__ for item in allowed if item is not type(None))
-        raise InputError(f"{origin} = {value!r}: {names} is expected", "see `quantforge recipes`")
+        example = next((text for kind, text in _EXAMPLE_OF.items() if kind in allowed), "")
+        typed = f"e.g. {origin.rsplit(' ', 1)[-1]} = {example}"
+        raise InputError(f"{origin} = {value!r}: {names} is expected", typed)
     return value
 
 

@@ -197,7 +197,7 @@ def _fail(console: Console, arguments: list[str], error: Exception) -> NoReturn:
 
 def _end(console: Console, arguments: list[str], stopped: Stopped) -> NoReturn:
     """Say what the same command does after a signal, and exit."""
-    how = "goes on from here" if RESUMED & {*arguments[:1]} else "begins anew"
+    how = "goes on behind what it had finished" if RESUMED & {*arguments[:1]} else "begins anew"
     kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
     console.note(f"stopped; {'; '.join(kept)}")
     sys.exit(128 + stopped.number)

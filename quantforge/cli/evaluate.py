@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,9 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import GateError, UsageError
+from quantforge.evaluation.delivery import delivery
+from quantforge.evaluation.gates import check_gates, check_held
+from quantforge.evaluation.job_summary import write_summary
 from quantforge.evaluation.task_code import YAML
 from quantforge.settings import Settings
 
@@ -58,6 +63,7 @@ def evaluate(
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
+    check_held(models or (), limit, max_kl)
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):
         console.note("--allow-code: the task files may run code as you")
@@ -65,26 +71,26 @@ def evaluate(
         device=device, threads=threads, activations=activations, offline=offline, adapter=adapter,
         progress=console.show, note=console.note,
     )  # fmt: skip
-    with console.watch():
-        from quantforge import verbs
+    with delivery() as delivered, ExitStack() as ending:
+        # Whatever cannot be written: what was measured is shown.
+        ending.callback(_show, console, delivered.found, wide=wide)
+        with console.watch():
+            from quantforge import verbs
 
-        found = verbs.evaluate(
-            reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
-            **({} if cache is None else {"cache": cache}),
-            engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
-            generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
-        )  # fmt: skip
-    _show(console, found, report or [], overwrite=overwrite, wide=wide)
-    _hold(found, limit, max_kl, summary)
+            found = verbs.evaluate(
+                reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
+                **({} if cache is None else {"cache": cache}),
+                engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
+                generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
+            )  # fmt: skip
+        save_reports(found, report or [], overwrite=overwrite)
+        _hold(found, limit, max_kl, summary)
 
 
 def _hold(
     found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
 ) -> None:
     """Hold the models to the limits; the job's summary is written before they end the command."""
-    from quantforge.evaluation.gates import check_gates
-    from quantforge.evaluation.job_summary import write_summary
-
     try:
         check_gates(found, max_ppl_increase, max_kl)
     except GateError as error:
@@ -93,18 +99,21 @@ def _hold(
     write_summary(summary, found)
 
 
-def _show(
-    console: Console, found: Evaluation, reports: list[Path], *, overwrite: bool, wide: bool
-) -> None:
-    """Write the reports, then print the document, or the tables with the verdict."""
+def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
+    """Write the reports of an evaluation, each in the kind of its name; errors as of `save`."""
     from quantforge.evaluation.report import render
 
     for path in reports:
         save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
-    if console.as_json:
-        console.document(found.to_json())
-    else:
-        show_tables(console, found, wide=wide)
+
+
+def _show(console: Console, measured: Sequence[Evaluation], *, wide: bool) -> None:
+    """Print the document of what was measured, or the tables with the verdict."""
+    for found in measured:
+        if console.as_json:
+            console.document(found.to_json())
+        else:
+            show_tables(console, found, wide=wide)
 
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:

@@ -93,6 +93,9 @@ def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, 
     chosen = tuple(one for one in tensors if fnmatch.fnmatchcase(one.name, pattern))
     if chosen:
         return chosen
+    own = [one for one in tensors if fnmatch.fnmatchcase(one.own, pattern)]
+    if own:
+        return tuple(replace(one, name=f"{one.own}: {one.name}") for one in own)
     wider = f"*{pattern.strip('*')}*"
     if any(fnmatch.fnmatchcase(one.name, wider) for one in tensors):
         hint = f"--tensors '{wider}'"

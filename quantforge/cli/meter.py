@@ -62,11 +62,14 @@ class Clock:
         """Return seconds."""
         return time.monotonic() - self.begun
 
-    def remaining(self, share: float) -> float | None:
-        """Return seconds that are left if the rest goes as the work went; None before that is steady.
+    def remaining(self, report: Progress) -> float | None:
+        """Return seconds that are left if the rest goes as the work went; None before that is steady, or in a wait.
 
         The start, in which libraries are imported, is no measure of what follows.
         """
+        share = report.share
+        if report.waits:
+            return None
         if self.works is None:
             self.works = (self.elapsed, share) if share >= LEAST_SHARE else None
             return None
@@ -122,7 +125,7 @@ class Bar:
 
     def show(self, report: Progress) -> None:
         """Move the bar."""
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         self._drawn.update(
             self._task,
             completed=report.share,
@@ -164,7 +167,7 @@ class Lines:
     def show(self, report: Progress) -> None:
         """Write a line if it is time for one."""
         self._last = report if report.phase else replace(report, phase="working")
-        self._clock.remaining(report.share)  # it learns from every report when the work begins
+        self._clock.remaining(report)  # it learns from every report when the work begins
         if self._clock.elapsed >= self.hold and self._due(self._last):
             self._say()
 
@@ -184,7 +187,7 @@ class Lines:
             sys.stderr.flush()
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         what = self._printable(step_of(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
@@ -212,7 +215,7 @@ class MachineLines(Lines):
         return bool(report.part) or report.phase != self._said.phase or not soon
 
     def _line(self, report: Progress) -> str:
-        left = self._clock.remaining(report.share)
+        left = self._clock.remaining(report)
         fields = {
             "progress": round(report.share, 4), "phase": report.phase, "step": report.step, "part": report.part,
             "done": report.done, "total": report.total, "elapsed_seconds": round(self._clock.elapsed, 2),

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.checkpoint.disk import check_new, save
+from quantforge.checkpoint.disk import check_new
 from quantforge.cli import choices, options, ranks
 from quantforge.cli import evaluate_options as wanted
 from quantforge.cli import jobs as processes
 from quantforge.cli.console import Console
-from quantforge.cli.evaluate import REPORTS, check_reports, show_tables
+from quantforge.cli.evaluate import check_reports, save_reports, show_tables
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import from_here, shown
 from quantforge.errors import UsageError
+from quantforge.evaluation.delivery import delivery
+from quantforge.evaluation.job_summary import write_summary
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
     from quantforge.verbs import Swept
 
 EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq"
@@ -77,7 +79,6 @@ def sweep(
     The same command goes on after any interruption. Combinations that cannot be made are left out and named, refused
     with --strict.
     """
-    from quantforge.evaluation.job_summary import write_summary
     from quantforge.settings import Settings
 
     console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
@@ -90,32 +91,26 @@ def sweep(
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid, out = _grid(over), output or _place(model)
-    with console.watch(), processes.started(jobs, console.note) as failed:
-        from quantforge import verbs
-        from quantforge.verbs.sweep_recipes import make_results
+    with delivery(), ExitStack() as ending:
+        with console.watch(), processes.started(jobs, console.note) as failed:
+            from quantforge import verbs
+            from quantforge.verbs.sweep_recipes import make_results
 
-        if processes.silent():
-            make_results(model, grid, out, None, settings, given)
-            return
-        found = verbs.sweep(
-            model, grid, out, settings=settings, **given,
-            measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
-        )  # fmt: skip
-    _save(found.evaluation, report or [], overwrite=overwrite)
-    write_summary(summary, found.evaluation)
-    _show(console, found, failed, wide=wide)
+            if processes.silent():
+                make_results(model, grid, out, None, settings, given)
+                return
+            found = verbs.sweep(
+                model, grid, out, settings=settings, **given,
+                measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
+            )  # fmt: skip
+        ending.callback(_show, console, found, failed, wide=wide)  # whatever is not written
+        save_reports(found.evaluation, report or [], overwrite=overwrite)
+        write_summary(summary, found.evaluation)
     _tell_files(console, report, summary)
 
 
 def _place(model: str) -> Path:
     return Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
-
-
-def _save(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
-    from quantforge.evaluation.report import render
-
-    for path in reports:
-        save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
 
 
 def _tell_files(console: Console, reports: Sequence[Path] | None, summary: Path | None) -> None:

@@ -25,14 +25,9 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
     verb = next((word for word in arguments if not word.startswith("-")), "")
     option, param = getattr(error, "option_name", None), getattr(error, "param", None)
     kind = type(error).__name__
-    if verb not in group.commands:
-        if option is not None and not verb:
-            flags = [*_flags(group), "--help"]
-            return UsageError(
-                f"no option {option} without a verb",
-                hints.for_flag_of_all(str(option), flags, group.commands),
-            )
-        return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
+    early = _before_the_verb(arguments, group)
+    if early is not None or verb not in group.commands:
+        return early or _without_verb(option, verb, group)
     known = _flags(group.commands[verb])
     more = f"`quantforge help {verb}` lists what it takes"
     flag = str(option or "") if param is None else min(param.opts, key=len)
@@ -65,6 +60,25 @@ def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
             f"{verb}: nothing takes '{said}'", hints.for_extra(extra, verb, _model(arguments, verb))
         )
     return UsageError(error.format_message(), more)
+
+
+def _without_verb(option: Any, verb: str, group: Any) -> UsageError:
+    if option is None or verb:
+        return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
+    flags = [*_flags(group), "--help"]
+    hint = hints.for_flag_of_all(str(option), flags, group.commands)
+    return UsageError(f"no option {option} without a verb", hint)
+
+
+def _before_the_verb(arguments: list[str], group: Any) -> UsageError | None:
+    """Return the refusal of options of a verb that stand in front of it; None where there are none."""
+    verb = next((word for word in arguments if word in group.commands), "")
+    first = arguments[: arguments.index(verb)] if verb else []
+    flags = [word.partition("=")[0] for word in first if word.startswith("-")]
+    if not flags or not first[0].startswith("-") or not {*flags} <= {*_flags(group.commands[verb])}:
+        return None
+    typed = ["quantforge", *arguments[len(first) :], *first]
+    return UsageError(f"{flags[0]}: options come behind the verb", shlex.join(typed))
 
 
 def _model(arguments: list[str], verb: str) -> str:

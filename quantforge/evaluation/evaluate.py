@@ -158,10 +158,11 @@ def _measured(
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
     windows, trial = scored
     reference: KeptReference | None = None
+    all_kept = kept.count() == len(paths)  # then nothing is compared with the reference
     try:
         for number, path in enumerate(paths):
             before = kept.of(number)
-            if before is not None and reference is not None:
+            if before is not None and (all_kept or reference is not None):
                 yield before
                 continue
             with phase("", 1 / len(paths)):

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
-from quantforge.errors import GateError
+from quantforge.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
+
+
+def check_held(models: Sized, *limits: float | None) -> None:
+    """Refuse limits that nothing is held to, before the work.
+
+    Args:
+        models: those that are compared with a reference.
+        limits: what is asked of them; None where nothing is.
+
+    Raises:
+        UsageError: there is a limit, and no model.
+    """
+    if not models and any(limit is not None for limit in limits):
+        raise UsageError(
+            "a quality gate holds models to a limit, and only the reference is given",
+            "name the models behind it: quantforge eval REFERENCE MODEL...",
+        )
 
 
 def check_gates(
@@ -22,7 +40,9 @@ def check_gates(
 
     Raises:
         GateError: listing every model that is beyond a limit, with its figure.
+        UsageError: there is no model beside the reference.
     """
+    check_held(evaluation.rows[1:], max_ppl_increase, max_kl)
     limits = (
         ("perplexity_increase", max_ppl_increase, "perplexity increased by {:.2%}, at most {:.2%}"),
         ("kl_mean", max_kl, "KL divergence {:.4g}, at most {:.4g}"),

@@ -6,10 +6,12 @@ A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import append
-from quantforge.evaluation.evaluate import Evaluation
-from quantforge.evaluation.report import render
+
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import Evaluation
 
 
 def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> None:
@@ -24,5 +26,7 @@ def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> Non
         ResourceError: it cannot be written.
     """
     if path is not None:
+        from quantforge.evaluation.report import render  # with torch
+
         verdict = f"**Failed:** {failed}\n\n" if failed else ""
         append(path, f"## Evaluation\n\n{verdict}{render(found, 'markdown')}\n".encode())

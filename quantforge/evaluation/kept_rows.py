@@ -2,7 +2,8 @@
 
 The same is: protocol, options, versions, machine, reference, and for each row every file of its model (all parts of a
 numbered one, and its manifest) by size and times of the file system. Anything else is measured again. Once an
-evaluation ends well the rows of its models are removed, and those that nobody came back for after `DAYS`.
+evaluation ends well, and what is written of it is written, the rows of its models are removed, and those that nobody
+came back for after `DAYS`.
 
 Each run writes a file of its own, so that two of one evaluation at a time lose nothing to each other. It begins with
 the rows of all files of the evaluation, and then removes those files that nobody has written to since.
@@ -22,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.reader import CARD
 from quantforge.errors import QuantForgeError
+from quantforge.evaluation.delivery import hand_over
 from quantforge.evaluation.figures import KEYS
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
@@ -131,6 +134,8 @@ def keeping(
 ) -> Iterator[KeptRows]:
     """Keep the rows of an evaluation while the body measures, and tell what is kept when that fails.
 
+    Where it ends well they go to the `quantforge.evaluation.delivery` of the figures.
+
     Nothing is kept where figures depend on more than can be compared: code and data of tasks, an engine, an adapter.
 
     Args:
@@ -162,16 +167,16 @@ def keeping(
             how = "the same command measures the others"
             error.add_note(f"{count} of {len(paths)} models are kept: {how}")
         raise
-    kept.remove()
+    hand_over(kept)
 
 
 def _fingerprint(path: Path) -> str:
-    """Return a digest of the files of a model by name, size and times, not of what is in them."""
+    """Return a digest of the files of a model but its card, by name, size and times, not of what is in them."""
     one = not path.is_dir()
     files = [*open_model(path).shards, manifest.place_of(path)] if one else sorted(path.rglob("*"))
     told = []
     for file in files:
-        if file.is_file():
+        if file.is_file() and file.name != CARD:
             seen = file.stat()
             told.append([str(file), seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino])
     return _digest([str(path.absolute()), told])

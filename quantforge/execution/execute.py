@@ -133,8 +133,9 @@ class Run:
         """Return whether a block method rounds whole blocks."""
         return block_method_of(self._planned.plan.rounder) is not None
 
-    def begin(self, *, calibrated: bool) -> None:
-        """Check what is done, copy what others did, and do what calibrated blocks need; errors as `execute`."""
+    def begin(self, *, calibrated: bool, runs: int) -> None:
+        """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""
+        self._shares = {name: share / runs for name, share in self._shares.items()}
         if TUNE in self._work.done:
             self._tuning.write(self._work.done[TUNE])
         check(self._work.done.values(), self._output, self._work.directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import RefusedError
 from quantforge.execution.progress import tell
-from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
+from quantforge.planning.known_importance import places, values_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -52,7 +51,7 @@ def observe_importance(
             " and one without them is not complete",
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
-    named = _named(planned)
+    named = places(planned.plan, planned.matched)
     entries: dict[str, Entry] = {}
 
     def add(weight: str, found: Statistics) -> None:
@@ -99,37 +98,15 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     """Read an importance file: mean squares ``[in_features]`` by the name of the source's tensor.
 
     Raises:
-        InputError: damaged, with another number of columns than a weight, or of another model.
+        InputError: damaged, or with another number of columns than a weight.
     """
-    named = _named(planned)
-    columns = {
-        tensor.name: tensor.matrix[1] for tensor in planned.plan.quantized() if tensor.name in named
-    }
+    named = places(planned.plan, planned.matched)
+    columns = [tensor for tensor in planned.plan.quantized() if tensor.name in named]
     known: dict[str, Tensor] = {}
-    matrices = Counter(place.name for place in named.values())  # experts are stacked
-    wanted = {
-        named[name].name: matrices[named[name].name] * width for name, width in columns.items()
-    }
-    found = read_imatrix(path, wanted)
-    for name, width in columns.items():
-        place = named[name]
+    found = read_imatrix(path, values_of(columns, named))
+    for tensor in columns:
+        place = named[tensor.name]
         entry = found.entries.get(place.name)
         if entry is not None:
-            known[name] = entry.means.view(-1, width)[max(0, place.expert)]
-    if not known:
-        raise InputError(
-            f"{path}: nothing of it concerns this model",
-            "it belongs to another model",
-            file=str(path),
-        )
+            known[tensor.name] = entry.means.view(-1, tensor.matrix[1])[max(0, place.expert)]
     return known
-
-
-def _named(planned: Planned) -> dict[str, Named]:
-    """Return the places in a GGUF file by the names of the source."""
-    matched = planned.matched
-    family = family_of(matched.config)
-    linears = {tensor.name for tensor in planned.plan.tensors if len(tensor.shape) == 2}
-    tensors = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
-    found = names(family, matched.blocks, [tensor.name for tensor in tensors])
-    return {tensor.stored.name: found[tensor.name] for tensor in tensors}

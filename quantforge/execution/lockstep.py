@@ -82,7 +82,7 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
     learns = any(run.learns for run in runs)
     with torch.no_grad(), torch.inference_mode(mode=not learns):
         for run in runs:
-            run.begin(calibrated=sample is not None)
+            run.begin(calibrated=sample is not None, runs=len(runs))
         if sample is not None:
             with ExitStack() as guides:
                 for run in runs:

@@ -26,6 +26,7 @@ class Progress:
         phase: what the verb is at, e.g. ``rounding``.
         step: what it does now, e.g. ``block 3: q_proj, k_proj, v_proj``.
         share: of the whole verb that is done, 0 to 1; it never falls.
+        waits: for other processes, so that nobody knows when it ends.
     """
 
     part: str = ""
@@ -37,6 +38,7 @@ class Progress:
     phase: str = ""
     step: str = ""
     share: float = 0.0
+    waits: bool = False
 
 
 Listener = Callable[[Progress], None]
@@ -103,8 +105,9 @@ def phase(name: str, share: float, step: str = "") -> Iterator[None]:
 
 
 def tell(
-    step: str = "", done: int | None = None, total: int | None = None, share: float | None = None
-) -> None:
+    step: str = "", done: int | None = None, total: int | None = None, share: float | None = None,
+    *, waits: bool = False,
+) -> None:  # fmt: skip
     """Tell the listener what is done now, and how far the present phase is.
 
     Args:
@@ -112,6 +115,7 @@ def tell(
         done: parts of the phase that are done; with ``total`` they state its share as well.
         total: of all parts.
         share: of the phase, where parts are not counted.
+        waits: for other processes.
     """
     course = _COURSE.get()
     if course is None:
@@ -124,7 +128,12 @@ def tell(
         course.at = max(course.at, place)
     course.listener(
         Progress(
-            done=course.done, total=course.total, phase=course.phase, step=step, share=course.at
+            done=course.done,
+            total=course.total,
+            phase=course.phase,
+            step=step,
+            share=course.at,
+            waits=waits,
         )
     )
 

@@ -138,9 +138,11 @@ class Allocation:
             small = scale.room < least
             side = "below the smallest" if small else "above the largest"
             among = f"{', '.join(self._names)}{others(left_out)}"
+            largest = max(zip(map(sum, zip(*sizes, strict=True)), self._names, strict=True))[1]
+            more = scale.more(least) if small else f"; {largest} for all of it fits without a size"
             raise RefusedError(
                 f"{scale.target.text}: it is {side} choice of the candidates {among}",
-                f"{scale.reach(least, most)}{scale.more(least) if small else ''}",
+                f"{scale.reach(least, most)}{more}",
             )
         return scale.room
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.planning.calibration_rows import check_source
+from quantforge.planning.known_importance import with_known_importance
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
@@ -14,10 +15,10 @@ from quantforge.settings import Settings, workers_of
 def planned_of(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
 ) -> Planned:
-    """Plan for an opened model, with what the settings say of memory, threads and the calibration text.
+    """Plan for an opened model, with what the settings say of memory, threads, calibration text and file of importance.
 
     Raises:
-        QuantForgeError: as `make_plan`, and of the calibration text what the run would refuse.
+        QuantForgeError: as `make_plan` and `with_known_importance`, and of the text what the run would refuse.
     """
     in_memory = settings.activations == "memory"
     planned = make_plan(
@@ -28,7 +29,9 @@ def planned_of(
         settings.calibration
     ):  # a text that is named; without one a model is planned that has no tokenizer yet
         check_text(planned, checkpoint.path, settings)
-    return planned
+    if settings.imatrix is None or recipe.calibration.importance_file is None:
+        return planned
+    return with_known_importance(planned, settings.imatrix)
 
 
 def check_text(planned: Planned, model: Path, settings: Settings) -> None:

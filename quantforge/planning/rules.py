@@ -19,6 +19,7 @@ from functools import lru_cache
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
 from quantforge.formats import KEEP, patterns
+from quantforge.formats.gguf.families import name_here
 from quantforge.notation import parse_layer
 from quantforge.recipe import LayerChoices
 from quantforge.scheme import LayerScheme
@@ -88,10 +89,12 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
     if not roles:
         names = {tensor.name.removesuffix(".weight") for tensor in layers}
         leaves = {name.rpartition(".")[2] for name in names}
+        here = name_here(pattern, sorted(names))
         raise InputError(
             f"pattern '{pattern}' matches no layer",
-            nearest(pattern.removeprefix("re:"), names | leaves),
-        )
+            f"that is a name of llama.cpp's files: here it is {here}" if here
+            else nearest(pattern.removeprefix("re:"), names | leaves),
+        )  # fmt: skip
     return _INNER if choice.scheme and roles & _INNER else frozenset(roles)
 
 

@@ -58,12 +58,11 @@ class AnswerLimits:
         if self.n > beams.beams:
             raise UsageError(f"n = {self.n} of {beams.beams} beams", "at most as many as beams")
         usual, given = Sampling(seed=self.sampling.seed), self.sampling
-        names = [
-            name for name in Sampling.__slots__ if getattr(given, name) != getattr(usual, name)
-        ]
-        names += ["stop"] * bool(self.stop)
-        if names:
-            raise UsageError(f"{', '.join(names)}: not with beams", "leave them out, or the beams")
+        for name in (*Sampling.__slots__, "stop"):
+            value = getattr(given, name, self.stop)
+            if value != getattr(usual, name, ()):
+                shown = " ".join(map(str, value)) if name == "stop" else value
+                raise UsageError(f"{name} = {shown}: not with beams", "leave it out, or the beams")
 
 
 def limits_from(max_tokens: int, options: dict[str, Any]) -> AnswerLimits:
@@ -77,7 +76,8 @@ def limits_from(max_tokens: int, options: dict[str, Any]) -> AnswerLimits:
     searched = {name: given.pop(name) for name in BeamOptions.__slots__ if name in given}
     beams = BeamOptions(**searched)
     if beams.beams == 1 and (idle := searched.keys() - {"beams"}):
-        raise UsageError(f"{', '.join(sorted(idle))} without beams", "set beams, 2 or more")
+        name = min(idle)
+        raise UsageError(f"{name} = {searched[name]}: without beams", "set beams, 2 or more")
     return AnswerLimits(
         max_tokens, Sampling(**given), **own, beams=None if beams.beams == 1 else beams
     )

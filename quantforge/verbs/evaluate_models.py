@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.task_names import Tasks, check_names
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
@@ -68,10 +69,8 @@ def evaluate(
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         check_engine(options.get("engine", ""), paths)
         opened = [open_model(path) for path in paths]
-        for checkpoint in opened:
-            detect(
-                readable(checkpoint).config
-            )  # what cannot be read shows before anything is loaded
+        for checkpoint in opened:  # what cannot be read shows before anything is loaded
+            detect(readable(checkpoint).config)
         for checkpoint in opened[1:]:
             if _descends(opened[0], checkpoint):
                 name, other = opened[0].path, checkpoint.path
@@ -98,9 +97,11 @@ def evaluate(
         return_freed_memory()  # the peaks that are told are of what is alive
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        found = measure(paths[0], paths[1:], measurement)
-        if card:
-            write_measured(Path(card), found, opened[0], settings.base_model)
+        with delivery() as delivered:
+            found = measure(paths[0], paths[1:], measurement)
+            delivered.found.append(found)
+            if card:
+                write_measured(Path(card), found, opened[0], settings.base_model)
         return found
 
 

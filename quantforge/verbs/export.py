@@ -161,7 +161,7 @@ def _goes_on() -> Iterator[None]:
         yield
     except BaseException as stop:
         if not isinstance(stop, Exception):
-            stop.add_note("the same command again goes on from here")
+            stop.add_note("the same command again goes on behind what it had finished")
         raise
 
 

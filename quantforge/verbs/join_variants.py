@@ -62,13 +62,17 @@ def join_variants(
             with ExitStack() as stages:
                 with turn(place):
                     group = vacancies.taken(stages)
+                # Of what this process has made the share is told already.
+                elsewhere = len(variants) - len(vacancies.missing) - len(group)
+                tell(share=elsewhere / len(variants))
                 if group:
                     with phase("", 0.94 * len(group) / len(variants)):
                         made += carry_out(group)
                     continue
             if vacancies.missing:
                 tell(
-                    f"made by other processes: {len(vacancies.missing)} of {len(variants)} variants"
+                    f"made by other processes: {len(vacancies.missing)} of {len(variants)} variants",
+                    waits=True,
                 )
                 time.sleep(POLL_SECONDS)
     return sorted(made)
@@ -100,7 +104,7 @@ class _Vacancies:
     """Variants that are not there, of which nobody may be making some."""
 
     def __init__(self, missing: dict[int, AskedVariant], is_there: Callable[[int], bool]) -> None:
-        self.missing = missing
+        self.missing, self._count = missing, len(missing)
         self._is_there = is_there
         self._read: dict[int, RunInputs] = {}
 
@@ -112,7 +116,8 @@ class _Vacancies:
             if not self._enter(number, asked, held):
                 continue
             if number not in self._read:
-                self._read[number] = asked.wanted.read(asked.settings)
+                with phase("", 0.05 / self._count):
+                    self._read[number] = asked.wanted.read(asked.settings)
             ready = ReadyVariant(number, asked, self._read[number], held)
             if group and not together(group[0], ready):
                 held.close()

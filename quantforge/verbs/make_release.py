@@ -32,7 +32,7 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.join_variants import turn
 from quantforge.verbs.kept_variant import clear_run, kept
-from quantforge.verbs.make_variants import make_variants
+from quantforge.verbs.make_variants import make_variants, share_of
 from quantforge.verbs.plan_release import PlannedVariant, plan_release, within
 from quantforge.verbs.release_files import finish, reports_of
 from quantforge.verbs.release_place import SPEC, UPLOAD, begin, check_place, check_variants, renew
@@ -130,7 +130,9 @@ def release(
         missing = [one for one in planned if not one.there]
         for said in decisions_of({one.variant.name: one.planned.plan for one in missing}):
             settings.note(said)
-        made = _make(asked.model, missing, place, files, settings)
+        scored = 1 + len(planned) if asked.scoring.text else 0
+        with phase("variants", share_of(len(missing), scored)):
+            made = _make(asked.model, missing, place, files, settings)
         with turn(place / SPEC), phase("publishing", 1.0):
             renew(place / SPEC, asked_by)  # another release may have begun here
             finished = finish(
@@ -176,7 +178,6 @@ def _make(
         one = missing[number]
         return kept(one.out, one.planned, files, settings)
 
-    with phase("variants", 0.8):
-        wanted = [Variant(one.variant.recipe, one.out) for one in missing]
-        made = make_variants(model, wanted, is_there, place / SPEC, settings)
+    wanted = [Variant(one.variant.recipe, one.out) for one in missing]
+    made = make_variants(model, wanted, is_there, place / SPEC, settings)
     return tuple(missing[number].variant.name for number in made)

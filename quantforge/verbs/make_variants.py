@@ -12,6 +12,11 @@ from quantforge.verbs.quantize_variants import quantize_variants, refuse_command
 from quantforge.verbs.ray_variants import ray_variants
 
 
+def share_of(made: int, scored: int) -> float:
+    """Return the share that making variants has of a verb that then scores models, each half of the work of one."""
+    return min(0.95, 2 * made / (2 * made + scored)) if made else 0.0
+
+
 def make_variants(
     model: str | Path,
     variants: Sequence[Variant],

@@ -84,10 +84,12 @@ def quantize_variants(
                 outcomes[number] = finished
                 continue
             begun.append((number, one, held))
-        opened = [
-            ReadyVariant(number, one, one.wanted.read(one.settings), held)
-            for number, one, held in begun
-        ]
+        opened = []
+        with phase("reading", 0.05):
+            for number, one, held in begun:
+                with phase("", 1 / len(begun)):
+                    inputs = one.wanted.read(one.settings)
+                opened.append(ReadyVariant(number, one, inputs, held))
         while opened:
             group = [other for other in opened if together(opened[0], other)]
             opened = [other for other in opened if other not in group]

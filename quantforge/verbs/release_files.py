@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, IntegrityError
+from quantforge.evaluation.delivery import delivery
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import common_adapter
 from quantforge.planning.quality_gates import beyond
@@ -57,6 +58,17 @@ def finish(
         IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
+    with delivery():
+        return _finished(place, asked, made, source, settings)
+
+
+def _finished(
+    place: Path,
+    asked: ReleaseSpec,
+    made: Sequence[tuple[ReleaseVariant, Path, Plan]],
+    source: Mapping[str, Any],
+    settings: Settings,
+) -> tuple[ReleasedVariant, ...]:
     digests = _digests([out for _, out, _ in made])
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)

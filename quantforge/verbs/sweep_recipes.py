@@ -38,7 +38,7 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
-from quantforge.verbs.make_variants import make_variants
+from quantforge.verbs.make_variants import make_variants, share_of
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.plan import planned_for
 from quantforge.verbs.scored_text import check_text, own_text
@@ -167,7 +167,8 @@ def make_results(
         for said in decisions_of(undone):
             settings.note(said)
         _prepare(place, {*results.values()} - {one.out for one, _ in missing})
-        _make(model, missing, place, files, settings)
+        with phase("variants", share_of(len(missing), 1 + len(results))):
+            _make(model, missing, place, files, settings)
     return results, {name: error.message for name, error in left_out.items()}
 
 
@@ -185,9 +186,8 @@ def _make(
         assert variant.out is not None
         return kept(variant.out, planned, files, settings)
 
-    with phase("variants", 0.7):
-        wanted = [variant for variant, _ in missing]
-        make_variants(model, wanted, is_there, place / "sweep", settings)
+    wanted = [variant for variant, _ in missing]
+    make_variants(model, wanted, is_there, place / "sweep", settings)
 
 
 def _check(planned: Planned, settings: Settings) -> None:

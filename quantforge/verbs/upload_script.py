@@ -44,13 +44,14 @@ class ReleasedVariant:
 
 
 def repository_of(begun: str, out: Path) -> str:
-    """Return where a variant is uploaded to; "" where no repository is stated.
+    """Return where a variant is uploaded to, the model's name said once; "" where no repository is stated.
 
     Args:
         begun: ``ORG/NAME``, with which the names of all repositories begin.
         out: the variant; files of one folder share a repository.
     """
-    return begun and f"{begun}-{_FILES if out.is_file() else out.name}"
+    named = out.name.removeprefix(f"{begun.rpartition('/')[2]}-")
+    return begun and f"{begun}-{_FILES if out.is_file() else named}"
 
 
 def upload_command(script: Path, begun: str) -> str:
@@ -76,16 +77,19 @@ def upload_script(begun: str, variants: Sequence[ReleasedVariant]) -> str:
         "# Uploads this release with the command hf of huggingface_hub.",
         "set -eu",
     ]
-    lines += ['CDPATH= cd -- "$(dirname -- "$0")"', f"repository={named}"]
+    lines += [
+        'CDPATH= cd -- "$(dirname -- "$0")"',
+        f"repository={named}",
+        "begun=${repository##*/}-",
+    ]
     files = [one for one in variants if one.out.is_file() and not one.failed]
     if files:
         chosen = [shlex.quote(f"{one.name}.gguf{rest}") for one in files for rest in ("", ".*")]
         taken = " ".join(f"--include {text}" for text in (CARD, *chosen))
-        lines.append(f'hf upload "{repository_of("$repository", files[0].out)}" gguf . {taken}')
+        lines.append(f'hf upload "$repository-{_FILES}" gguf . {taken}')
     for one in variants:
         if not one.out.is_file() and not one.failed:
-            lines.append(
-                f'hf upload "{repository_of("$repository", one.out)}" {one.format}/{one.name} .'
-            )
+            lines.append(f"name={one.name}")  # the repository may begin with the same word
+            lines.append(f'hf upload "$repository-${{name#"$begun"}}" {one.format}/{one.name} .')
     lines += [f"# {one.name} failed: {'; '.join(one.failed)}" for one in variants if one.failed]
     return "\n".join(lines) + "\n"

@@ -51,9 +51,9 @@ def verify(
         UsageError: an adapter is given without a source, no engine has that name, there is no such device, or the
             library for signatures is not installed.
     """
-    check_device(device)
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
+    check_device(device)  # with torch, which takes seconds
     merged, public = (Path(one) if one else None for one in (adapter, key))
     if engine is not None:
         target_of(engine)

@@ -182,6 +182,12 @@ HINTS = [
     (["quantize", "x", "y"], "-o y"),
     (["quantize", "x", "q4_k_m"], "--type Q4_K_M"),
     (["quantize", "x", "--tensors"], "plan, inspect"),
+    (["--offline", "plan", "demo"], "quantforge plan demo --offline"),
+    (["-q", "--bits", "4", "quantize", "a b"], "quantforge quantize 'a b' -q --bits 4"),
+    (["--bits=4", "quantize", "x"], "quantforge quantize x --bits=4"),
+    (["-v", "quantize", "x"], "quantforge quantize x -v"),
+    (["eval", "x", "--max-kl", "0.1"], "quantforge eval REFERENCE MODEL"),
+    (["eval", "x", "--max-ppl-increase", "2%"], "quantforge eval REFERENCE MODEL"),
     (["quantize"], "quantforge quantize demo"),
     (["quantize", "x", "--bits"], "quantforge help quantize"),
 ]  # fmt: skip

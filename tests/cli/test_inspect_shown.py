@@ -38,6 +38,10 @@ def test_tensors_of_a_file_of_blocks_have_its_types_and_the_shapes_of_their_elem
         line.split()[0]: line.split()[2] for line in plain
     }
     assert {kind for kind, _ in listed.values()} == {"q8_0", "F32"}
+    own = command(capsys, "inspect", file, "--tensors", "blk.0.ffn_d*").out.splitlines()[1:]
+    assert [line.split()[:2] for line in own] == [
+        ["blk.0.ffn_down.weight:", "model.layers.0.mlp.down_proj.weight"]
+    ]
     found = json.loads(command(capsys, "inspect", file, "--json").out)
     held = next(one for one in found["tensors"] if one["dtype"] == "q8_0")
     assert held["bytes"] * 32 == 34 * math.prod(held["shape"])

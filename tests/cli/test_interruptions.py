@@ -50,7 +50,7 @@ def test_an_interruption_while_it_starts_is_one_line(module, more, said):
 
 
 @pytest.mark.parametrize(
-    ("verb", "said"), [("quantize", "goes on from here"), ("plan", "begins anew")]
+    ("verb", "said"), [("quantize", "goes on behind what it had finished"), ("plan", "begins anew")]
 )
 def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeypatch, capsys):
     def stop(*_: object, **__: object) -> None:
@@ -74,7 +74,7 @@ def test_a_signal_that_compiled_code_has_made_an_error_of_its_own_is_a_signal(
 
 
 @pytest.mark.parametrize(
-    ("quantized", "said"), [(False, "goes on from here"), (True, "begins anew")]
+    ("quantized", "said"), [(False, "goes on behind what it had finished"), (True, "begins anew")]
 )
 def test_an_interrupted_export_goes_on_where_it_rounds(
     quantized, said, model, tmp_path, monkeypatch, capsys

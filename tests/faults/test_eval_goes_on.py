@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge import __version__
 from quantforge.cli.stopping import Stopped
-from quantforge.errors import InputError
+from quantforge.errors import GateError, InputError, ResourceError
 from quantforge.evaluation import evaluate as evaluation
 from quantforge.evaluation import kept_rows
 from quantforge.evaluation.evaluate import EvaluationOptions
@@ -218,3 +218,35 @@ def test_the_command_says_what_is_kept(model, models, capsys):
             loaded(patch, partial(crash, error=error))
             assert kept in command(capsys, *asked).err
     assert command(capsys, *asked).code == 0
+
+
+def full(*_, **__):
+    raise ResourceError("no space")
+
+
+@pytest.mark.parametrize(
+    ("last", "options"),
+    [
+        ("quantforge.cli.evaluate.save", ("--report", "r.json")),
+        ("quantforge.evaluation.job_summary.append", ("--summary", "s.md")),
+        ("quantforge.verbs.evaluate_models.write_measured", ("--card", "bits4")),
+    ],
+)
+def test_where_the_last_thing_cannot_be_written_figures_are_shown_and_kept(
+    model, models, cache, tmp_path, capsys, monkeypatch, last, options
+):
+    monkeypatch.chdir(tmp_path)
+    asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(last, full)
+        first = command(capsys, *asked)
+    assert first.code == ResourceError.exit_code
+    assert "all 3 models are kept: the same command writes what is missing" in first.err
+    names = loaded(monkeypatch)
+    again = command(capsys, *asked)
+    assert (again.code, again.out) == (0, first.out)
+    assert "bits8" in first.out
+    assert not names
+    assert not cache.exists()
+    assert command(capsys, *asked, "--overwrite", "--max-kl", 0).code == GateError.exit_code
+    assert not cache.exists()  # all was written

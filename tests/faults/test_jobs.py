@@ -191,7 +191,7 @@ def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=DEADLINE)  # every process has closed its end
     assert run.returncode == 130
-    assert "goes on from here" in errors
+    assert "goes on behind what it had finished" in errors
     assert not place_of_run(out / SPEC).exists()
 
 

@@ -10,9 +10,10 @@ import subprocess
 
 import pytest
 
-from quantforge.errors import GateError, RefusedError
+from quantforge.errors import GateError, RefusedError, ResourceError
 from quantforge.settings import Settings
-from quantforge.verbs import make_release, release
+from quantforge.verbs import make_release, release, release_files
+from quantforge.verbs.upload_script import ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"
@@ -81,6 +82,57 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
 
 
+@pytest.mark.parametrize("last", ["_write", "write_figures"])
+def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, monkeypatch, last):
+    def full(*_, **__):
+        raise ResourceError("no space")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec, place = written(tmp_path, model, INT4), tmp_path / "made"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release_files, last, full)
+        with pytest.raises(ResourceError):
+            release(spec, place)
+    monkeypatch.setattr("quantforge.evaluation.evaluate.load", full)
+    release(spec, place)
+    assert (place / "release.json").is_file()
+
+
+def test_what_is_no_release_file_is_answered_with_one(tmp_path, capsys):
+    for text, said in (
+        ("{}", "it is a release file"),
+        ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
+    ):
+        (tmp_path / "r.toml").write_text(text)
+        ended = command(capsys, "release", tmp_path / "r.toml")
+        assert (ended.code, said in ended.err.partition("hint: ")[2]) == (3, True), ended.err
+
+
+def uploads(out, *typed):
+    """What a script uploads, and where to."""
+    (out.parent / "hf").write_text('#!/bin/sh\necho "$2 $3"\n')
+    (out.parent / "hf").chmod(0o755)
+    ran = subprocess.run(
+        ["sh", out / "upload.sh", *typed], capture_output=True, text=True, check=True,
+        env={"PATH": f"{out.parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    return sorted(ran.stdout.splitlines(), reverse=True)
+
+
+@pytest.mark.parametrize("stated", ["acme/demo", ""])
+def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
+    out = tmp_path / "made"
+    out.mkdir()
+    names = ("demo-vllm-4bit", "demo", "other-demo-mlx")
+    made = [ReleasedVariant(name, out / name, "awq", "awq", 1, {}, ()) for name in names]
+    (out / "upload.sh").write_text(upload_script(stated, made))
+    for name in names:
+        (out / name).mkdir()
+    cards = [f"{repository_of('acme/demo', one.out)} awq/{one.name}" for one in made]
+    assert cards[0] == "acme/demo-vllm-4bit awq/demo-vllm-4bit"
+    assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
+
+
 def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path):
     spec, out = written(tmp_path, model, INT4, Q8), tmp_path / "out"
     release(spec, out)
@@ -94,8 +146,7 @@ def test_cards_name_the_repositories_that_the_script_uploads_to(model, tmp_path)
     assert release(spec, out).made == ()
     script = (out / "upload.sh").read_text()
     assert "repository=acme/demo\n" in script
-    assert 'hf upload "$repository-int4" compressed-tensors/int4 .' in script
-    assert 'hf upload "$repository-GGUF" gguf . ' in script
+    assert uploads(out) == ["acme/demo-int4 compressed-tensors/int4", "acme/demo-GGUF gguf"]
     named = card.read_text()
     assert "vllm serve acme/demo-int4 --served-model-name model\n" in named
     assert 'place = "acme/demo-int4"\n' in named

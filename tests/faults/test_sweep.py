@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
-from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.errors import InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
 from quantforge.planning.sweep_grid import combinations
 from quantforge.results import manifest
@@ -213,3 +213,24 @@ def test_the_command_tells_the_table_and_what_is_left_out(model, tmp_path, capsy
     typo = command(capsys, "sweep", model, "--over", "method=gtpq")
     assert typo.code == 2
     assert "unknown method" in typo.err
+
+
+def test_a_report_that_cannot_be_written_costs_neither_the_table_nor_the_figures(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ("sweep", model, "--over", "bits=4", "--method", "rtn", "--windows", 2)
+    asked += ("--samples", 4, "--length", 16, "--window-length", 16, "--report", "s.md")
+
+    def full(*_, **__):
+        raise ResourceError("no space")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quantforge.cli.evaluate.save", full)
+        first = command(capsys, *asked)
+    assert (first.code, "bits4" in first.out) == (ResourceError.exit_code, True)
+    assert "all 2 models are kept" in first.err
+    monkeypatch.setattr("quantforge.evaluation.evaluate.load", full)
+    assert command(capsys, *asked).code == 0
+    assert "bits4" in (tmp_path / "s.md").read_text()

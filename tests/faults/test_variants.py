@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.cli.meter import Clock
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution import execute, lockstep
 from quantforge.settings import Settings
 from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
-from quantforge.verbs.join_variants import _Vacancies
+from quantforge.verbs.join_variants import _Vacancies, join_variants
 from quantforge.verbs.quantize_variants import asked_variants, quantize_variants
 from tests.runs import StopError, quantize, recipe, tree
 
@@ -97,3 +100,38 @@ def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
     with ExitStack() as one, ExitStack() as two:
         assert [ready.number for ready in first.taken(one)] == [0, 1]
         assert [ready.number for ready in second.taken(two)] == [2]
+
+
+def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
+    told = []
+    wanted = [Variant(recipe("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
+    wanted += [Variant(recipe("rtn", bits=8), tmp_path / "plain")]
+    quantize_variants(model, wanted, Settings(progress=told.append))
+    assert max(one.share for one in told if one.phase == "reading") <= 0.07
+    blocks = [one for one in told if one.part.startswith("block") and one.share < 0.8]
+    shares = [one.share for one in told if one.phase == "rounding"]
+    widest = max(after - before for before, after in pairwise(shares))
+    assert blocks
+    assert widest < 0.2  # it neither stands nor jumps
+
+
+def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothing(model, tmp_path):
+    wanted = [Variant(recipe("rtn", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4)]
+    asked = asked_variants(model, wanted, Settings())
+    told, there, held = [], set(), ExitStack()
+
+    def listen(report):
+        told.append(report)
+        if report.waits and len(there) < 2:
+            there.add(1 + len(there))
+
+    with held:
+        for one in asked[1:]:  # as another process does
+            held.enter_context(one.wanted.stage)
+        settings = Settings(join=True, progress=listen)
+        assert join_variants(model, wanted, there.__contains__, tmp_path / "x", settings) == [0]
+    waiting = [one for one in told if one.waits]
+    assert [round(one.share, 1) for one in waiting] == [0.3, 0.7]
+    assert told[-1].share == 1.0
+    assert Clock(0.0).remaining(waiting[0]) is None
+    assert Clock(0.0).remaining(replace(waiting[0], waits=False)) is not None

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge.errors import UsageError
+from quantforge import verbs
+from quantforge.errors import InputError, UsageError
 from quantforge.formats.targets import TARGETS
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report
@@ -505,3 +506,10 @@ def test_an_engine_is_judged_by_the_one_that_it_is_made_of(made):
 
 def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):
     assert command(capsys, "verify", tmp_path / "nowhere" / "m").code == 3
+
+
+def test_what_is_nowhere_is_refused_before_libraries_are_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr("quantforge.verbs.verify_artifact.check_device", pytest.fail)
+    for path, source in ((tmp_path / "nothing", None), (tmp_path, tmp_path / "nothing")):
+        with pytest.raises(InputError):
+            verbs.verify(path, source=source)

@@ -24,6 +24,7 @@ from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _INNER = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
+_TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
 _TANH = ("gelu_pytorch_tanh",)
 FAMILIES: Mapping[str, Family] = {
@@ -157,3 +158,33 @@ def _named(
             yield name, None
         else:
             yield name, Named(target, int(expert[2]) if expert else -1)
+
+
+def name_here(typed: str, canonical: Iterable[str]) -> str:
+    """Return the name that a model has for what a GGUF file calls ``ffn_down`` or ``blk.3.ffn_down``; "" for none.
+
+    Args:
+        typed: a name, or a pattern of one.
+        canonical: names of the model, without ``.weight``.
+    """
+    import gguf
+
+    found = _TYPED.fullmatch(typed)
+    if found is None:
+        return ""
+    block, word = found.groups()
+    tables = (gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg)
+    forms = {
+        form.rpartition("{bid}.")[2]
+        for table in tables
+        for kind, known in table.items()
+        if gguf.TENSOR_NAMES[kind].rpartition(".")[2] == word
+        for form in known
+    }
+    meant = [
+        name for name in dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", one) for one in canonical)
+        if ((inner := _INNER.fullmatch(name)) and inner[2].replace(".*", "") in forms) or name in forms
+    ]  # fmt: skip
+    if block and block.isdecimal():
+        return next((name for name in meant if f".{block}." in name), "")
+    return next((name.rpartition(".")[2] for name in meant), "")

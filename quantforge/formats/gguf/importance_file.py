@@ -76,15 +76,10 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     """
 
     def asked(name: str, values: int, matrices: int) -> bool:
-        if wanted is None or wanted.get(name, -1) in {-1, values}:
-            return wanted is None or name in wanted
-        raise InputError(
-            f"{path}: {name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
-            "it belongs to another model",
-            file=str(path),
-        )
+        _check_columns(path, name, values, matrices, wanted or {})
+        return wanted is None or name in wanted
 
-    found = _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
+    found = _read(path, asked)
     for name, entry in found.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
@@ -100,13 +95,37 @@ def is_importance(path: Path) -> bool:
     return path.suffix == ".dat"
 
 
-def check_form(path: Path) -> None:
-    """Refuse what is no importance matrix by its structure, without reading values, before gigabytes are digested.
+def check_form(path: Path, wanted: Mapping[str, int] | None = None) -> frozenset[str]:
+    """Return the names of a file by its structure, without reading values; before gigabytes are digested.
 
     Raises:
-        InputError: neither form, damaged, or with bytes that belong to nothing.
+        InputError: neither form, damaged, with bytes that belong to nothing, or with another number of values than is
+            ``wanted``.
     """
-    read_imatrix(path, {})
+    names = set()
+
+    def asked(name: str, values: int, matrices: int) -> bool:
+        _check_columns(path, name, values, matrices, wanted or {})
+        names.add(name)
+        return False
+
+    _read(path, asked)
+    return frozenset(names)
+
+
+def _check_columns(
+    path: Path, name: str, values: int, matrices: int, wanted: Mapping[str, int]
+) -> None:
+    if wanted.get(name, values) != values:
+        raise InputError(
+            f"{path}: {name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
+            "it belongs to another model",
+            file=str(path),
+        )
+
+
+def _read(path: Path, asked: _Asked) -> Imatrix:
+    return _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
 
 
 def _gguf(found: Imatrix) -> bytes:

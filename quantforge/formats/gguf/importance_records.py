@@ -52,7 +52,9 @@ class Records:
         found = self.number()
         if not 0 < found <= MAX_ENTRIES:
             raise InputError(
-                f"{self._path}: no importance matrix: {found} entries", HINT, file=str(self._path)
+                f"{self._path}: no importance matrix: it begins as neither form of one does",
+                HINT,
+                file=str(self._path),
             )
         return found
 

@@ -203,8 +203,9 @@ def _elements(place: _Place) -> tuple[int, int]:
 
 def _held(entry: TensorEntry, place: _Place) -> HeldTensor:
     if TYPES[place.type].columns == 1:
-        return HeldTensor(entry.name, place.type, entry.shape, place.entry.nbytes)
-    return HeldTensor(entry.name, place.type.lower(), _elements(place), place.entry.nbytes)
+        return HeldTensor(entry.name, place.type, entry.shape, place.entry.nbytes, place.entry.name)
+    kind, shape = place.type.lower(), _elements(place)
+    return HeldTensor(entry.name, kind, shape, place.entry.nbytes, place.entry.name)
 
 
 def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:

@@ -167,8 +167,9 @@ def test_memory_is_refused_with_what_is_possible():
     least = re.search(r"from (\S+) to (\S+) ", refused.value.hint)
     for text in least.groups():  # what the hint says can be typed
         parse_target(text)
-    with pytest.raises(RefusedError, match="above the largest"):
+    with pytest.raises(RefusedError, match="above the largest") as refused:
         allocated("24GB@1024")
+    assert "for all of it fits without a size" in refused.value.hint
     with pytest.raises(UsageError, match="has 1,024 positions"):
         allocated("24GB@32k")
 

@@ -99,7 +99,9 @@ def test_a_pattern_that_takes_too_long_is_refused():
 
 @pytest.mark.parametrize(
     ("pattern", "near"),
-    [("q_porj", "'q_proj'"), ("lm_haed", "'lm_head'"), ("re:.*dwn_proj", "down_proj"), ("", "known")],
+    [("q_porj", "'q_proj'"), ("lm_haed", "'lm_head'"), ("re:.*dwn_proj", "down_proj"), ("", "known"),
+     ("ffn_down", "here it is down_proj"), ("blk.*.attn_q.weight", "here it is q_proj"),
+     ("blk.0.attn_q", "here it is model.layers.0.self_attn.q_proj"), ("output", "here it is lm_head")],
 )  # fmt: skip
 @pytest.mark.parametrize("as_rule", [False, True])
 def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule):

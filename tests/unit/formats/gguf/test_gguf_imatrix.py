@@ -123,6 +123,9 @@ def test_damaged_files_are_refused(tmp_path):
         path.write_bytes(data)
         with pytest.raises(InputError):
             read_imatrix(path)
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="begins as neither form"):
+        read_imatrix(path)
     bad = Imatrix({"w": Entry(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
     path.unlink()
     write_imatrix(path, bad)
@@ -254,3 +257,60 @@ def test_where_nothing_is_rounded_a_file_is_refused_and_none_is_made(
     assert (ended.code, "--imatrix: nothing is rounded" in ended.err) == (2, True)
     assert path.exists() == there
     assert not (tmp_path / name).exists()
+
+
+WIDTHS = {
+    "attn_q": 256,
+    "attn_k": 256,
+    "attn_v": 256,
+    "attn_output": 128,
+    "ffn_gate": 256,
+    "ffn_up": 256,
+    "ffn_down": 512,
+}
+KNOWN = Recipe(
+    format="gguf", type="Q4_K_M", method="rtn", calibration=CalibrationOptions(source="imatrix:x.gguf")
+)  # fmt: skip
+
+
+def of_layers(path, blocks, *others):
+    """Importance of every matrix of so many blocks of `model`, which has 3, and of further names."""
+    entries = {name: Entry(torch.ones(1, 4), 7) for name in others}
+    for block in range(blocks):
+        for name, width in WIDTHS.items():
+            entries[f"blk.{block}.{name}.weight"] = Entry(torch.ones(1, width), 7)
+    write_imatrix(path, Imatrix(entries, "", 1, 1))
+    return path
+
+
+def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_needs_them(
+    model, tmp_path, capsys
+):
+    path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
+    planned = verbs.plan(model, KNOWN, Settings(imatrix=path)).substitutions
+    (event,) = [one for one in planned if one.kind == "importance-missing"]
+    assert "no importance for 7 of 21 matrices: blk.2." in event.detail
+    assert "and 4 more" in event.detail
+
+    def ended(kind, *options):
+        asked = ("--type", kind, "--method", "rtn", "--imatrix", path, "-o", out)
+        return command(capsys, "quantize", model, *asked, *options)
+
+    shown = ended("Q4_K_M", "--dry-run")
+    assert (shown.code, "no importance for 7 of 21 matrices" in shown.out) == (0, True)
+    strict = ended("Q4_K_M", "--strict", "--allow", "substitution=9")
+    assert (strict.code, "importance-missing" in strict.err) == (4, True)
+    refused = ended("IQ2_XXS")
+    assert refused.code == 4
+    assert "of 21 matrices whose types need it (IQ2_XXS): blk.2." in refused.err
+    assert not out.exists()
+
+
+def test_a_file_of_more_layers_is_of_another_model_and_strange_names_are_noted(model, tmp_path):
+    more = of_layers(tmp_path / "more.gguf", 4)
+    with pytest.raises(InputError, match="importance of 4 layers, the model has 3"):
+        verbs.plan(model, KNOWN, Settings(imatrix=more))
+    strange = of_layers(tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight")
+    made = verbs.plan(model, KNOWN, Settings(imatrix=strange))
+    assert not [one for one in made.substitutions if one.kind == "importance-missing"]
+    assert [note for note in made.notes if "1 of its matrices are of no tensor" in note]

@@ -1,0 +1,115 @@
+"""Importance from a file, compared with a plan by names and widths alone: a file of another model is found before work.
+
+Of the matrices inside of the blocks all should be there: embeddings and heads, of which llama-imatrix writes none, are
+left out of the count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+
+from quantforge.architectures.match import Matched
+from quantforge.errors import InputError, RefusedError
+from quantforge.events import Event
+from quantforge.formats.gguf.families import Named, family_of, names
+from quantforge.formats.gguf.importance_file import check_form
+from quantforge.formats.gguf.mixture import NEED_IMPORTANCE
+from quantforge.planning.planner import Planned
+from quantforge.plans import Plan, TensorPlan
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_OUTER = frozenset({"token_embd.weight", "output.weight"})
+_OTHER = "it belongs to another model"
+
+
+def with_known_importance(planned: Planned, path: Path) -> Planned:
+    """Return a plan with what the importance in a file lacks, as an event, and what it has too much, as a note.
+
+    Raises:
+        InputError: the file is of another model: by layers that this one has not, by widths, or by all of its names.
+        RefusedError: the type of a tensor needs an importance, and the file has none.
+    """
+    named = places(planned.plan, planned.matched)
+    rounded = {tensor.name: tensor for tensor in planned.plan.quantized() if tensor.name in named}
+    known = check_form(path, values_of(rounded.values(), named))
+    _refuse_another(path, known, planned.matched, {named[name].name for name in rounded})
+    lacking = [
+        tensor for name, tensor in rounded.items()
+        if tensor.part >= 0 and named[name].name not in known
+    ]  # fmt: skip
+    blocks = sum(tensor.part >= 0 for tensor in rounded.values())
+    _refuse_needy(path, lacking, blocks, named)
+    plan = planned.plan
+    if lacking:
+        said = f"--imatrix {path.name}: no importance for {len(lacking)} of {blocks} matrices: "
+        event = Event("importance-missing", plan.model, said + _listed(lacking, named))
+        plan = replace(plan, substitutions=(*plan.substitutions, event))
+    places_of_all = {name for one in named.values() for name in (one.name, *one.others)}
+    strange = sorted({*known} - places_of_all - _OUTER)
+    if strange:
+        said = f"--imatrix {path.name}: {len(strange)} of its matrices are of no tensor of this model: "
+        plan = replace(plan, notes=(*plan.notes, said + _first(strange)))
+    return replace(planned, plan=plan)
+
+
+def places(plan: Plan, matched: Matched) -> dict[str, Named]:
+    """Return the places of matrices in a GGUF file by the names of the source.
+
+    Raises:
+        RefusedError: GGUF has no names for the family.
+    """
+    linears = {tensor.name for tensor in plan.tensors if len(tensor.shape) == 2}
+    tensors = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
+    found = names(family_of(matched.config), matched.blocks, [tensor.name for tensor in tensors])
+    return {tensor.stored.name: found[tensor.name] for tensor in tensors}
+
+
+def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> dict[str, int]:
+    """Return how many values the importance of tensors has, by their names in a GGUF file; experts are stacked."""
+    matrices = Counter(place.name for place in named.values())
+    return {named[one.name].name: matrices[named[one.name].name] * one.matrix[1] for one in tensors}
+
+
+def _refuse_another(path: Path, known: Set[str], matched: Matched, wanted: Set[str]) -> None:
+    numbers = [int(found[1]) + 1 for name in known if (found := _LAYER.match(name))]
+    layers = max(numbers, default=0)
+    if layers > matched.blocks and not matched.heads:
+        raise InputError(
+            f"--imatrix {path}: it has the importance of {layers} layers, the model has {matched.blocks}",
+            _OTHER, file=str(path),
+        )  # fmt: skip
+    if not wanted & known:
+        raise InputError(
+            f"--imatrix {path}: nothing of it concerns this model", _OTHER, file=str(path)
+        )
+
+
+def _refuse_needy(
+    path: Path, lacking: Sequence[TensorPlan], blocks: int, named: Mapping[str, Named]
+) -> None:
+    """Refuse types that llama-quantize does not make without an importance, where the file lacks it."""
+    needy = [one for one in lacking if _type(one) in NEED_IMPORTANCE]
+    if needy:
+        raise RefusedError(
+            f"--imatrix {path}: no importance for {len(needy)} of {blocks} matrices whose types need it"
+            f" ({', '.join(sorted({_type(one) for one in needy}))}): {_listed(needy, named)}",
+            "an importance of this very model: without --imatrix the calibration text gives one",
+            tensor=needy[0].name, file=str(path),
+        )  # fmt: skip
+
+
+def _type(tensor: TensorPlan) -> str:
+    return tensor.scheme.weight.grid.upper() if tensor.scheme else ""
+
+
+def _listed(tensors: Sequence[TensorPlan], named: Mapping[str, Named]) -> str:
+    return _first(list(dict.fromkeys(named[one.name].name for one in tensors)))
+
+
+def _first(found: Sequence[str]) -> str:
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
