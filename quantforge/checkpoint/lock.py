@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,6 +68,11 @@ class Lock:
             except (FileExistsError, FileNotFoundError) as error:  # another run begins, or ends
                 last = error
                 continue
+            except BaseException as error:
+                if not isinstance(error, Exception):  # a signal, before there is a file
+                    with suppress(OSError):  # it is not empty: another run's, or somebody's
+                        self.directory.rmdir()
+                raise
             try:
                 system.lock(self._descriptor)
                 if self._is_there():

@@ -63,7 +63,7 @@ class Clock:
         return time.monotonic() - self.begun
 
     def remaining(self, report: Progress) -> float | None:
-        """Return seconds that are left if the rest goes as the work went; None before that is steady, or if it waits.
+        """Return seconds that are left if the rest goes as the work went; None before that is steady, or in a wait.
 
         The start, in which libraries are imported, is no measure of what follows.
         """

@@ -106,10 +106,12 @@ def refuse_guide(
     stacked = {index for index, kind in enumerate(matched.layers) if kind.stacks}
     routed = {tensor.part for tensor in linears.values() if tensor.expert >= 0}
     if routed - stacked if experts else routed | stacked:
-        raise RefusedError(
-            f"{said}: the model has experts, and no gradients of single experts are computed",
-            hint,
+        why = (
+            "which it computes otherwise than as one stack"
+            if experts
+            else "whose statistics no guide weighs"
         )
+        raise RefusedError(f"{said}: the model has experts, {why}", hint)
     name, least = min(
         ((name, tensor.matrix[0]) for name, tensor in linears.items()), key=lambda found: found[1]
     )

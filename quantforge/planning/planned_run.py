@@ -15,21 +15,23 @@ from quantforge.settings import Settings, workers_of
 def planned_of(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
 ) -> Planned:
-    """Plan for an opened model, with what the settings say of memory, threads, the calibration text or an importance.
+    """Plan for an opened model, with what the settings say of memory, threads, calibration text and file of importance.
 
     Raises:
-        QuantForgeError: as `make_plan` and `with_known_importance`, and as the run would of the calibration text.
+        QuantForgeError: as `make_plan` and `with_known_importance`, and of the text what the run would refuse.
     """
     in_memory = settings.activations == "memory"
     planned = make_plan(
         recipe, checkpoint, out,
         in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
     )  # fmt: skip
-    if settings.imatrix is not None and recipe.calibration.importance_file is not None:
-        return with_known_importance(planned, settings.imatrix)
-    if settings.calibration:  # named; without one a model is planned that has no tokenizer yet
+    if (
+        settings.calibration
+    ):  # a text that is named; without one a model is planned that has no tokenizer yet
         check_text(planned, checkpoint.path, settings)
-    return planned
+    if settings.imatrix is None or recipe.calibration.importance_file is None:
+        return planned
+    return with_known_importance(planned, settings.imatrix)
 
 
 def check_text(planned: Planned, model: Path, settings: Settings) -> None:

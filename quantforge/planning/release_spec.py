@@ -95,6 +95,7 @@ class ReleaseSpec:
 
 
 _SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
+EXAMPLE = 'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
 _KEYS = ("model", "sets", "variant", "calibration", "evaluation", "gates", "card")
 
 
@@ -113,7 +114,7 @@ def read_release(path: Path) -> ReleaseSpec:
 
 def release_of(text: str, origin: str) -> ReleaseSpec:
     """Return the release that a text states; errors as `read_release`."""
-    data = read_toml(text, origin, 'a release file has model = "MODEL" and tables [[variant]]')
+    data = read_toml(text, origin, EXAMPLE)
     for key in data:
         if key not in _KEYS:
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, _KEYS))

@@ -67,9 +67,7 @@ def refuse_tune(
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", HINT)
     if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
-        raise RefusedError(
-            f"{said}: the model has experts, and no gradients of single experts are computed", HINT
-        )
+        raise RefusedError(f"{said}: the model has experts, which nothing is learned of", HINT)
     for name, tensor in linears.items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight

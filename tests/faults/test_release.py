@@ -100,7 +100,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, mon
 
 def test_what_is_no_release_file_is_answered_with_one(tmp_path, capsys):
     for text, said in (
-        ("{}", "a release file has"),
+        ("{}", "it is a release file"),
         ('model = "m"\n[evaluation]\nwindows = "x"', "e.g. windows = 4"),
     ):
         (tmp_path / "r.toml").write_text(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quantforge.checkpoint import lock as lock_module
 from quantforge.checkpoint.disk import existing
 from quantforge.checkpoint.lock import FILE, Lock
 from quantforge.errors import BusyError, RefusedError
@@ -77,3 +78,15 @@ def test_a_file_that_goes_while_it_is_opened_is_missing(
     monkeypatch.setattr(system, "open_unlinked", opening)
     with pytest.raises(FileNotFoundError):
         existing(path)
+
+
+def test_a_signal_before_the_file_is_made_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Path) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lock_module, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Lock(tmp_path / ".out.qf").take()
+    assert not list(tmp_path.iterdir())
