@@ -25,7 +25,7 @@ PLANNED = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("other")
     demo(found / "demo")
-    (found / "text.txt").write_text("Some text of one's own.\n" * 2000)
+    (found / "text.txt").write_text("Some text of one's own.\n" * 9000)
     return found
 
 
