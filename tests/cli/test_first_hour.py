@@ -12,6 +12,7 @@ from quantforge.cli.meter import Clock
 from quantforge.cli.release import _place
 from quantforge.cli.run_log import shown
 from quantforge.errors import InputError, nearest
+from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import placed
 from quantforge.notation import share_of
@@ -142,7 +143,7 @@ def test_what_is_no_model_or_no_release_file_is_answered_with_what_to_type(
     assert (ended.code, "release.toml" in ended.err) == (3, True)
     (tmp_path / "broken.toml").write_text("a = [")
     ended = command(capsys, "release", tmp_path / "broken.toml")
-    assert (ended.code, "[[variant]]" in ended.err) == (3, True)
+    assert (ended.code, "sets = [" in ended.err) == (3, True)
     assert "recipes" not in ended.err
     assert "recipes" in command(capsys, "plan", model, "--recipe", tmp_path / "broken.toml").err
 
@@ -170,10 +171,11 @@ def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.Monkey
     clock, told = Clock(0.0), {}
     for second in range(59):
         now[0] = float(second)
-        told[second] = clock.remaining(0.02 * max(0, second - 9))
+        told[second] = clock.remaining(Progress(share=0.02 * max(0, second - 9)))
     assert not [one for second, one in told.items() if second < 15 and one is not None]
     assert told[34] == pytest.approx(25)
     slow = Clock(now[0])
-    assert slow.remaining(0.02) is None
+    assert slow.remaining(Progress(share=0.02)) is None
     now[0] += 61
-    assert slow.remaining(0.05) == pytest.approx(61 * 0.95 / 0.03)
+    assert slow.remaining(Progress(share=0.05)) == pytest.approx(61 * 0.95 / 0.03)
+    assert slow.remaining(Progress(share=0.05, waits=True)) is None
