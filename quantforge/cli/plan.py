@@ -157,11 +157,13 @@ def becomes(tensor: TensorPlan) -> str:
 
 
 def _generic(tensor: TensorPlan) -> str:
-    """Return the name of a layer, of that in all blocks where it is in one: ``layers.*.mlp.up_proj``."""
+    """Return the name of a layer, of all blocks where it is in one, and of all experts: ``layers.*.mlp.up_proj``."""
     name = tensor.name.removesuffix(".weight")
     if tensor.part < 0:
         return name
     blocks, _, layer = name.partition(f".{tensor.part}.")
+    if tensor.expert >= 0:
+        layer = ".*.".join(layer.rsplit(f".{tensor.expert}.", 1))
     return f"{blocks.rpartition('.')[2]}.*.{layer}"
 
 

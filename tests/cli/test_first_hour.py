@@ -179,3 +179,10 @@ def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.Monkey
     now[0] += 61
     assert slow.remaining(Progress(share=0.05)) == pytest.approx(61 * 0.95 / 0.03)
     assert slow.remaining(Progress(share=0.05, waits=True)) is None
+
+
+def test_a_plan_has_one_line_for_a_matrix_of_all_experts(tiny, capsys) -> None:
+    said = command(capsys, "plan", tiny("qwen3-moe"), "--method", "rtn", "--scheme", "int4:g32").out
+    lines = [line.split()[:2] for line in said.splitlines() if "experts" in line.split("  ")[0]]
+    names = ("down_proj", "gate_proj", "up_proj")
+    assert lines == [[f"layers.*.mlp.experts.*.{name}", "8"] for name in names]
