@@ -157,7 +157,7 @@ def becomes(tensor: TensorPlan) -> str:
 
 
 def _generic(tensor: TensorPlan) -> str:
-    """Return the name of a layer, of all blocks where it is in one, and of all experts: ``layers.*.mlp.up_proj``."""
+    """Return the name of a layer, that of all blocks and of all experts together: ``layers.*.mlp.up_proj``."""
     name = tensor.name.removesuffix(".weight")
     if tensor.part < 0:
         return name
