@@ -114,8 +114,8 @@ def likely_plan(search: MixtureSearch) -> Planned:
     note = (
         f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
         f" {len(search.allocation.groups)} groups of linears, on {rows.samples:,} rows of {rows.length:,} tokens,"
-        " forward and backward, in several times the time of the rest; which gets which is found then, and with it which"
-        " engines load it: this is another mixture of that size"
+        " forward and backward, in several times the time of the rest; which gets which is found then, and with it"
+        " which engines load it: this is another mixture of that size"
     )
     return replace(planned, plan=replace(planned.plan, notes=(note, *planned.plan.notes)))
 
