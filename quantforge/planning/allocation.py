@@ -101,12 +101,20 @@ class Allocation:
         groups: the linears that get one scheme, by canonical name.
     """
 
-    def __init__(self, plans: Mapping[str, Planned], *, together: bool, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        plans: Mapping[str, Planned],
+        *,
+        together: bool,
+        alike: bool = False,
+        share: float = 1.0,
+    ) -> None:
         """Take the candidates.
 
         Args:
             plans: of each candidate alone.
             together: linears of a shared input get one scheme, and so do all experts of a layer.
+            alike: all experts of the model get one.
             share: of the bytes of experts that count.
         """
         self._share = share
@@ -114,7 +122,7 @@ class Allocation:
         self._tables = [guided(one.plan.tensors, one.matched) for one in plans.values()]
         groups: dict[object, list[str]] = {}
         for name, tensor in self._tables[0].items():
-            groups.setdefault(_group(name, tensor, together), []).append(name)
+            groups.setdefault(_group(name, tensor, together, alike), []).append(name)
         self.groups = tuple(tuple(names) for names in groups.values())
         self._fixed = self._first.plan.output_bytes - sum(
             one.stored_bytes for one in self._tables[0].values()
@@ -225,13 +233,13 @@ class Allocation:
         return self._fixed + own, 8 * own / self._weights, point.nats
 
 
-def _group(name: str, tensor: TensorPlan, together: bool) -> object:
+def _group(name: str, tensor: TensorPlan, together: bool, alike: bool) -> object:
     """Return what tells the linears that get one scheme: engines compute the experts of a layer in one product.
 
     A GGUF file holds each of their matrices in one tensor.
     """
     if tensor.expert >= 0:
-        return tensor.part, "" if together else _kind(name, tensor.expert)
+        return -1 if alike else tensor.part, "" if together else _kind(name, tensor.expert)
     return (tensor.part, tensor.shared) if together and tensor.shared else name
 
 

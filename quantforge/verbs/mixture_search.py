@@ -10,7 +10,7 @@ from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.formats import GGUF
+from quantforge.formats import GGUF, format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read, open_model
 from quantforge.planning import naming
@@ -159,7 +159,8 @@ def search_of(
     first = plans[next(iter(plans))]
     read_alone = target is not None and target.per_token
     share = expert_share(first.matched, first.plan.tensors) if read_alone else 1.0
-    allocation = Allocation(plans, together=key != GGUF, share=share)
+    alike = bool(read.engine and format_of(key).ABOUT.engines[read.engine].mixed_experts)
+    allocation = Allocation(plans, together=key != GGUF, alike=alike, share=share)
     if other is not None:
         target = size_like(other, first.matched)
     assert target is not None

@@ -48,6 +48,12 @@ def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, made
         assert {schemes[name].removesuffix(":f32") for name in group} == {chosen}
 
 
+def test_an_engine_that_joins_the_experts_of_all_layers_gets_one_scheme_for_them(tiny):
+    found = allocated(tiny("qwen3-moe"), engine="transformers")
+    assert [len(group) for group in experts_of(found.groups)] == [24]
+    assert next(one.loads for one in found.engines if one.engine == "transformers")
+
+
 def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny):
     found = allocated(tiny("mixtral"), "4.9bpw", format="gguf", candidates=("q4_0", "q5_0"))
     groups = experts_of(found.groups)
