@@ -27,6 +27,7 @@ from quantforge.execution.passing_rows import stream_of
 from quantforge.execution.progress import phase
 from quantforge.model.token_weights import TokenWeights
 from quantforge.planning.guidance import guided
+from quantforge.planning.run_work import GRADIENT_ROWS
 from quantforge.quantizers import rounder_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
-GRADIENT_ROWS = 32  # and more, evenly spread over the calibration rows, have gradients
 GRADIENTS = "gradients"  # the unit before those of the blocks
 
 

@@ -15,6 +15,7 @@ from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
+from quantforge.planning.run_work import OUTPUT_ROWS
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from quantforge.scheme import Scheme
 
 HESSIAN = frozenset({Statistic.HESSIAN})
-OUTPUT_ROWS = 256  # and more of a matrix, evenly spread, are rounded under every candidate
 
 
 @dataclass(frozen=True, slots=True)

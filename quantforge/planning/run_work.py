@@ -8,6 +8,7 @@ Operations are those of float32 products; other work counts as the products that
     observe    of each token, the products of every two columns that a shared input reads
     search     a transform tries factors on rows of the weights, then the best of them on captured rows of the text
     round      by the record of the method, and by the grid that scales are searched for
+    measure    for a size that is asked for: all of these but the first and last before, for every candidate
     write      the output, and its digests for the manifest
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from quantforge.architectures.match import Matched
@@ -36,6 +38,8 @@ ATTENDED = 3.0  # for each token, token before it and row of the queries: softma
 TOKEN = 200.0  # for each token and number of a block's widest place: norms, activations, rotations
 BACKWARD = 4.0  # times a forward pass: it is computed again, then twice backward
 EPOCH = 4.0  # times a forward pass, with decoding
+GRADIENT_ROWS = 32  # and more, evenly spread over the calibration rows, have gradients where candidates are measured
+OUTPUT_ROWS = 256  # and more of a matrix, evenly spread, are rounded under every candidate there
 INNER_SAMPLE = 8  # tokens for each column that an expert's inner statistics are made of, at least
 
 
@@ -104,6 +108,24 @@ def run_work(
     states = states_bytes(matched, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
     return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
+
+
+def with_measuring(
+    work: RunWork, tensors: Iterable[TensorPlan], rows: int, candidates: int
+) -> RunWork:
+    """Return a run's work with what `allocate` measures before it: so many candidates, on so many rows."""
+    few = 1.5 * min(GRADIENT_ROWS, rows) / rows  # between one and two times as many
+    counts = {name: work.operations.get(name, 0.0) for name in ("pass", "observe", "round")}
+    inside = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
+    weights = sum(math.prod(one.shape) for one in inside)
+    some = sum(one.matrix[1] * min(one.matrix[0], 1.5 * OUTPUT_ROWS) for one in inside)
+    measured = (
+        counts["pass"] * (1 + few * (1 + BACKWARD))
+        + counts["observe"]
+        * (1 + 2 * few)  # two linears read an input, nearly, and each has weights of its own
+        + counts["round"] * candidates * some / weights
+    )
+    return replace(work, reads=work.reads + 3, operations={**work.operations, "measure": measured})
 
 
 def states_bytes(matched: Matched, run: RunSizes) -> int:

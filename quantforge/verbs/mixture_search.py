@@ -23,6 +23,7 @@ from quantforge.planning.likeness import format_like, size_like
 from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planned_run import planned_of
 from quantforge.planning.planner import Planned
+from quantforge.planning.run_work import with_measuring
 from quantforge.planning.single_experts import single_experts
 from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
 from quantforge.planning.weight_traffic import expert_share
@@ -114,10 +115,13 @@ def likely_plan(search: MixtureSearch) -> Planned:
     note = (
         f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
         f" {len(search.allocation.groups)} groups of linears, on {rows.samples:,} rows of {rows.length:,} tokens,"
-        " forward and backward, in several times the time of the rest; which gets which is found then, and with it"
-        " which engines load it: this is another mixture of that size"
+        " forward and backward; which gets which is found then, and with it which engines load it: this is another"
+        " mixture of that size"
     )
-    return replace(planned, plan=replace(planned.plan, notes=(note, *planned.plan.notes)))
+    plan, work = planned.plan, planned.plan.work
+    if work is not None:
+        work = with_measuring(work, plan.tensors, rows.samples, len(names))
+    return replace(planned, plan=replace(plan, work=work, notes=(note, *plan.notes)))
 
 
 def search_of(

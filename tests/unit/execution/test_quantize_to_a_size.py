@@ -63,6 +63,8 @@ def test_it_goes_on_where_it_was_stopped(two_commands, tmp_path, monkeypatch):
 def test_a_plan_says_what_is_measured_first():
     plan = verbs.plan(DEMO, target="3.4bpw", **ROWS)
     assert "measured first: what each of 7 schemes" in plan.notes[0]
+    steps = plan.work.operations
+    assert steps["pass"] < steps["measure"] > steps["round"]
     assert "4 rows of 64 tokens" in plan.notes[0]
     assert 3.35 < plan.bits_per_weight <= 3.4
     plan, use = verbs.capacity(DEMO, verbs.Load(512), target="16MB@512")
