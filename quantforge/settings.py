@@ -75,7 +75,8 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
-        if self.ray and self.ray != "auto" and not _CLUSTER.fullmatch(self.ray):
+        named = isinstance(self.ray, str) and self.ray not in {"", "auto"}
+        if named and not _CLUSTER.fullmatch(str(self.ray)):
             raise UsageError(f"--ray {self.ray}: is no address", "--ray auto, or --ray HOST:PORT")
         if self.ray and self.join:
             raise UsageError("--ray, and processes that share the work", "leave one of them out")

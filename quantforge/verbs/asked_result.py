@@ -98,6 +98,7 @@ class AskedResult:
             if finished is None:
                 raise
             return finished
+        check_text(self.planned, self.checkpoint.path, settings)
         settings.announce(self.planned.plan, self.stage.named)
         return None
 
@@ -133,7 +134,6 @@ def wanted_of(
     checkpoint = changed(checkpoint, recipe.method, recipe.prune_experts, recipe.calibration)
     before = small_files(checkpoint)
     planned = planned_of(checkpoint, recipe, out, settings)
-    check_text(planned, checkpoint.path, settings)
     known = (*events, *planned.plan.substitutions)
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
@@ -154,4 +154,5 @@ def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -
     if not wanted.stage.begun:
         with wanted.stage:
             pass
+    check_text(wanted.planned, checkpoint.path, settings)
     settings.announce(wanted.planned.plan, wanted.stage.named)

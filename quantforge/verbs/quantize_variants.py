@@ -19,6 +19,7 @@ from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution.progress import followed, phase
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
+from quantforge.planning.planned_run import check_text
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import AskedResult, Outcome, Variant, wanted_of
 from quantforge.verbs.caller_state import torch_defaults
@@ -125,6 +126,7 @@ def asked_variants(
     for variant, recipe, own in cites:
         try:
             wanted = wanted_of(checkpoint, Variant(recipe, variant.out), own)
+            check_text(wanted.planned, checkpoint.path, own)
             found.append(AskedVariant(wanted, own))
         except QuantForgeError as error:
             refusals.append((variant, error))

@@ -39,7 +39,8 @@ def told(model) -> list[str]:
     if artifact is not None:
         check_structure(report, artifact, None)
         check_within(report, artifact)
-    return [f"{item.where}: {item.detail}" for item in report.findings]
+    unjudged = [report.unjudged] if report.unjudged else []
+    return unjudged + [f"{item.where}: {item.detail}" for item in report.findings]
 
 
 @pytest.mark.parametrize("path", sorted(peers.FIXTURES.glob("*/")), ids=lambda path: path.name)

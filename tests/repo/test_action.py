@@ -86,7 +86,7 @@ def test_the_steps_make_a_release_and_its_summary(tmp_path: Path) -> None:
     assert "| a | gguf | rtn |" in summary
     assert "bytes, at most 4000000" in summary
     uploaded = (tmp_path / "release/upload.sh").read_text()
-    assert "repository-b" in uploaded
+    assert "name=b\n" in uploaded
     assert "-GGUF" not in uploaded
 
 

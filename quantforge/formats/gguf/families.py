@@ -24,6 +24,16 @@ from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 _INNER = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
+_WORDS = (
+    "attn",
+    "ffn",
+    "indexer",
+    "nextn",
+    "output",
+    "shortconv",
+    "ssm",
+    "token_embd",
+)  # begin its names
 _TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
 _TANH = ("gelu_pytorch_tanh",)
@@ -167,11 +177,11 @@ def name_here(typed: str, canonical: Iterable[str]) -> str:
         typed: a name, or a pattern of one.
         canonical: names of the model, without ``.weight``.
     """
-    import gguf
-
     found = _TYPED.fullmatch(typed)
-    if found is None:
+    if found is None or not (found[1] or found[2].startswith(_WORDS)):
         return ""
+    import gguf  # with numpy
+
     block, word = found.groups()
     tables = (gguf.TensorNameMap.block_mappings_cfg, gguf.TensorNameMap.mappings_cfg)
     forms = {
