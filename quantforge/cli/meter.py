@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LOG_SHARE, LOG_SECONDS = 0.1, 30.0
 MACHINE_SECONDS, MACHINE_SILENCE = 0.1, 5.0
 EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # at first somebody may be looking
-HOLD_SECONDS = 1.0  # before the first line of a log: a refusal stands alone
+HOLD_SECONDS = 0.7  # before the first line of a log: a refusal stands alone
 LEAST_SHARE = 0.02  # of the work, when it has begun
 STEADY_SHARE, STEADY_SECONDS = (
     0.1,
