@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
 
 
+@delivery()
 def finish(
     place: Path,
     asked: ReleaseSpec,
@@ -58,17 +59,6 @@ def finish(
         IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
-    with delivery():
-        return _finished(place, asked, made, source, settings)
-
-
-def _finished(
-    place: Path,
-    asked: ReleaseSpec,
-    made: Sequence[tuple[ReleaseVariant, Path, Plan]],
-    source: Mapping[str, Any],
-    settings: Settings,
-) -> tuple[ReleasedVariant, ...]:
     digests = _digests([out for _, out, _ in made])
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
