@@ -163,7 +163,9 @@ def search_of(
     first = plans[next(iter(plans))]
     read_alone = target is not None and target.per_token
     share = expert_share(first.matched, first.plan.tensors) if read_alone else 1.0
-    alike = bool(read.engine and format_of(key).ABOUT.engines[read.engine].mixed_experts)
+    # An engine that the format does not list loads none of its mixtures: `check_mixed` says so.
+    loader = format_of(key).ABOUT.engines.get(read.engine or "")
+    alike = loader is not None and bool(loader.mixed_experts)
     allocation = Allocation(plans, together=key != GGUF, alike=alike, share=share)
     if other is not None:
         target = size_like(other, first.matched)
