@@ -13,7 +13,11 @@ from quantforge.checkpoint.files import FILES
 from quantforge.cli import jobs as processes
 from quantforge.cli import options, ranks
 from quantforge.cli.console import Console
+from quantforge.cli.quantize import OnShard
+from quantforge.cli.run_log import from_here
 from quantforge.planning import quantities
+from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 
@@ -71,6 +75,7 @@ def release(
     jobs: options.Jobs = 1,
     join: options.Join = False,
     ray: options.Ray = "",
+    on_shard: OnShard = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -88,7 +93,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or ranks.shared(), ray=ray,
+        join=join or jobs > 1 or ranks.shared(), ray=ray, on_shard=on_shard,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:
@@ -105,6 +110,9 @@ def release(
     if processes.silent():
         return
     _report(console, made, summary, failed, shared=settings.join)
+    for one in made.variants if on_shard is not None else ():
+        if gone := away(one.out, manifest.read(one.out) or {}):
+            console.note(put_back(gone, from_here(one.out), on_shard or ""))
     made.check_gates()
 
 

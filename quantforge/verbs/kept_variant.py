@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from quantforge.formats import format_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
+from quantforge.results.handed import away, put_back
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
@@ -39,12 +41,19 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     document = manifest.read(out)
     stated = {} if document is None else document
     source: Any = stated.get("source", {})
-    recipe = planned.recipe.to_toml()
+    recipe, gone, taken = planned.recipe.to_toml(), away(out, stated), settings.on_shard is not None
+    if gone and not taken and not settings.overwrite:
+        raise RefusedError(
+            f"{out}: {put_back(gone, out)}",
+            "or give --on-shard again, or have all of it made again after:"
+            f" mv {shlex.quote(str(out))} ELSEWHERE",
+            file=str(out),
+        )
     same = {
         "recipe": stated.get("recipe") == recipe,
         "source": source.get("files") == files,
         "versions": stated.get("versions") == manifest.versions(),
-        "files": document is not None and _whole(document, out),
+        "files": document is not None and _whole(document, out, gone if taken else ()),
         "provenance": not settings.provenance
         or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
         "signature": settings.sign is None or signature_of(out).exists(),
@@ -87,13 +96,16 @@ def _staged(out: Path) -> bool:
     return os.path.lexists(place_of_run(out) / STAGE)
 
 
-def _whole(document: Mapping[str, Any], out: Path) -> bool:
-    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
+def _whole(document: Mapping[str, Any], out: Path, gone: Collection[str]) -> bool:
+    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go.
+
+    ``gone`` are those that a command has taken.
+    """
     root = out if out.is_dir() else out.parent
     try:
         return all(
             (root / name).lstat().st_size == stated["bytes"]
-            for name, stated in document["outputs"].items() if name != CARD
+            for name, stated in document["outputs"].items() if name != CARD and name not in gone
         )  # fmt: skip
     except OSError:
         return False

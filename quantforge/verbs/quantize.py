@@ -19,7 +19,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.handover import Handover
+from quantforge.execution.handover import Handover, writers
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
@@ -165,7 +165,8 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     try:
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
-        handover = Handover(settings.on_shard or "", stage.path, work.directory, plan, files)
+        final = dict(zip((file.name for file in files), writers(plan), strict=True))
+        handover = Handover(settings.on_shard or "", stage, work.directory, final)
         work.committed = lambda: handover.take(work.done)
         work.committed()
         with WeightsWriter(
