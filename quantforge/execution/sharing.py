@@ -16,6 +16,7 @@ from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import leases
 from quantforge.execution.journal import written
+from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import claimed_units
@@ -61,25 +62,28 @@ class FinishedUnit:
 
 
 def locked(
-    stage: Stage, work: Callable[[], Result], unless: Callable[[], bool] = lambda: False
-) -> Result | None:
+    stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
+    unless: Callable[[], bool] = lambda: False,
+) -> Result | None:  # fmt: skip
     """Do something under the lock of an output, as soon as no other process has it.
 
     Args:
         stage: of the output.
         work: what to do.
+        note: is told of a process that has the lock and is not heard of.
         unless: whether it need not be done any more; None is returned then.
 
     Raises:
         BusyError: another process has the lock, and its journal has not grown for `PATIENCE_SECONDS`.
         QuantForgeError: as entering the stage, or ``work``.
     """
-    watch = leases.Watch()
+    watch, quiet = leases.Watch(), QuietHolders(note)
     while not unless():
         try:
             with stage:
                 return work()
-        except BusyError:
+        except BusyError as error:
+            quiet.meet(error)
             if watch.still("journal", written(stage.journal)) > PATIENCE_SECONDS:
                 raise
         time.sleep(POLL_SECONDS)

@@ -219,14 +219,15 @@ def _join(
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
-    locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
+    note = settings.note
+    locked(stage, lambda: stage.check_space(needed), note, unless=lambda: claims.there)
     prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
 
     def prepare() -> None:
         check_journal(stage, prepared.fingerprint)
         claims.prepare(prepared.fingerprint)
 
-    locked(stage, prepare, unless=lambda: claims.there)
+    locked(stage, prepare, note, unless=lambda: claims.there)
     claims.check(prepared.fingerprint)
     try:
         with reproducible():
@@ -242,6 +243,6 @@ def _join(
         claims.check(prepared.fingerprint)
         return _carry_out(prepared, stage, settings)
 
-    outcome = locked(stage, finish)
+    outcome = locked(stage, finish, note)
     assert outcome is not None
     return outcome
