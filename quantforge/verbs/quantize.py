@@ -212,7 +212,7 @@ def _join(
 ) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.shared_units import Worker
-    from quantforge.execution.sharing import locked
+    from quantforge.execution.sharing import finished_alone, locked
     from quantforge.numerics.team import reproducible
 
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))
@@ -229,9 +229,11 @@ def _join(
 
     locked(stage, prepare, note, unless=lambda: claims.there)
     claims.check(prepared.fingerprint)
+    if kept := finished_alone(stage, units, prepared.fingerprint):
+        note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, prepared, settings).work_off(sample_of(prepared))
+            Worker(claims, units, prepared, settings, kept).work_off(sample_of(prepared))
     except DeniedError:
         raise
     except InputError:  # as in `_carry_out`

@@ -30,8 +30,10 @@ from quantforge.execution import claims, leases, sharing
 from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
+from quantforge.execution.shared_units import Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
+from tests.conftest import Tiny
 from tests.runs import (
     CALIBRATION,
     StopError,
@@ -361,6 +363,56 @@ def test_a_plain_command_goes_on_with_what_was_shared(
     quantize(model, tmp_path / "m", wanted)
     assert tree(out) == tree(tmp_path / "m")
     assert leftovers(out) == {"out"}
+
+
+@pytest.mark.parametrize("crashed", ["outer", "block 0", "block 1"])
+@pytest.mark.parametrize("wanted", [PLAIN, GPTQ, recipe("awq", bits=4)])
+def test_what_one_process_had_finished_is_kept_when_others_share_the_run(
+    model: Path, out: Path, tmp_path: Path, wanted: Recipe, crashed: str
+) -> None:
+    order = ["outer", "block 0", "block 1", "head"]
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, progress=crash_after(crashed))
+    done: list[str] = []
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        written = Worker._written
+        patch.setattr(
+            Worker, "_written", lambda *given: done.append(given[2].name) or written(*given)
+        )
+        with pytest.raises(StopError):  # and on the way there the shared run crashes, too
+            join(model, out, wanted, progress=crash_after(order[order.index(crashed) + 1]))
+        join(model, out, wanted, note=said.append)
+    assert sorted(done) == sorted(order[order.index(crashed) + 1 :])
+    kept = order.index(crashed) + 1
+    assert said[0] == f"{kept} of 4 parts are kept, which one process had finished"
+    quantize(model, tmp_path / "m", wanted)
+    assert tree(out) == tree(tmp_path / "m")
+    assert leftovers(out) == {"out"}
+
+
+def test_experts_of_a_block_that_is_not_whole_are_done_with_it(
+    tiny: Tiny, out: Path, tmp_path: Path
+) -> None:
+    model = tiny("mixtral")
+    quantize(model, tmp_path / "m", GPTQ)
+    for crashed, kept in (("block 1 expert 1", "2 of 5 parts"), ("block 1", "3 of 5 parts")):
+        with pytest.raises(StopError):
+            quantize(model, out, GPTQ, progress=crash_after(crashed))
+        said: list[str] = []
+        join(model, out, GPTQ, note=said.append)
+        assert said[0].startswith(kept)
+        assert tree(out) == tree(tmp_path / "m")
+        shutil.rmtree(out)
+
+
+def test_a_damaged_journal_of_one_process_is_named(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        quantize(model, out, PLAIN, progress=crash_after("block 0"))
+    journal = out.with_name(".out.qf") / "journal/journal.jsonl"
+    journal.write_bytes(b"x" + journal.read_bytes()[1:])
+    with pytest.raises(IntegrityError, match="is damaged"):
+        join(model, out)
 
 
 def test_a_result_that_is_there_is_the_end_of_it(
