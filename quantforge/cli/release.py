@@ -74,7 +74,7 @@ def release(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
-    ray: options.Ray = "",
+    ray: options.Ray = None,
     on_shard: OnShard = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
@@ -93,7 +93,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or ranks.shared(), ray=ray, on_shard=on_shard,
+        join=join or jobs > 1 or ranks.shared(), ray=ray or "", on_shard=on_shard,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.recipe_toml import differences
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import RefusedError
@@ -36,7 +37,10 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     Raises:
         RefusedError: what lies there is something else.
     """
-    if not os.path.lexists(out) or _staged(out):  # its own command ends what was killed
+    if _staged(out):  # its own command ends what was killed
+        return False
+    if not os.path.lexists(out):
+        _check_alone_gone(out, planned, settings)
         return False
     document = manifest.read(out)
     stated = {} if document is None else document
@@ -69,6 +73,21 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
         "replace it with --overwrite, move it away, or choose another place",
         file=str(out),
     )
+
+
+def _check_alone_gone(out: Path, planned: Planned, settings: Settings) -> None:
+    """Refuse to make a file anew of which the manifest is still there: somebody has removed or moved it.
+
+    Raises:
+        RefusedError: it is there, and nothing is to be overwritten.
+    """
+    one_file = format_of(planned.plan.format).ABOUT.one_file
+    if one_file and os.path.lexists(side_of(out)) and not settings.overwrite:
+        raise RefusedError(
+            f"{out}: is not there, but its manifest {side_of(out).name} is",
+            f"put it back, or have it made again after: mv {shlex.quote(str(out))}* ELSEWHERE",
+            file=str(out),
+        )
 
 
 def check_whole_file(planned: Planned) -> None:
