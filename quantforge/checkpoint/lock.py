@@ -20,7 +20,7 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -233,7 +233,9 @@ def _read(descriptor: int) -> _Holder | None:
     if not data:
         return _Holder()
     try:
-        holder = _Holder(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
+        found = json.loads(data)
+        names = [field.name for field in fields(_Holder)]  # another version may note more
+        holder = _Holder(**{name: found[name] for name in names})
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return holder if type(holder.publishing) is int else None

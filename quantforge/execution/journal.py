@@ -140,7 +140,8 @@ def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | Non
     Args:
         path: of the file.
         fingerprint: of this run.
-        directory: what a person removes to start afresh; where the file is, if it is left out.
+        directory: of a run that processes share, which a person removes to start afresh; where the file is, if it is
+            left out.
 
     Raises:
         IntegrityError: it differs (the message names in what), or is damaged.
@@ -150,10 +151,12 @@ def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | Non
     except InputError as error:
         raise damaged(path, path.parent) from error
     if differ := _differences(earlier, fingerprint):
+        afresh = f"start afresh: with --overwrite, or after rm -r {path.parent}"
+        if directory is not None:  # --overwrite is not shared, and somebody may be at work
+            afresh = f"when no process works on it any more, start afresh after rm -r {directory}"
         raise IntegrityError(
             f"{path.parent}: holds an unfinished run that differs in: {'; '.join(differ)}",
-            "finish it with its own command, or start afresh: with --overwrite, or after "
-            f"rm -r {directory or path.parent}",
+            f"finish it with its own command, or {afresh}",
             file=str(path),
         )
 

@@ -18,6 +18,7 @@ from quantforge.checkpoint.lock import Lock
 from quantforge.errors import BusyError, RefusedError
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.execution.quiet_holders import QuietHolders
+from quantforge.execution.resumption import check_versions
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import (
@@ -122,6 +123,8 @@ class _Vacancies:
 
     def taken(self, stages: ExitStack) -> list[ReadyVariant]:
         """Enter the stages of half of the variants that are free and share a pass; none when all are taken."""
+        for asked in self.missing.values():
+            check_versions(asked.wanted.stage)
         group: list[ReadyVariant] = []
         for number, asked in [*self.missing.items()]:
             held = stages.enter_context(ExitStack())

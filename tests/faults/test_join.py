@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -404,6 +405,40 @@ def test_experts_of_a_block_that_is_not_whole_are_done_with_it(
         assert said[0].startswith(kept)
         assert tree(out) == tree(tmp_path / "m")
         shutil.rmtree(out)
+
+
+def test_somebody_s_files_in_the_place_of_claims_are_kept(model: Path, out: Path) -> None:
+    units = out.parent / UNITS
+    units.mkdir(parents=True)
+    (units / "mine").write_text("kept")
+    (units.parent / "lock").touch()
+    with pytest.raises(RefusedError, match="is no directory of a shared run") as refused:
+        join(model, out)
+    assert (units / "mine").read_text() == "kept"
+    typed = refused.value.hint.partition(": ")[2].replace("ELSEWHERE", str(out.with_name("m")))
+    subprocess.run(typed.split(), check=True)
+    join(model, out)
+    assert leftovers(out) == {"out"}
+
+
+def test_claims_of_another_run_are_refused_and_the_hint_can_be_typed(
+    model: Path, out: Path, reference: dict[str, str]
+) -> None:
+    """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
+    other = out.with_name("other")
+    for place, wanted in ((out, PLAIN), (other, recipe(scales="absmax", bits=8))):
+        with pytest.raises(StopError):
+            join(model, place, wanted, progress=crash_after("block 0"))
+    shutil.rmtree(out.parent / UNITS)
+    shutil.move(out.parent / ".other.qf/units", out.parent / UNITS)
+    shutil.rmtree(out.parent / ".other.qf")
+    with pytest.raises(IntegrityError, match="differs in: bits: 8 there, 4 here") as refused:
+        join(model, out)
+    assert "when no process works on it any more" in refused.value.hint
+    assert "--overwrite" not in refused.value.hint
+    shutil.rmtree(refused.value.hint.partition("rm -r ")[2])
+    join(model, out)
+    assert tree(out) == reference
 
 
 def test_a_damaged_journal_of_one_process_is_named(model: Path, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import time
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from quantforge.checkpoint import lock
+from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import claims, leases, quiet_holders
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs import join_variants, make_release, release
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
@@ -144,3 +147,30 @@ def test_nothing_is_said_of_one_that_works(
     children = [forked(work, tmp_path / f"m{number}") for number in range(2)]
     assert [ended(child) for child in children] == [0, 0]
     assert "nothing is heard" not in said.read_text()
+
+
+def test_a_process_of_another_version_does_not_take_part(
+    model: Path, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, out = tmp_path / "release.toml", tmp_path / "out"
+    spec.write_text(SPEC.format(model=model))
+    child = stopped(UnitOutput, "finish", lambda: release(spec, out, Settings(join=True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "__version__", "9.9.9")
+        with pytest.raises(IntegrityError, match=r"quantforge: 0\.1\.0 there, 9\.9\.9 here") as one:
+            release(spec, out, Settings(join=True))
+        assert "same versions everywhere" in one.value.hint
+    os.kill(child, signal.SIGCONT)
+    assert ended(child) == 0
+    release(spec, tmp_path / "whole")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_the_lock_of_a_version_that_notes_more_is_a_lock(tmp_path: Path) -> None:
+    held = lock.Lock(tmp_path / ".out.qf")
+    held.take()
+    path = tmp_path / ".out.qf" / lock.FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    with pytest.raises(BusyError, match=f"process {os.getpid()} "):
+        lock.Lock(tmp_path / ".out.qf").take()
+    held.release()
