@@ -198,9 +198,10 @@ class Lock:
 
     def _beat(self, ends: threading.Event) -> None:
         """Set the time of the file until the lock is freed."""
+        follows = os.utime not in os.supports_follow_symlinks  # Windows
         while not ends.wait(BEAT_SECONDS):
             with suppress(OSError):  # somebody has removed it
-                os.utime(self._path, follow_symlinks=False)
+                os.utime(self._path, follow_symlinks=follows)
 
     def _is_there(self) -> bool:
         """Return whether the locked file is the one at its name."""

@@ -109,10 +109,7 @@ def release(
         made = verbs.release(spec, out, settings, only or (), most)
     if processes.silent():
         return
-    _report(console, made, summary, failed, shared=settings.join)
-    for one in made.variants if on_shard is not None else ():
-        if gone := away(one.out, manifest.read(one.out) or {}):
-            console.note(put_back(gone, from_here(one.out), on_shard or ""))
+    _report(console, made, summary, failed, settings)
     made.check_gates()
 
 
@@ -125,8 +122,7 @@ def _report(
     made: Released,
     summary: Path | None,
     failed: Sequence[processes.FailedProcess],
-    *,
-    shared: bool,
+    settings: Settings,
 ) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
@@ -143,8 +139,11 @@ def _report(
     else:
         console.table(_HEADERS, rows)
         _say_left_out(console, made.left_out)
-        others = "made by other processes or kept" if shared else "kept"
+        others = "made by other processes or kept" if settings.join else "kept"
         console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
+        for one in made.variants if settings.on_shard is not None else ():
+            if gone := away(one.out, manifest.read(one.out) or {}):
+                console.note(put_back(gone, from_here(one.out), settings.on_shard or ""))
         console.note(f"to publish it: {made.upload}")
 
 
