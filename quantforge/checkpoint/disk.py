@@ -36,9 +36,7 @@ class Disk:
     allocate: Callable[[int, int, int], None] = system.allocate
     pwrite: Callable[[int, memoryview, int], int] = system.write_at
     fsync: Callable[[int], None] = system.sync
-    rename: Callable[[Path, Path], None] = (
-        os.replace
-    )  # Windows renames over a file by this call alone
+    rename: Callable[[Path, Path], None] = os.replace  # over a file, too: on Windows it alone does
     exchange: Callable[[Path, Path], None] = system.exchange
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
@@ -132,7 +130,9 @@ def folder(path: Path) -> None:
             raise
 
 
-def save(path: Path, data: bytes, *, overwrite: bool = False, disk: Disk | None = None) -> None:
+def save(
+    path: Path, data: bytes | memoryview, *, overwrite: bool = False, disk: Disk | None = None
+) -> None:
     """Write a file that a person has named: durable, whole or not at all.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,7 @@ class Worker:
         self._settings, self._importance = settings, prepared.importance
         self._source = SourceTensors(self._checkpoint, self._planned.matched, settings.device)
         self._records: list[Record] = []
+        self._flush: Callable[[], None] = lambda: None
 
     def work_off(self, sample: Sample | None) -> None:
         """Do units that no other process does, until all are done or the run is over.
@@ -114,10 +115,12 @@ class Worker:
         """Do blocks that can be claimed, one after the other, on the states that the workers before them hand on."""
         if self._claims.run is None:
             return
-        handed = HandedStates(self._claims.run / "states")
+        keeps = self._settings.activations == "memory"
+        handed = HandedStates(self._claims.run / "states", keeps=keeps)
         blocks = [block_unit(index) for index in range(self._planned.matched.blocks)]
         names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
-        with self._stream(sample, handed) as stream:
+        self._flush = handed.flush
+        with closing(handed), self._stream(sample, handed) as stream:
             stream.embed()
             while (claim := self._claims.take(names)) is not None:
                 name = self._claims.names[claim.unit]
@@ -185,6 +188,7 @@ class Worker:
                 passes()
             else:
                 record = self._written(claim, unit, work)
+            self._flush()
             claim.finish(record)
         if not claim.lost:
             self._records += [record, *record.get(INSIDE, {}).values()]

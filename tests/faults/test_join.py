@@ -27,7 +27,7 @@ from quantforge.errors import (
     ResourceError,
     UsageError,
 )
-from quantforge.execution import claims, leases, sharing
+from quantforge.execution import claims, handed_states, leases, sharing
 from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
@@ -284,7 +284,16 @@ def test_who_waits_for_states_that_do_not_come_does_the_block_before(
     """The first is stopped within block 0, of which it has handed on one micro-batch of two."""
 
     def stopped() -> None:
-        before_call(HandedStates, "write", 4, send(signal.SIGSTOP))
+        write, calls = HandedStates.write, [0]
+
+        def counted(states: HandedStates, *given: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 4:
+                states.flush()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            write(states, *given)
+
+        HandedStates.write = counted  # type: ignore[method-assign]
         join(model, out, GPTQ)
 
     child = start(stopped)
@@ -336,7 +345,7 @@ def test_states_that_are_not_what_was_written_are_not_read(
 
     monkeypatch.setattr(HandedStates, "read", harmed)
     with pytest.raises(IntegrityError, match="is not what a worker had written") as refused:
-        join(model, out, GPTQ)
+        join(model, out, GPTQ, activations="disk")  # else it keeps them in memory
     assert refused.value.hint == f"start afresh: rm -r {out.parent / UNITS}"
     assert not out.exists()
 
@@ -591,3 +600,23 @@ def test_a_finished_result_without_what_is_asked_beside_it_is_refused(
     join(model, tmp_path / "other", provenance=True)
     join(model, tmp_path / "other", provenance=True)
     assert (tmp_path / "other/provenance.intoto.json").exists()
+
+
+@pytest.mark.parametrize("activations", ["memory", "disk"])
+def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
+    model: Path, out: Path, calibrated: dict[str, str], activations: str
+) -> None:
+    def full(path: Path, *given: Any, **named: Any) -> None:
+        if path.name == "1.4":  # behind block 0, the last rows
+            raise ResourceError("no space", "free some")
+        save(path, *given, **named)
+
+    save = handed_states.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handed_states, "save", full)
+        with pytest.raises(ResourceError, match="no space"):
+            join(model, out, GPTQ, activations=activations)
+    done = sorted(path.name[:4] for path in (out.parent / UNITS).glob("*/*.done"))
+    assert done == ["0000"]  # what is outside of the blocks
+    join(model, out, GPTQ, activations=activations)
+    assert tree(out) == calibrated

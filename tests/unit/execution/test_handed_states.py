@@ -1,0 +1,77 @@
+"""Hidden states that processes hand on: read from memory by whoever wrote them, from files by all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.errors import IntegrityError, ResourceError
+from quantforge.execution import handed_states
+from quantforge.execution.handed_states import HandedStates
+
+ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
+    tmp_path: Path, keeps: bool
+) -> None:
+    mine = HandedStates(tmp_path / "states", keeps=keeps)
+    for block, start in ((-1, 0), (-1, 2), (0, 0), (0, 2)):
+        mine.block = block
+        mine.write(start, (ROWS + 100 * block + start).to(torch.float64))
+    mine.flush()
+    other = HandedStates(tmp_path / "states", keeps=keeps)
+    other.block = 5
+    other.write(0, ROWS)  # by which it knows the shape
+    for reader in (mine, other):
+        for block, start in ((-1, 0), (-1, 2), (0, 0), (0, 2)):
+            reader.block = block + 1
+            assert torch.equal(reader.read(start, start + 2), ROWS + 100 * block + start)
+    mine.close()
+    other.close()
+
+
+def test_who_keeps_states_in_memory_reads_no_file(tmp_path: Path) -> None:
+    for keeps in (True, False):
+        states = HandedStates(tmp_path / str(keeps), keeps=keeps)
+        states.write(0, ROWS)
+        states.flush()
+        for file in (tmp_path / str(keeps)).iterdir():
+            file.write_bytes(b"damaged")
+        states.block = 0
+        if keeps:
+            assert torch.equal(states.read(0, 2), ROWS)
+        else:
+            with pytest.raises(IntegrityError, match="is not what a worker had written"):
+                states.read(0, 2)
+        states.close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise ResourceError("no space", "free some")
+
+    states = HandedStates(tmp_path / "states", keeps=keeps)
+    monkeypatch.setattr(handed_states, "save", full)
+    states.write(0, ROWS)
+    with pytest.raises(ResourceError, match="no space"):
+        states.flush()
+    states.close()
+
+
+def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
+    states = HandedStates(tmp_path / "states", keeps=False)
+    for start, rows in ((0, ROWS), (2, ROWS[:1])):
+        states.write(start, rows)
+    states.block = 0
+    states.flush()
+    assert torch.equal(states.read(2, 3), ROWS[:1])
+    assert torch.equal(states.read(0, 2), ROWS)
+    states.close()
