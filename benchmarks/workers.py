@@ -2,10 +2,11 @@
 
     python benchmarks/workers.py --width 2048 --blocks 8 --samples 16 [--workers 2] [--out FILE.json]
     python benchmarks/workers.py --model MODEL --calibration cal.txt
+    python benchmarks/workers.py --model MODEL --workers 1 --repeats 5      # what claims cost: seconds of the processor
 
 Every worker is a process on one thread that has made a small run before, for imports and compiling. Printed are seconds
-of the clock from the start of all to the end of the last, so that the machine has to be idle, and whether the weights
-have the same bytes.
+of the clock from the start of all to the end of the last, for which the machine has to be idle, those of the processor
+that all of them took, and whether the weights have the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from release import synthetic
 
 RUN = r"""
-import sys, tempfile
+import sys, tempfile, time
 from pathlib import Path
 from quantforge import Settings, quantize
 
@@ -38,7 +39,9 @@ with tempfile.TemporaryDirectory() as scratch:
         run(Path(scratch, str(times)), warm, samples=2, length=32)
 print("ready", flush=True)
 sys.stdin.readline()
+begun = time.process_time()
 run(out, join == "True", samples=int(samples), length=int(length))
+print(time.process_time() - begun)
 """
 
 
@@ -60,23 +63,28 @@ def main() -> None:
     ways = {
         "one process, 1 thread": (1, 1, False),
         "one worker": (1, 1, True),
-        f"{options.workers} workers": (options.workers, 1, True),
-        f"one process, {options.workers} threads": (1, options.workers, False),
     }
+    if options.workers > 1:
+        ways[f"{options.workers} workers"] = (options.workers, 1, True)
+        ways[f"one process, {options.workers} threads"] = (1, options.workers, False)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    busy: dict[str, list[float]] = {name: [] for name in ways}
     digests = set()
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or synthetic(Path(scratch, "model"), options)
         for turn in range(options.repeats):
             for name, way in ways.items():
                 out = Path(scratch, f"{turn}-{len(digests)}-{name}")
-                seconds[name].append(timed(options, model, out, *way))
+                clock, processor = timed(options, model, out, *way)
+                seconds[name].append(clock)
+                busy[name].append(processor)
                 digests.add(digest(out))
-                print(f"{name}: {seconds[name][-1]:.1f} s", flush=True)
+                print(f"{name}: {clock:.1f} s, of the processor {processor:.2f} s", flush=True)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     first, *others = medians.values()
     found = {
         "seconds": medians,
+        "processor seconds": {name: statistics.median(values) for name, values in busy.items()},
         "speed": dict(zip([*medians][1:], [first / other for other in others], strict=True)),
         "same bytes": len(digests) == 1,
     }
@@ -87,8 +95,8 @@ def main() -> None:
 
 def timed(
     options: argparse.Namespace, model: Path, out: Path, count: int, threads: int, join: bool
-) -> float:
-    """Return the seconds that processes take for one result once all of them are ready."""
+) -> tuple[float, float]:
+    """Return the seconds, of the clock and of the processor, of one result once all processes are ready."""
     rows = [options.calibration, options.samples, options.length, options.scheme, options.method]
     asked = [sys.executable, "-c", RUN, model, *rows, out, threads, join]
     processes = [
@@ -106,7 +114,8 @@ def timed(
         process.stdin.close()
     if any(process.wait() for process in processes):
         raise SystemExit("a worker failed")
-    return time.monotonic() - start
+    clock = time.monotonic() - start
+    return clock, sum(float(process.stdout.read()) for process in processes if process.stdout)
 
 
 def digest(out: Path) -> str:
