@@ -3,7 +3,7 @@
     python benchmarks/workers.py --width 2048 --blocks 8 --samples 16 [--workers 2] [--out FILE.json]
     python benchmarks/workers.py --model MODEL --calibration cal.txt
 
-Every worker is a process on one thread that has made a small run before, for imports and compiling. Printed are seconds
+Every worker is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are seconds
 of the clock from the start of all to the end of the last, so that the machine has to be idle, and whether the weights
 have the same bytes.
 """
@@ -22,23 +22,25 @@ from pathlib import Path
 
 from release import synthetic
 
+SMALL = Path(__file__).parents[1] / "models" / "demo"
+
 RUN = r"""
 import sys, tempfile
 from pathlib import Path
 from quantforge import Settings, quantize
 
-model, text, samples, length, scheme, method, out, threads, join = sys.argv[1:]
+model, small, text, samples, length, scheme, method, out, threads, join = sys.argv[1:]
 rows = {"calibration": text, "scheme": scheme, "method": method}
 
-def run(out, join, **size):
+def run(model, out, join, **size):
     quantize(model, None, out, Settings(threads=int(threads), join=join), **rows, **size)
 
 with tempfile.TemporaryDirectory() as scratch:
     for times, warm in enumerate({False, join == "True"}):
-        run(Path(scratch, str(times)), warm, samples=2, length=32)
+        run(small, Path(scratch, str(times)), warm, samples=2, length=32)
 print("ready", flush=True)
 sys.stdin.readline()
-run(out, join == "True", samples=int(samples), length=int(length))
+run(model, out, join == "True", samples=int(samples), length=int(length))
 """
 
 
@@ -90,7 +92,7 @@ def timed(
 ) -> float:
     """Return the seconds that processes take for one result once all of them are ready."""
     rows = [options.calibration, options.samples, options.length, options.scheme, options.method]
-    asked = [sys.executable, "-c", RUN, model, *rows, out, threads, join]
+    asked = [sys.executable, "-c", RUN, model, SMALL, *rows, out, threads, join]
     processes = [
         subprocess.Popen([*map(str, asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(count)
