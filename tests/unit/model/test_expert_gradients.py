@@ -110,8 +110,9 @@ def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
     found, sums = WeightGradients(), SquaredGradients(strips=2)
     backward(checkpoint, matched, ROWS, found)
     backward(checkpoint, matched, ROWS, sums)
-    names = [*found.tokens, "model.layers.1.mlp.up_proj"]
-    with TokenWeights(tmp_path / "weights", names, (*ROWS.shape, 2), new=True) as weights:
+    dense = "model.layers.1.mlp.up_proj"
+    names, shape = [*found.tokens, dense], (*ROWS.shape, 2)
+    with TokenWeights(tmp_path / "weights", [dense], shape, found.tokens) as weights:
         backward(checkpoint, matched, ROWS, weights, micro_batch=2)
         assert weights.count == len(names) * len(ROWS)
         for name in names:

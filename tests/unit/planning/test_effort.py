@@ -27,6 +27,7 @@ from tests.runs import CALIBRATION, command, quantize, recipe, tree
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
 ONE_ROW = CalibrationOptions(samples=1)
+EVERYONE = CalibrationOptions(experts="all")
 
 
 def planned(tiny: Tiny, wanted: Recipe, family: str = "llama") -> Planned:
@@ -113,8 +114,9 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
         ("llama", {"method": "awq+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["awq+gptq are not tuned"]),
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1", ["no scale for each group", "has anyway"]),
         ("llama", {"method": "gptq", "type": "Q4_0"}, "guide = 1, gptq.runs = 4", ["gguf files are not tuned"]),
-        ("mixtral", {"method": "gptq", "bits": 4}, "gptq.runs = 4",
-         ["guide = 1 (the model has experts", "tune = 4 (the"]),
+        ("mixtral", {"method": "gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["tune = 4 (the model has experts"]),
+        ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "gptq.runs = 4",
+         ["guide = 1 (--experts all sends", "tune = 4 (the"]),
         ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
          ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
