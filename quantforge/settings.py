@@ -111,6 +111,20 @@ def check_threads(threads: int | None) -> int | None:
     return threads
 
 
+def check_cluster(address: str | None) -> str:
+    """Return the address of a cluster that was typed, or "" where none was.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    if address is not None and not address.strip():
+        raise UsageError(
+            f"--ray {address!r}: names no cluster",
+            "--ray auto, or --ray HOST:PORT; without --ray there is none",
+        )
+    return address or ""
+
+
 def check_jobs(jobs: int) -> int:
     """Return a number of processes unless it is more than could be of use.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -115,6 +116,20 @@ def copied(model: Path, place: Path) -> Path:
     """Copy a model to a place where it may be damaged."""
     shutil.copytree(model, place)
     return place
+
+
+def moving(away: Path) -> str:
+    return f"mv {{}} {shlex.quote(str(away))}"
+
+
+def script(place: Path, text: str) -> str:
+    """Return a command that runs lines of Python with the shard as ``shard`` and this folder as ``place``."""
+    file = place / "command.py"
+    file.write_text(
+        f"import os, shutil, signal, sys\nfrom pathlib import Path\n"
+        f"shard, place = Path(sys.argv[1]), Path({str(place)!r})\n{text}\n"
+    )
+    return shlex.join([sys.executable, str(file)])
 
 
 def leftovers(out: Path) -> set[str]:

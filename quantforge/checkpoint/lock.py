@@ -7,6 +7,9 @@ owner, and says who that is. A directory of that name without such a file is not
 A file that is locked and then removed lets a second run lock another file of the same name. Therefore whoever gets the
 lock looks whether the file is still at its name, and tries again if it is not; and whoever is about to publish looks
 again, and locks anew what somebody has removed meanwhile, or gives way to the run that has done so.
+
+While it has the lock, a process sets the time of its file every second. Nobody reads what time that is: whoever waits
+sees that it changes, and so that the process has not been stopped.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import errno
 import json
 import os
 import socket
+import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from quantforge.errors import BusyError, RefusedError
 from quantforge_files import system
 
 FILE = "lock"
+BEAT_SECONDS = 1.0
 _TRIES = 100  # of a lock whose file goes away while it is being locked
 _MAX_BYTES = 4096
 
@@ -39,6 +44,24 @@ class _Holder:
     publishing: int = 0
 
 
+class HeldError(BusyError):
+    """Another process has a lock.
+
+    Attributes:
+        path: of the lock file.
+        pid, host, started: of the process.
+        beat: changes while the process works.
+    """
+
+    def __init__(self, path: Path, holder: _Holder, beat: int, work: str) -> None:
+        super().__init__(
+            f"{path}: process {holder.pid} on {holder.host}, started {holder.started}, {work}",
+            "wait for it, or end it and run again",
+        )
+        self.path, self.beat = path, beat
+        self.pid, self.host, self.started = holder.pid, holder.host, holder.started
+
+
 class Lock:
     """The lock of one output; ``directory`` is what it stands for, and ``work`` says it to whoever has to wait."""
 
@@ -47,6 +70,7 @@ class Lock:
         self._path = directory / FILE
         self._descriptor = -1
         self._publishing = 0
+        self._ends = threading.Event()
 
     @property
     def descriptor(self) -> int:
@@ -57,7 +81,7 @@ class Lock:
         """Lock, and return the inode that the last holder was publishing (or 0).
 
         Raises:
-            BusyError: another run has it.
+            HeldError: another run has it.
             RefusedError: the directory, or the file in it, is not ours.
             OSError: it cannot be made.
         """
@@ -122,6 +146,7 @@ class Lock:
 
     def release(self) -> None:
         """Free the lock; its directory goes too when it holds nothing else."""
+        self._ends.set()
         try:
             if self._is_there() and [path.name for path in self.directory.iterdir()] == [FILE]:
                 if not system.removes_open_files():
@@ -167,7 +192,16 @@ class Lock:
         """Note that this run has the lock; what the last holder was publishing stays until it is recovered from."""
         last = _read(self._descriptor) or _Holder()
         self.record(last.publishing)
+        self._ends = threading.Event()
+        threading.Thread(target=self._beat, args=[self._ends], daemon=True).start()
         return last.publishing
+
+    def _beat(self, ends: threading.Event) -> None:
+        """Set the time of the file until the lock is freed."""
+        follows = os.utime not in os.supports_follow_symlinks  # Windows
+        while not ends.wait(BEAT_SECONDS):
+            with suppress(OSError):  # somebody has removed it
+                os.utime(self._path, follow_symlinks=follows)
 
     def _is_there(self) -> bool:
         """Return whether the locked file is the one at its name."""
@@ -177,12 +211,9 @@ class Lock:
             return False
         return os.path.samestat(named, os.fstat(self._descriptor))
 
-    def _busy(self) -> BusyError:
-        holder = _read(self._descriptor) or _Holder()
-        return BusyError(
-            f"{self._path}: process {holder.pid} on {holder.host}, started {holder.started}, {self._work}",
-            "wait for it, or end it and run again",
-        )
+    def _busy(self) -> HeldError:
+        beat = os.fstat(self._descriptor).st_mtime_ns
+        return HeldError(self._path, _read(self._descriptor) or _Holder(), beat, self._work)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -203,7 +234,9 @@ def _read(descriptor: int) -> _Holder | None:
     if not data:
         return _Holder()
     try:
-        holder = _Holder(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
+        found = json.loads(data)
+        names = [field.name for field in fields(_Holder)]  # another version may note more
+        holder = _Holder(**{name: found[name] for name in names})
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return holder if type(holder.publishing) is int else None

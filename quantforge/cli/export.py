@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
-from quantforge.cli.quantize import list_events, report, upload
+from quantforge.cli.quantize import OnShard, list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.formats.targets import placed
+from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def export(
     cache: options.Cache = None,
     draft: options.Draft = None,
     overwrite: options.Overwrite = False,
+    on_shard: OnShard = None,
     dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
@@ -73,39 +76,40 @@ def export(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
-    start = time.monotonic()
-    run_log = RunLog(console, log, model, said=output is not None)
+    start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
         serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
-        sign=sign, base_model=base_model, progress=run_log.progress, announce=run_log.announce, note=console.note,
+        sign=sign, base_model=base_model, on_shard=on_shard,
+        progress=run_log.progress, announce=run_log.announce, note=console.note,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:
         return verbs.export(
-            model, out=output, settings=settings, imatrix=imatrix,
-            allow_inexact=allow_inexact, source=source, requantize=requantize, **form, **text,
+            model, out=output, settings=settings, imatrix=imatrix, allow_inexact=allow_inexact,
+            source=source, requantize=requantize, **form, **text,
         )  # fmt: skip
 
     if dry_run:
-        show_plan(console, settings, imatrix, run)
-        return
+        return show_plan(console, settings, imatrix, run)
     with console.watch():
         result = run(settings)
-    _tell(console, result, model, time.monotonic() - start)
+    return _tell(console, result, model, time.monotonic() - start, on_shard or "")
 
 
-def _tell(console: Console, result: Outcome | Exported, model: str, seconds: float) -> None:
+def _tell(
+    console: Console, result: Outcome | Exported, model: str, seconds: float, taker: str
+) -> None:
     """Say what was made: by quantizing, or by a conversion."""
     from quantforge import verbs
 
     if isinstance(result, verbs.Outcome):
-        report(console, result, model, seconds)
+        report(console, result, model, seconds, taker)
     else:
-        _show(console, result)
+        _show(console, result, taker)
 
 
-def _show(console: Console, result: Exported) -> None:
+def _show(console: Console, result: Exported, taker: str) -> None:
     """Say what was made, and how exactly it is what was given."""
     if console.as_json:
         console.document({"schema": "quantforge.export/1", **result.document()})
@@ -121,4 +125,6 @@ def _show(console: Console, result: Exported) -> None:
     list_events(console, result.events)
     for note in result.notes:
         console.note(placed(note, out))
+    if gone := away(out, manifest.read(out) or {}):
+        console.note(put_back(gone, out, taker))
     console.note(upload(out))

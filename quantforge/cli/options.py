@@ -11,7 +11,13 @@ from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli.completion import among, events, models
 from quantforge.errors import UsageError, nearest
 from quantforge.planning.cards import CARDS
-from quantforge.settings import ACTIVATIONS, check_device_name, check_jobs, check_threads
+from quantforge.settings import (
+    ACTIVATIONS,
+    check_cluster,
+    check_device_name,
+    check_jobs,
+    check_threads,
+)
 
 
 def _activations(value: str) -> str:
@@ -74,18 +80,14 @@ Jobs = Annotated[
          help="Processes that share the results to be made, each in memory of its own."),
 ]  # fmt: skip
 Ray = Annotated[
-    str, _run("--ray", metavar="ADDRESS", help="Make them on this Ray cluster: auto, or HOST:PORT.")
-]
+    str | None,
+    _run("--ray", metavar="ADDRESS", callback=check_cluster, help="Make them on this Ray cluster: auto, or HOST:PORT."),
+]  # fmt: skip
 Device = Annotated[
     str,
-    _run(
-        "--device",
-        metavar="DEVICE",
-        help="cpu, cuda or cuda:N.",
-        callback=check_device_name,
-        autocompletion=among(("cpu", "cuda")),
-    ),
-]
+    _run("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.",
+         callback=check_device_name, autocompletion=among(("cpu", "cuda"))),
+]  # fmt: skip
 Threads = Annotated[
     int | None,
     _run(
@@ -102,14 +104,9 @@ InputBits = Annotated[
 ]
 Activations = Annotated[
     str,
-    _run(
-        "--activations",
-        metavar="WHERE",
-        help=f"Where hidden states are kept: {', '.join(ACTIVATIONS)}.",
-        callback=_activations,
-        autocompletion=among(ACTIVATIONS),
-    ),
-]
+    _run("--activations", metavar="WHERE", help=f"Where hidden states are kept: {', '.join(ACTIVATIONS)}.",
+         callback=_activations, autocompletion=among(ACTIVATIONS)),
+]  # fmt: skip
 Strict = Annotated[
     bool, _accepted("--strict", help="Refuse every degradation that --allow does not accept.")
 ]

@@ -36,7 +36,8 @@ OnShard = Annotated[
         "--on-shard",
         metavar="COMMAND",
         rich_help_panel="How it runs",
-        help="Call this with each weight file when it is final: {} is its path, else added. It may move it away.",
+        help="Call this with each weight file when it is final: {} is its path, else added; {name} that of the result."
+        " It may move it away.",
     ),
 ]
 

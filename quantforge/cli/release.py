@@ -13,7 +13,11 @@ from quantforge.checkpoint.files import FILES
 from quantforge.cli import jobs as processes
 from quantforge.cli import options, ranks
 from quantforge.cli.console import Console
+from quantforge.cli.quantize import OnShard
+from quantforge.cli.run_log import from_here
 from quantforge.planning import quantities
+from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 
@@ -70,7 +74,8 @@ def release(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
-    ray: options.Ray = "",
+    ray: options.Ray = None,
+    on_shard: OnShard = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -88,7 +93,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or ranks.shared(), ray=ray,
+        join=join or jobs > 1 or ranks.shared(), ray=ray or "", on_shard=on_shard,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:
@@ -104,7 +109,7 @@ def release(
         made = verbs.release(spec, out, settings, only or (), most)
     if processes.silent():
         return
-    _report(console, made, summary, failed, shared=settings.join)
+    _report(console, made, summary, failed, settings)
     made.check_gates()
 
 
@@ -117,8 +122,7 @@ def _report(
     made: Released,
     summary: Path | None,
     failed: Sequence[processes.FailedProcess],
-    *,
-    shared: bool,
+    settings: Settings,
 ) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
@@ -135,8 +139,11 @@ def _report(
     else:
         console.table(_HEADERS, rows)
         _say_left_out(console, made.left_out)
-        others = "made by other processes or kept" if shared else "kept"
+        others = "made by other processes or kept" if settings.join else "kept"
         console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
+        for one in made.variants if settings.on_shard is not None else ():
+            if gone := away(one.out, manifest.read(one.out) or {}):
+                console.note(put_back(gone, from_here(one.out), settings.on_shard or ""))
         console.note(f"to publish it: {made.upload}")
 
 

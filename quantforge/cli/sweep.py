@@ -65,7 +65,7 @@ def sweep(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
-    ray: options.Ray = "",
+    ray: options.Ray = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -86,8 +86,8 @@ def sweep(
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     settings = Settings(
-        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs),
-        join=join or jobs > 1 or ranks.shared(), ray=ray, activations=activations, offline=offline, overwrite=overwrite,
+        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), ray=ray or "",
+        join=join or jobs > 1 or ranks.shared(), activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid, out = _grid(over), output or _place(model)

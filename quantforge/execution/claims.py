@@ -29,7 +29,7 @@ from typing import Any
 
 from quantforge.checkpoint.disk import DISK, folder, writing
 from quantforge.checkpoint.files import FILES
-from quantforge.errors import InputError, IntegrityError, QuantForgeError
+from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
 from quantforge.execution.journal import (
     FINGERPRINT,
     check_same,
@@ -77,9 +77,11 @@ class Claims:
 
         Raises:
             IntegrityError: it is there, and of a run that differs.
+            RefusedError: somebody's files are there.
             ResourceError: the disk is full.
         """
         if not self.there:
+            self._check_own()
             begun = self.directory.with_name(f"{self.directory.name}.new")
             with writing(self.directory.parent, 0):
                 shutil.rmtree(begun, ignore_errors=True)
@@ -108,6 +110,15 @@ class Claims:
         except IntegrityError:
             if self.there:
                 raise
+
+    def _check_own(self) -> None:
+        """Refuse a directory that is there and holds no run: somebody's files."""
+        if self.directory.is_dir() and any(self.directory.iterdir()):
+            raise RefusedError(
+                f"{self.directory}: is no directory of a shared run",
+                f"move it away: mv {self.directory} ELSEWHERE",
+                file=str(self.directory),
+            )
 
     def check_there(self) -> None:
         """Refuse to go on with a run that is over and has left no result.

@@ -15,23 +15,26 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import writing
 from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, ResourceError, UsageError, without
 from quantforge.execution.journal import damaged, write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.units import unit_of, units_of
 from quantforge.formats import format_of
-from quantforge.plans import FilePlan, Plan
+from quantforge.plans import Plan
 from quantforge.results.manifest import sha256
 from quantforge.settings import Settings
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 RECORD = "shards.json"  # in the directory of the journal
-PLACE = "{}"  # of the path in the command
+PLACE, NAME = "{}", "{name}"  # of the path in the command, and of the name of the result
 _STDERR = 2  # stdout carries our own data
 
 
@@ -46,16 +49,25 @@ class Handover:
     """
 
     def __init__(
-        self, command: str, stage: Path, journal: Path, plan: Plan, files: Sequence[FilePlan]
+        self, command: str, stage: Stage, journal: Path, writers: Mapping[str, AbstractSet[str]]
     ) -> None:
-        self._words, self._stage, self._record = shlex.split(command), stage, journal / RECORD
+        """Take up what an interrupted run had handed over.
+
+        Args:
+            command: which takes the shards; with "" they stay.
+            stage: of the result.
+            journal: the directory of the journal.
+            writers: the units that write to each shard, by its name in the stage.
+        """
+        words = shlex.split(command)
+        self._words = [word.replace(NAME, stage.out.name) for word in words]
+        self._stage, self._record = stage.path, journal / RECORD
         self._shards = recorded(journal)
         if command and not self._record.exists():
             self._write()
         self.lazily = self._record.exists()
-        names = (file.name for file in files)
-        self._writers = dict(zip(names, _writers(plan), strict=True))
-        self.gone = {name for name in self._shards if not os.path.lexists(stage / name)}
+        self._writers = writers
+        self.gone = {name for name in self._shards if not os.path.lexists(stage.path / name)}
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
@@ -149,19 +161,19 @@ def held_bytes(plan: Plan, sizes: Sequence[int]) -> int:
     """
     blocks = 1 + max((tensor.part for tensor in plan.tensors), default=-1)
     order = {unit.name: number for number, unit in enumerate(units_of(plan, blocks))}
-    changes = [0] * (len(order) + 1)
-    for units, size in zip(_writers(plan), sizes, strict=True):
-        numbers = [order[unit] for unit in units]
-        changes[min(numbers)] += size
-        changes[max(numbers) + 1] -= size
-    held = most = 0
-    for change in changes:
-        held += change
-        most = max(most, held)
-    return most
+    return most_held([[order[unit] for unit in units] for units in writers(plan)], sizes)
 
 
-def _writers(plan: Plan) -> list[set[str]]:
+def most_held(times: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """Return the bytes that files take together at most, each from the first of its ``times`` to the last."""
+    changes = [0] * (2 + max((time for own in times for time in own), default=0))
+    for own, size in zip(times, sizes, strict=True):
+        changes[min(own)] += size
+        changes[max(own) + 1] -= size
+    return max(accumulate(changes))
+
+
+def writers(plan: Plan) -> list[set[str]]:
     """Return the names of the units that write to each weight file, in the order of the files."""
     units = {item.name: unit_of(tensor, plan) for tensor in plan.tensors for item in tensor.stored}
     return [{units[name] for name in names} for names in plan.shards]
@@ -180,16 +192,7 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
     """
     if settings.on_shard is None:
         return
-    try:
-        words = shlex.split(settings.on_shard)
-    except ValueError as error:
-        raise UsageError(f"--on-shard {settings.on_shard}: {error}", "close its quotes") from error
-    if not words or shutil.which(words[0]) is None:
-        program = words[0] if words else ""
-        raise UsageError(
-            f"--on-shard: no program {program!r} that can be run",
-            "name one that can be run; for several steps write a script, or bash -c '...'",
-        )
+    check_program(settings.on_shard)
     reads_quantized = bool(plan.needs) and propagate != "source"
     tuned = "--tune changes what is written already"
     reasons = {
@@ -206,3 +209,35 @@ def check_command(plan: Plan, propagate: str, settings: Settings) -> None:
         if holds:
             hint = without("--tune") if reason == tuned else "leave one of them out"
             raise UsageError(f"--on-shard, and {reason}", hint)
+
+
+def check_program(command: str) -> None:
+    """Refuse a command whose program cannot be run.
+
+    Raises:
+        UsageError: naming it.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--on-shard {command}: {error}", "close its quotes") from error
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else ""
+        raise UsageError(
+            f"--on-shard: no program {program!r} that can be run",
+            "name one that can be run; for several steps write a script, or bash -c '...'",
+        )
+
+
+def check_several(command: str, number: int) -> None:
+    """Refuse a command to which the files of several results would be the same.
+
+    Raises:
+        UsageError: it does not ask for their names.
+    """
+    check_program(command)
+    if number > 1 and NAME not in command:
+        raise UsageError(
+            f"--on-shard, and {number} variants: their files have the same names",
+            f"name the variant in the command, by {NAME}: --on-shard 'mv {PLACE} ELSEWHERE/{NAME}/'",
+        )

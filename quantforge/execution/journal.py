@@ -68,17 +68,11 @@ class Workspace:
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read whole lines; a line cut by a kill is dropped, and its unit is done again."""
         path = self.directory / JOURNAL
-        *lines, rest = (
-            FILES.read(path, JOURNAL_ROLE, self.directory).split(b"\n") if path.exists() else [b""]
-        )
-        records = {}
-        for line in lines:
-            record = record_of(line, path, self.directory)
-            records[str(record["unit"])] = record
-        if rest:
+        records, length = records_of(self.directory)
+        if written(self.directory) > length:
             with writing(path, 0):
                 descriptor = existing(path)
-                os.ftruncate(descriptor, sum(len(line) + 1 for line in lines))
+                os.ftruncate(descriptor, length)
                 os.close(descriptor)
         return records
 
@@ -103,6 +97,20 @@ class Workspace:
         """Close the journal and delete it: the run is published, or cannot be finished."""
         self.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def records_of(directory: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the records of a journal by their units, and how many bytes its whole lines have.
+
+    Raises:
+        IntegrityError: a line is damaged.
+    """
+    path = directory / JOURNAL
+    if not path.exists():
+        return {}, 0
+    *lines, _ = FILES.read(path, JOURNAL_ROLE, directory).split(b"\n")
+    found = [record_of(line, path, directory) for line in lines]
+    return {str(record["unit"]): record for record in found}, sum(len(line) + 1 for line in lines)
 
 
 def recorded_fingerprint(directory: Path) -> dict[str, str]:
@@ -132,7 +140,8 @@ def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | Non
     Args:
         path: of the file.
         fingerprint: of this run.
-        directory: what a person removes to start afresh; where the file is, if it is left out.
+        directory: of a run that processes share, which a person removes to start afresh; where the file is, if it is
+            left out.
 
     Raises:
         IntegrityError: it differs (the message names in what), or is damaged.
@@ -142,10 +151,12 @@ def check_same(path: Path, fingerprint: Mapping[str, str], directory: Path | Non
     except InputError as error:
         raise damaged(path, path.parent) from error
     if differ := _differences(earlier, fingerprint):
+        afresh = f"start afresh: with --overwrite, or after rm -r {path.parent}"
+        if directory is not None:  # --overwrite is not shared, and somebody may be at work
+            afresh = f"when no process works on it any more, start afresh after rm -r {directory}"
         raise IntegrityError(
             f"{path.parent}: holds an unfinished run that differs in: {'; '.join(differ)}",
-            "finish it with its own command, or start afresh: with --overwrite, or after "
-            f"rm -r {directory or path.parent}",
+            f"finish it with its own command, or {afresh}",
             file=str(path),
         )
 

@@ -7,6 +7,7 @@ are exact only if the model's type can hold each of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.reader import scan_finite
@@ -40,32 +41,47 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
     return "inexact" if verdicts[Verdict.INEXACT] else "exact"
 
 
-def write_all(conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool) -> None:
+def write_all(
+    conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool,
+    done: Collection[str] = (), wrote: Callable[[str], None] = lambda _: None,
+) -> None:  # fmt: skip
     """Write every tensor of a conversion that `settle_all` let through.
+
+    Args:
+        conversion: which.
+        writer: of its files.
+        allow_inexact: whether rounding is accepted.
+        done: names of tensors that an interrupted run has written.
+        wrote: is told the name of every other one when it is written.
 
     Raises:
         InputError: a tensor that is kept is not finite.
     """
     target, storage = format_of(conversion.plan.format), storage_of(conversion.plan.format)
-    for done, tensor in enumerate(conversion.plan.tensors):
-        tell(tensor.name, done, len(conversion.plan.tensors))
+    for number, tensor in enumerate(conversion.plan.tensors):
+        tell(tensor.name, number, len(conversion.plan.tensors))
         layer = conversion.layers.get(tensor.name)
-        if tensor.action is Action.DROP:
+        if tensor.action is Action.DROP or (
+            done and all(item.name in done for item in tensor.stored)
+        ):
             continue
         if layer is None:
             value = conversion.checkpoint.read(tensor.name)
             scan_finite(tensor.name, value)
             (stored,) = tensor.stored
-            writer.write(stored.name, storage.keep(tensor, value))
+            found = {stored.name: storage.keep(tensor, value)}
         elif conversion.plan.format == DECODED:
-            writer.write(tensor.name, _decoded(conversion, layer)[0])
+            found = {tensor.name: _decoded(conversion, layer)[0]}
         else:
             source = layer.with_inputs(_unpacked(conversion, layer))
             same = convert(
                 source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
             )
-            for name, value in storage.pack(tensor, same).items():
+            found = storage.pack(tensor, same)
+        for name, value in found.items():
+            if name not in done:
                 writer.write(name, value)
+                wrote(name)
 
 
 def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool) -> Verdict:

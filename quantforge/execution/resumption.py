@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge.checkpoint.recipe_toml import both
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError
 from quantforge.execution.handover import recorded
-from quantforge.execution.journal import FINGERPRINT, RECIPE, Workspace, check_same, written
+from quantforge.execution.journal import (
+    FINGERPRINT,
+    RECIPE,
+    Workspace,
+    check_same,
+    recorded_fingerprint,
+    written,
+)
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
 from quantforge.results import manifest
@@ -73,6 +81,31 @@ def check_journal(stage: Stage, fingerprint: Mapping[str, str]) -> None:
         check_same(path, fingerprint, stage.journal.parent)
 
 
+def check_versions(stage: Stage) -> None:
+    """Refuse to share with a process that makes a result here with other versions than this one has.
+
+    Raises:
+        IntegrityError: naming them.
+    """
+    if not stage.path.exists():
+        return
+    there, here = recorded_fingerprint(stage.journal), _versions()
+    names = [name for name in here if there.get(name, here[name]) != here[name]]
+    if names:
+        place = stage.journal.parent
+        differ = "; ".join(both(name, there[name], here[name]) for name in names)
+        raise IntegrityError(
+            f"{place}: holds an unfinished run that differs in: {differ}",
+            "give the command with the same versions everywhere; or, when no process works on it any more,"
+            f" begin afresh with these: rm -r {place}",
+            file=str(stage.journal),
+        )
+
+
+def _versions() -> dict[str, str]:
+    return {f"version of {name}": text for name, text in manifest.versions().items()}
+
+
 def fingerprint_of(
     recipe: str,
     source: Mapping[str, Any],
@@ -89,7 +122,7 @@ def fingerprint_of(
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device.partition(":")[0],  # of several GPUs each rank has its own
         **({"imatrix": manifest.sha256(imatrix, None)} if imatrix else {}),
-        **{f"version of {name}": text for name, text in manifest.versions().items()},
+        **_versions(),
         **{f"source file {name}": entry["sha256"] for name, entry in source["files"].items()},
     }
 

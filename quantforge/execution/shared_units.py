@@ -11,7 +11,7 @@ through the model by itself instead, and runs the blocks that others hold as the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, events_of, progress_of
 from quantforge.execution.restoring import Restoring
 from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.sharing import INSIDE, places
+from quantforge.execution.sharing import INSIDE, KEPT, places
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit
@@ -57,12 +57,19 @@ class Worker:
         units: of the run.
         prepared: the run.
         settings: how it runs.
+        kept: names of the units that the journal has: rows pass them, and nothing else is done.
     """
 
     def __init__(
-        self, claims: Claims, units: Sequence[Unit], prepared: RunInputs, settings: Settings
+        self,
+        claims: Claims,
+        units: Sequence[Unit],
+        prepared: RunInputs,
+        settings: Settings,
+        kept: Collection[str] = (),
     ) -> None:
         self._claims, self._units = claims, {unit.name: unit for unit in units}
+        self._kept = kept
         self._planned, self._checkpoint = prepared.planned, prepared.checkpoint
         self._settings, self._importance = settings, prepared.importance
         self._source = SourceTensors(self._checkpoint, self._planned.matched, settings.device)
@@ -124,7 +131,7 @@ class Worker:
                     else:
                         part = stream.block(handed.block)
                         try:
-                            self._do(claim, partial(self._block, part))
+                            self._do(claim, partial(self._block, part), part.advance)
                         finally:
                             part.close()
                     if not claim.lost:
@@ -165,14 +172,19 @@ class Worker:
             if claim is not None:
                 self._do(claim, partial(self._head, stream))
 
-    def _do(self, claim: Claim, work: Callable[[DataFree], Record]) -> None:
-        """Do a unit into the file of its claim."""
+    def _do(
+        self, claim: Claim, work: Callable[[DataFree], Record], passes: Callable[[], object] = tuple
+    ) -> None:
+        """Do a unit into the file of its claim; of one that the journal has, only what ``passes`` the rows."""
         start, total = time.monotonic(), len(self._units)
         unit = self._units[self._claims.names[claim.unit]]
-        record: Record = {}
+        record: Record = {"unit": unit.name, KEPT: True}
         with claim:
             tell(unit.name, self._claims.count(), total)
-            record = self._written(claim, unit, work)
+            if unit.name in self._kept:
+                passes()
+            else:
+                record = self._written(claim, unit, work)
             claim.finish(record)
         if not claim.lost:
             self._records += [record, *record.get(INSIDE, {}).values()]

@@ -7,7 +7,7 @@ output runs the plan as ever, but copies what was finished instead of computing 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import leases
-from quantforge.execution.journal import written
+from quantforge.execution.journal import recorded_fingerprint, records_of, written
+from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import claimed_units
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 POLL_SECONDS = 0.2
 INSIDE = "inside"  # in the record of a unit: those of the units that went with it
+KEPT = "kept"  # in the record of a unit that one process alone had finished: it is in the journal of the output
 PATIENCE_SECONDS = (
     900.0  # with a process that puts the result together: digests of large files take minutes
 )
@@ -61,25 +63,28 @@ class FinishedUnit:
 
 
 def locked(
-    stage: Stage, work: Callable[[], Result], unless: Callable[[], bool] = lambda: False
-) -> Result | None:
+    stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
+    unless: Callable[[], bool] = lambda: False,
+) -> Result | None:  # fmt: skip
     """Do something under the lock of an output, as soon as no other process has it.
 
     Args:
         stage: of the output.
         work: what to do.
+        note: is told of a process that has the lock and is not heard of.
         unless: whether it need not be done any more; None is returned then.
 
     Raises:
         BusyError: another process has the lock, and its journal has not grown for `PATIENCE_SECONDS`.
         QuantForgeError: as entering the stage, or ``work``.
     """
-    watch = leases.Watch()
+    watch, quiet = leases.Watch(), QuietHolders(note)
     while not unless():
         try:
             with stage:
                 return work()
-        except BusyError:
+        except BusyError as error:
+            quiet.meet(error)
             if watch.still("journal", written(stage.journal)) > PATIENCE_SECONDS:
                 raise
         time.sleep(POLL_SECONDS)
@@ -92,7 +97,7 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
     records = claims.finished()
     own = {unit.name: unit.stored for unit in units}
     for unit in claimed_units(units):
-        if unit.name not in records:
+        if unit.name not in records or KEPT in records[unit.name][0]:
             continue
         record, file = records[unit.name]
         entries = {entry.name: entry for entry in _entries(unit, file)}
@@ -101,6 +106,23 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
             mine = tuple(entries[stored.name] for stored in own[name])
             found[name] = FinishedUnit(one, file, mine)
     return found
+
+
+def finished_alone(stage: Stage, units: Iterable[Unit], fingerprint: Mapping[str, str]) -> set[str]:
+    """Return the names of the units that one process finished whole before others shared the run.
+
+    Args:
+        stage: of the output.
+        units: that processes claim.
+        fingerprint: of the run.
+
+    Raises:
+        IntegrityError: the journal is damaged.
+    """
+    if recorded_fingerprint(stage.journal) != fingerprint:
+        return set()
+    done = {*records_of(stage.journal)[0]}
+    return {unit.name for unit in units if done >= {unit.name, *unit.inside}}
 
 
 def places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:

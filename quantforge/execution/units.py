@@ -29,11 +29,13 @@ class Unit:
         name: in the journal.
         tensors: what it reads of the source, and rounds or copies.
         needs: names of the units that have to be done before.
+        inside: names of those that go with it, where processes claim units.
     """
 
     name: str
     tensors: tuple[TensorPlan, ...]
     needs: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -89,13 +91,16 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
 
 def claimed_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
     """Return the units that processes claim, in order: those of a run, but that experts go with their block."""
-    inside: list[TensorPlan] = []
+    tensors: list[TensorPlan] = []
+    inside: list[str] = []
     found = []
     for unit in units:
-        inside += unit.tensors
-        if EXPERT not in unit.name:
-            found.append(replace(unit, tensors=tuple(inside)))
-            inside = []
+        tensors += unit.tensors
+        if EXPERT in unit.name:
+            inside.append(unit.name)
+            continue
+        found.append(replace(unit, tensors=tuple(tensors), inside=tuple(inside)))
+        tensors, inside = [], []
     return tuple(found)
 
 

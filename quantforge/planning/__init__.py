@@ -44,6 +44,7 @@ In this folder:
     quality_gates      Gates of a release: limits that every variant has to keep, and what is beyond them
     quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
+    release_directory  A directory that is given where a release file is wanted: which file was meant
     release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides

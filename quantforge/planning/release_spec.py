@@ -19,6 +19,7 @@ from quantforge.checkpoint.recipe_toml import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
 from quantforge.planning.quality_gates import QualityGates, checked
 from quantforge.planning.recipe_options import build_recipe
+from quantforge.planning.release_directory import is_directory
 from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
@@ -108,7 +109,7 @@ def read_release(path: Path) -> ReleaseSpec:
         UsageError: choices of a variant contradict each other.
     """
     if path.is_dir():
-        raise InputError(f"{path}: is a directory", f"name the release file: {path}/release.toml")
+        raise is_directory(path)
     return release_of(FILES.text(path, RECIPE, None), str(path))
 
 

@@ -31,6 +31,7 @@ In this folder:
     measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
     mixture_search       Search for a mixture of schemes of a given size, planned from headers
+    move_codes           Move: a model in the codes of another format, written, published
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     plan_release         Plan of a release: every variant planned, those that cannot be made named at once
@@ -65,12 +66,13 @@ from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
-from quantforge.verbs.export import Exported, export
+from quantforge.verbs.export import export
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.load_model import load
 from quantforge.verbs.make_release import Released, release
+from quantforge.verbs.move_codes import Exported
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.reproduce import Reproduced, reproduce

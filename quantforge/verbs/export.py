@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError, UsageError
-from quantforge.events import Event
-from quantforge.execution.progress import followed, phase
-from quantforge.execution.relayout import settle_all, write_all
+from quantforge.execution.progress import followed
 from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
 from quantforge.planning.cited_files import cited
-from quantforge.planning.conversion import DECODED, Conversion, plan_export
-from quantforge.planning.coverage import Coverage
+from quantforge.planning.conversion import DECODED, plan_export
 from quantforge.planning.recipe_options import (
     ExportOptions,
     RecipeOptions,
@@ -29,8 +25,6 @@ from quantforge.planning.recipe_options import (
     build_recipe,
 )
 from quantforge.quantizers import PLAIN
-from quantforge.results import manifest
-from quantforge.results.publish import publish, stage_side_files, taken
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_result import Outcome
@@ -38,49 +32,9 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.output import placed_in, side_bytes, stage_for
+from quantforge.verbs.move_codes import Exported, move
 from quantforge.verbs.quantize import quantize_opened
 from quantforge.verbs.requantize import quantize_again
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Result of an export.
-
-    Attributes:
-        out: the directory or file.
-        source_format, format: keys of the formats.
-        layers: how many quantized layers were moved.
-        verdict: how exactly.
-        output_bytes: of the weight files.
-        coverage: share of the weights in blocks that is quantized; None where nothing stays so.
-        events: degradations.
-        notes: what a person should know.
-        name: that the plan gives it.
-    """
-
-    out: Path
-    source_format: str
-    format: str
-    layers: int
-    verdict: str
-    output_bytes: int
-    coverage: Coverage | None
-    events: tuple[Event, ...] = ()
-    notes: tuple[str, ...] = ()
-    name: str = ""
-
-    def document(self) -> dict[str, object]:
-        """Return the result as plain data."""
-        found = asdict(self)
-        del found["coverage"], found["name"]
-        return {
-            **found,
-            "out": str(self.out),
-            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
-            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
-            "events": [event.to_json() for event in self.events],
-        }
 
 
 @checks_options(RecipeOptions)
@@ -142,7 +96,9 @@ def export(
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
-        return _moved(conversion, said, before, place, settings, allow_inexact=allow_inexact)
+        conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
+        asked = chosen.to_toml()
+        return move(conversion, asked, before, place, settings, allow_inexact=allow_inexact)
 
 
 def _check_moves(checkpoint: Checkpoint, key: str) -> None:
@@ -173,55 +129,3 @@ def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bo
     if key == DECODED:
         return readable(checkpoint) is not checkpoint  # no format has its layout, to be moved from
     return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
-
-
-def _moved(
-    conversion: Conversion,
-    said: tuple[str, ...],
-    before: Mapping[str, Any],
-    out: Path | None,
-    settings: Settings,
-    *,
-    allow_inexact: bool,
-) -> Exported:
-    """Carry a conversion out and publish it; ``said``: how its format was chosen, ``before``: as `taken`."""
-    checkpoint = conversion.checkpoint
-    plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-    stage = stage_for(plan, conversion.files, out, settings, checkpoint.path)
-    stage.check()
-    settings.announce(plan, stage.named)
-    with stage:
-        stage.clear()
-        stage.check_space(plan.output_bytes + side_bytes(checkpoint))
-        try:
-            conversion.checkpoint, origin = taken(checkpoint, before)
-            stage_side_files(stage, checkpoint, plan, origin)
-            document = _exported(checkpoint, conversion, origin)
-            with phase("reading", 0.4):
-                verdict = settle_all(conversion, allow_inexact=allow_inexact)
-            settings.policy.check(conversion.events)
-            with (
-                WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
-                phase("writing", 0.9),
-            ):
-                write_all(conversion, writer, allow_inexact=allow_inexact)
-            document |= manifest.of_events(conversion.events)
-            with phase("publishing", 1.0):
-                publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
-        except BaseException:  # an export is not resumed: it only copies
-            stage.discard()
-            raise
-    return Exported(
-        stage.out, conversion.source_key, plan.format, len(conversion.layers), verdict,
-        plan.output_bytes, conversion.coverage, tuple(conversion.events), (*plan.notes, *plan.left_behind),
-        plan.name,
-    )  # fmt: skip
-
-
-def _exported(
-    checkpoint: Checkpoint, conversion: Conversion, source: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the manifest of an export; what the source's own manifest says of its origin is passed on as it is."""
-    document = manifest.manifest(conversion.plan, "", source, None, [], {})
-    document["lineage"] = manifest.lineage(checkpoint.path)
-    return document

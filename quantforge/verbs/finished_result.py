@@ -43,7 +43,7 @@ def events_of_finished(
     document = manifest.read(stage.out)
     if document is None:
         return None
-    if not _is_whole(document, stage) or not _is_what_is_asked(document, stage, settings):
+    if not is_whole(document, stage) or not _is_what_is_asked(document, stage, settings):
         return None
     source, recipe = source_of(checkpoint), planned.recipe.to_toml()
     if (document.get("recipe"), document.get("source")) != (recipe, source):
@@ -64,7 +64,7 @@ def events_of_finished(
     return events
 
 
-def _is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
+def is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
     """Return whether every file of a manifest is there with its size; what is inside of them is for `verify`.
 
     One that the journal says to have been handed to a command may be missing.

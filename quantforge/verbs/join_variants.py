@@ -17,6 +17,8 @@ from quantforge.checkpoint.disk import place_of_run, writing
 from quantforge.checkpoint.lock import Lock
 from quantforge.errors import BusyError, RefusedError
 from quantforge.execution.progress import followed, phase, tell
+from quantforge.execution.quiet_holders import QuietHolders
+from quantforge.execution.resumption import check_versions
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import (
@@ -57,10 +59,11 @@ def join_variants(
     settings = replace(settings, join=False)  # each variant is made by one process
     with followed(settings.progress):
         asked = asked_variants(model, variants, settings)
-        vacancies = _Vacancies(dict(enumerate(asked)), is_there)
+        quiet = QuietHolders(settings.note)
+        vacancies = _Vacancies(dict(enumerate(asked)), is_there, quiet)
         while vacancies.missing:
             with ExitStack() as stages:
-                with turn(place):
+                with turn(place, settings.note):
                     group = vacancies.taken(stages)
                 # Of what this process has made the share is told already.
                 elsewhere = len(variants) - len(vacancies.missing) - len(group)
@@ -79,20 +82,25 @@ def join_variants(
 
 
 @contextmanager
-def turn(place: Path) -> Iterator[None]:
+def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Wait until no other process does what is inside, for the same place.
+
+    Args:
+        place: which.
+        note: is told of a process that does it and is not heard of.
 
     Raises:
         RefusedError: what lies there is no lock.
         ResourceError: it cannot be made.
     """
-    lock = Lock(place_of_run(place))
+    lock, quiet = Lock(place_of_run(place)), QuietHolders(note)
     while True:
         try:
             with writing(place.parent, 0):
                 lock.take()
             break
-        except BusyError:
+        except BusyError as error:
+            quiet.meet(error)
             time.sleep(POLL_SECONDS)
     try:
         yield
@@ -103,13 +111,20 @@ def turn(place: Path) -> Iterator[None]:
 class _Vacancies:
     """Variants that are not there, of which nobody may be making some."""
 
-    def __init__(self, missing: dict[int, AskedVariant], is_there: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        missing: dict[int, AskedVariant],
+        is_there: Callable[[int], bool],
+        quiet: QuietHolders,
+    ) -> None:
         self.missing, self._count = missing, len(missing)
-        self._is_there = is_there
+        self._is_there, self._quiet = is_there, quiet
         self._read: dict[int, RunInputs] = {}
 
     def taken(self, stages: ExitStack) -> list[ReadyVariant]:
         """Enter the stages of half of the variants that are free and share a pass; none when all are taken."""
+        for asked in self.missing.values():
+            check_versions(asked.wanted.stage)
         group: list[ReadyVariant] = []
         for number, asked in [*self.missing.items()]:
             held = stages.enter_context(ExitStack())
@@ -137,7 +152,8 @@ class _Vacancies:
             return False
         try:
             held.enter_context(asked.wanted.stage)
-        except BusyError:
+        except BusyError as error:
+            self._quiet.meet(error)
             return False
         except RefusedError:
             if not self._is_there(number):  # else it was published just now

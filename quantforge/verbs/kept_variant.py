@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.recipe_toml import differences
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import RefusedError
@@ -16,6 +18,7 @@ from quantforge.formats import format_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
+from quantforge.results.handed import away, put_back
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
@@ -34,17 +37,27 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     Raises:
         RefusedError: what lies there is something else.
     """
-    if not os.path.lexists(out) or _staged(out):  # its own command ends what was killed
+    if _staged(out):  # its own command ends what was killed
+        return False
+    if not os.path.lexists(out):
+        _check_alone_gone(out, planned, settings)
         return False
     document = manifest.read(out)
     stated = {} if document is None else document
     source: Any = stated.get("source", {})
-    recipe = planned.recipe.to_toml()
+    recipe, gone, taken = planned.recipe.to_toml(), away(out, stated), settings.on_shard is not None
+    if gone and not taken and not settings.overwrite:
+        raise RefusedError(
+            f"{out}: {put_back(gone, out)}",
+            "or give --on-shard again, or have all of it made again after:"
+            f" mv {shlex.quote(str(out))} ELSEWHERE",
+            file=str(out),
+        )
     same = {
         "recipe": stated.get("recipe") == recipe,
         "source": source.get("files") == files,
         "versions": stated.get("versions") == manifest.versions(),
-        "files": document is not None and _whole(document, out),
+        "files": document is not None and _whole(document, out, gone if taken else ()),
         "provenance": not settings.provenance
         or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
         "signature": settings.sign is None or signature_of(out).exists(),
@@ -60,6 +73,21 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
         "replace it with --overwrite, move it away, or choose another place",
         file=str(out),
     )
+
+
+def _check_alone_gone(out: Path, planned: Planned, settings: Settings) -> None:
+    """Refuse to make a file anew of which the manifest is still there: somebody has removed or moved it.
+
+    Raises:
+        RefusedError: it is there, and nothing is to be overwritten.
+    """
+    one_file = format_of(planned.plan.format).ABOUT.one_file
+    if one_file and os.path.lexists(side_of(out)) and not settings.overwrite:
+        raise RefusedError(
+            f"{out}: is not there, but its manifest {side_of(out).name} is",
+            f"put it back, or have it made again after: mv {shlex.quote(str(out))}* ELSEWHERE",
+            file=str(out),
+        )
 
 
 def check_whole_file(planned: Planned) -> None:
@@ -87,13 +115,16 @@ def _staged(out: Path) -> bool:
     return os.path.lexists(place_of_run(out) / STAGE)
 
 
-def _whole(document: Mapping[str, Any], out: Path) -> bool:
-    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
+def _whole(document: Mapping[str, Any], out: Path, gone: Collection[str]) -> bool:
+    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go.
+
+    ``gone`` are those that a command has taken.
+    """
     root = out if out.is_dir() else out.parent
     try:
         return all(
             (root / name).lstat().st_size == stated["bytes"]
-            for name, stated in document["outputs"].items() if name != CARD
+            for name, stated in document["outputs"].items() if name != CARD and name not in gone
         )  # fmt: skip
     except OSError:
         return False

@@ -123,7 +123,7 @@ def release(
             check_apart(one.out, source.path)
         with writing(place, 0):
             folder(place)
-        with turn(place / SPEC):
+        with turn(place / SPEC, settings.note):
             check_place(place)
             check_variants(planned, scored=bool(asked.scoring.text))
             _lay_out(place, planned, asked_by)
@@ -133,7 +133,7 @@ def release(
         scored = 1 + len(planned) if asked.scoring.text else 0
         with phase("variants", share_of(len(missing), scored)):
             made = _make(asked.model, missing, place, files, settings)
-        with turn(place / SPEC), phase("publishing", 1.0):
+        with turn(place / SPEC, settings.note), phase("publishing", 1.0):
             renew(place / SPEC, asked_by)  # another release may have begun here
             finished = finish(
                 place,

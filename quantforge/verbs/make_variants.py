@@ -8,7 +8,7 @@ from pathlib import Path
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.join_variants import join_variants
-from quantforge.verbs.quantize_variants import quantize_variants, refuse_command
+from quantforge.verbs.quantize_variants import quantize_variants
 from quantforge.verbs.ray_variants import ray_variants
 
 
@@ -36,7 +36,6 @@ def make_variants(
     Raises:
         QuantForgeError: as `quantize_variants`, `join_variants` and `ray_variants`.
     """
-    refuse_command(settings)
     if settings.join:
         return join_variants(model, variants, is_there, place, settings)
     if settings.ray:

@@ -19,7 +19,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.handover import Handover
+from quantforge.execution.handover import Handover, writers
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
@@ -165,7 +165,8 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     try:
         stage_side_files(stage, checkpoint, plan, source)
         files = placed_in(stage, planned.files)
-        handover = Handover(settings.on_shard or "", stage.path, work.directory, plan, files)
+        final = dict(zip((file.name for file in files), writers(plan), strict=True))
+        handover = Handover(settings.on_shard or "", stage, work.directory, final)
         work.committed = lambda: handover.take(work.done)
         work.committed()
         with WeightsWriter(
@@ -211,25 +212,28 @@ def _join(
 ) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.shared_units import Worker
-    from quantforge.execution.sharing import locked
+    from quantforge.execution.sharing import finished_alone, locked
     from quantforge.numerics.team import reproducible
 
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
-    locked(stage, lambda: stage.check_space(needed), unless=lambda: claims.there)
+    note = settings.note
+    locked(stage, lambda: stage.check_space(needed), note, unless=lambda: claims.there)
     prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
 
     def prepare() -> None:
         check_journal(stage, prepared.fingerprint)
         claims.prepare(prepared.fingerprint)
 
-    locked(stage, prepare, unless=lambda: claims.there)
+    locked(stage, prepare, note, unless=lambda: claims.there)
     claims.check(prepared.fingerprint)
+    if kept := finished_alone(stage, units, prepared.fingerprint):
+        note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, prepared, settings).work_off(sample_of(prepared))
+            Worker(claims, units, prepared, settings, kept).work_off(sample_of(prepared))
     except DeniedError:
         raise
     except InputError:  # as in `_carry_out`
@@ -241,6 +245,6 @@ def _join(
         claims.check(prepared.fingerprint)
         return _carry_out(prepared, stage, settings)
 
-    outcome = locked(stage, finish)
+    outcome = locked(stage, finish, note)
     assert outcome is not None
     return outcome

@@ -74,7 +74,6 @@ def quantize_variants(
     settings = settings or Settings()
     if settings.join:
         raise UsageError("several variants: processes share releases and sweeps", "leave join out")
-    refuse_command(settings)
     with followed(settings.progress), ExitStack() as stages:
         outcomes: dict[int, Outcome] = {}
         begun = []
@@ -97,15 +96,6 @@ def quantize_variants(
             with phase("", 0.94 * len(group) / len(begun)):
                 outcomes.update(carry_out(group))
         return [outcomes[number] for number in range(len(variants))]
-
-
-def refuse_command(settings: Settings) -> None:
-    """Refuse to hand the shards of several results to one command: they have the same names."""
-    if settings.on_shard is not None:
-        raise UsageError(
-            "--on-shard, and several results: their shards have the same names",
-            "quantize them one by one",
-        )
 
 
 def asked_variants(

@@ -23,6 +23,7 @@ from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card import loading
 from quantforge.results.card_figures import CARD, HERE, write_figures, write_loading
+from quantforge.results.handed import away
 from quantforge.results.publish import chats
 from quantforge.settings import Settings
 from quantforge.verbs.evaluate_models import evaluate
@@ -59,7 +60,7 @@ def finish(
         IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
-    digests = _digests([out for _, out, _ in made])
+    digests = _digests([out for _, out, _ in made], taken=settings.on_shard is not None)
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
     variants = tuple(
@@ -93,15 +94,22 @@ def _write(path: Path, text: str) -> None:
     renew(path, text.encode())
 
 
-def _digests(outs: Sequence[Path]) -> dict[Path, str]:
-    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `finish`."""
+def _digests(outs: Sequence[Path], *, taken: bool) -> dict[Path, str]:
+    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `finish`.
+
+    ``taken``: a command may have moved weight files away, of which the manifest is believed.
+    """
     found = {}
     for out in outs:
         root = out if out.is_dir() else out.parent
-        for name, entry in (manifest.read(out) or {})["outputs"].items():
+        document = manifest.read(out) or {}
+        gone = away(out, document) if taken else ()
+        for name, entry in document["outputs"].items():
             if name == CARD:
                 continue
-            found[root / name] = manifest.sha256(root / name, root)
+            found[root / name] = (
+                entry["sha256"] if name in gone else manifest.sha256(root / name, root)
+            )
             if found[root / name] != entry["sha256"]:
                 whole = f"{shlex.quote(str(out))}{'' if out.is_dir() else '*'}"
                 raise IntegrityError(
@@ -207,6 +215,7 @@ def _sums(
     for one in variants:
         if one.out.is_dir():
             paths |= {path for path in one.out.rglob("*") if path.is_file()}
+            paths |= {path for path in digests if path.is_relative_to(one.out)}
         else:
             card = one.out.with_name(CARD)
             beside = one.out.parent.glob(f"{glob.escape(one.out.name)}.*")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,8 +31,10 @@ from quantforge.execution import claims, leases, sharing
 from quantforge.execution.handed_states import HandedStates
 from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
+from quantforge.execution.shared_units import Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
+from tests.conftest import Tiny
 from tests.runs import (
     CALIBRATION,
     StopError,
@@ -361,6 +364,90 @@ def test_a_plain_command_goes_on_with_what_was_shared(
     quantize(model, tmp_path / "m", wanted)
     assert tree(out) == tree(tmp_path / "m")
     assert leftovers(out) == {"out"}
+
+
+@pytest.mark.parametrize("crashed", ["outer", "block 0", "block 1"])
+@pytest.mark.parametrize("wanted", [PLAIN, GPTQ, recipe("awq", bits=4)])
+def test_what_one_process_had_finished_is_kept_when_others_share_the_run(
+    model: Path, out: Path, tmp_path: Path, wanted: Recipe, crashed: str
+) -> None:
+    order = ["outer", "block 0", "block 1", "head"]
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, progress=crash_after(crashed))
+    done: list[str] = []
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        written = Worker._written
+        patch.setattr(
+            Worker, "_written", lambda *given: done.append(given[2].name) or written(*given)
+        )
+        with pytest.raises(StopError):  # and on the way there the shared run crashes, too
+            join(model, out, wanted, progress=crash_after(order[order.index(crashed) + 1]))
+        join(model, out, wanted, note=said.append)
+    assert sorted(done) == sorted(order[order.index(crashed) + 1 :])
+    kept = order.index(crashed) + 1
+    assert said[0] == f"{kept} of 4 parts are kept, which one process had finished"
+    quantize(model, tmp_path / "m", wanted)
+    assert tree(out) == tree(tmp_path / "m")
+    assert leftovers(out) == {"out"}
+
+
+def test_experts_of_a_block_that_is_not_whole_are_done_with_it(
+    tiny: Tiny, out: Path, tmp_path: Path
+) -> None:
+    model = tiny("mixtral")
+    quantize(model, tmp_path / "m", GPTQ)
+    for crashed, kept in (("block 1 expert 1", "2 of 5 parts"), ("block 1", "3 of 5 parts")):
+        with pytest.raises(StopError):
+            quantize(model, out, GPTQ, progress=crash_after(crashed))
+        said: list[str] = []
+        join(model, out, GPTQ, note=said.append)
+        assert said[0].startswith(kept)
+        assert tree(out) == tree(tmp_path / "m")
+        shutil.rmtree(out)
+
+
+def test_somebody_s_files_in_the_place_of_claims_are_kept(model: Path, out: Path) -> None:
+    units = out.parent / UNITS
+    units.mkdir(parents=True)
+    (units / "mine").write_text("kept")
+    (units.parent / "lock").touch()
+    with pytest.raises(RefusedError, match="is no directory of a shared run") as refused:
+        join(model, out)
+    assert (units / "mine").read_text() == "kept"
+    typed = refused.value.hint.partition(": ")[2].replace("ELSEWHERE", str(out.with_name("m")))
+    subprocess.run(typed.split(), check=True)
+    join(model, out)
+    assert leftovers(out) == {"out"}
+
+
+def test_claims_of_another_run_are_refused_and_the_hint_can_be_typed(
+    model: Path, out: Path, reference: dict[str, str]
+) -> None:
+    """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
+    other = out.with_name("other")
+    for place, wanted in ((out, PLAIN), (other, recipe(scales="absmax", bits=8))):
+        with pytest.raises(StopError):
+            join(model, place, wanted, progress=crash_after("block 0"))
+    shutil.rmtree(out.parent / UNITS)
+    shutil.move(out.parent / ".other.qf/units", out.parent / UNITS)
+    shutil.rmtree(out.parent / ".other.qf")
+    with pytest.raises(IntegrityError, match="differs in: bits: 8 there, 4 here") as refused:
+        join(model, out)
+    assert "when no process works on it any more" in refused.value.hint
+    assert "--overwrite" not in refused.value.hint
+    shutil.rmtree(refused.value.hint.partition("rm -r ")[2])
+    join(model, out)
+    assert tree(out) == reference
+
+
+def test_a_damaged_journal_of_one_process_is_named(model: Path, out: Path) -> None:
+    with pytest.raises(StopError):
+        quantize(model, out, PLAIN, progress=crash_after("block 0"))
+    journal = out.with_name(".out.qf") / "journal/journal.jsonl"
+    journal.write_bytes(b"x" + journal.read_bytes()[1:])
+    with pytest.raises(IntegrityError, match="is damaged"):
+        join(model, out)
 
 
 def test_a_result_that_is_there_is_the_end_of_it(

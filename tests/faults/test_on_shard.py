@@ -37,8 +37,10 @@ from tests.runs import (
     crash_after,
     ended,
     forked,
+    moving,
     quantize,
     recipe,
+    script,
     tree,
 )
 
@@ -62,20 +64,6 @@ def whole(model: Path, tmp_path: Path) -> dict[str, str]:
 
 def shards(files: dict[str, str]) -> list[str]:
     return sorted(name for name in files if name.endswith(".safetensors"))
-
-
-def moving(away: Path) -> str:
-    return f"mv {{}} {shlex.quote(str(away))}"
-
-
-def script(place: Path, text: str) -> str:
-    """Return a command that runs lines of Python with the shard as ``shard`` and this folder as ``place``."""
-    file = place / "command.py"
-    file.write_text(
-        f"import os, shutil, signal, sys\nfrom pathlib import Path\n"
-        f"shard, place = Path(sys.argv[1]), Path({str(place)!r})\n{text}\n"
-    )
-    return shlex.join([sys.executable, str(file)])
 
 
 def test_shards_that_are_moved_away_change_no_byte(model, out, away, whole, capsys):
@@ -363,7 +351,14 @@ def test_a_disk_that_fills_up_meanwhile_stops_the_run_and_it_goes_on(
     assert tree(out) | tree(away) == whole
 
 
-def test_several_results_are_not_handed_over(model, tmp_path):
+def test_the_files_of_a_sweep_are_not_handed_over(model, tmp_path):
     settings = Settings(on_shard="true")
-    with pytest.raises(UsageError, match="--on-shard"):
+    with pytest.raises(UsageError, match="all results are measured"):
         verbs.sweep(str(model), {"bits": [4, 8]}, tmp_path / "s", settings=settings)
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_name_of_the_result_can_be_asked_for(model, out, away, whole):
+    (away / "out").mkdir()
+    quantize(model, out, WANTED, on_shard=f"mv {{}} {shlex.quote(str(away))}/{{name}}/")
+    assert tree(out) | tree(away / "out") == whole

@@ -14,7 +14,7 @@ import pytest
 
 from quantforge.cli import ranks
 from quantforge.errors import UsageError
-from tests.runs import ROWS, command, leftovers, tree
+from tests.runs import ROWS, StopError, command, crash_after, leftovers, quantize, recipe, tree
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
@@ -55,6 +55,21 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
     assert again.returncode == 0, errors
     assert said.count("quantforge.quantize/1") == 1
     assert tree(out) == tree(out.with_name("m"))
+    assert leftovers(out) == {"out"}
+
+
+def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
+    model: Path, out: Path
+) -> None:
+    wanted = recipe("gptq", bits=3)
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, join=True, progress=crash_after("outer"))
+    refused = torchrun(model, out, 2)
+    said, errors = refused.communicate()
+    assert (refused.returncode, said) == (1, "")
+    assert "bits: 3 there, 4 here" in errors
+    assert "when no process works on it any more" in errors
+    quantize(model, out, wanted, join=True)
     assert leftovers(out) == {"out"}
 
 

@@ -1,0 +1,24 @@
+"""A directory that is given where a release file is wanted: which file was meant."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from quantforge.errors import InputError
+
+_MOST = 3
+
+
+def is_directory(path: Path) -> InputError:
+    """Return the error of a directory, with the release files that may be meant by it."""
+    own = path / "release.toml"
+    if own.is_file() and (path / "release.json").is_file():
+        hint = (
+            f"to go on with the release in it: {shlex.quote(str(own))} -o {shlex.quote(str(path))}"
+        )
+        return InputError(f"{path}: is a directory", hint)
+    files = [own] if own.is_file() else sorted(path.glob("*.toml"))[:_MOST]
+    named = " or ".join(shlex.quote(str(file)) for file in files)
+    hint = f"name the file: {named}" if named else "it holds no .toml file; name a release file"
+    return InputError(f"{path}: is a directory", hint)

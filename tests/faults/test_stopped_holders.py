@@ -1,0 +1,176 @@
+"""Processes that were stopped while they held a lock: others say who it is, and go on when it is woken or killed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.checkpoint import lock
+from quantforge.errors import BusyError, IntegrityError
+from quantforge.execution import claims, leases, quiet_holders
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.results import manifest
+from quantforge.settings import Settings
+from quantforge.verbs import join_variants, make_release, release
+from tests.runs import ended, forked, leftovers, quantize, recipe, tree
+
+SPEC = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[[variant]]
+name = "int4"
+recipe = {{method = "gptq", scheme = "int4:g32:sym"}}
+format = "compressed-tensors"
+[[variant]]
+name = "q8"
+method = "rtn"
+type = "Q8_0"
+"""
+Stopped = Callable[[object, str, Callable[[], object]], int]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody be waited for long."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(quiet_holders, "QUIET_SECONDS", 1.0)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[Stopped]:
+    """Start work in a child, and return when it has stopped itself in front of a call."""
+    children: list[int] = []
+
+    def start(place: Any, name: str, work: Callable[[], object]) -> int:
+        def run() -> None:
+            function = getattr(place, name)
+
+            def stops(*given: Any, **named: Any) -> Any:
+                setattr(place, name, function)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return function(*given, **named)
+
+            setattr(place, name, stops)
+            work()
+
+        children.append(forked(run, tmp_path / "m"))
+        assert os.WIFSTOPPED(os.waitpid(children[-1], os.WUNTRACED)[1])
+        return children[-1]
+
+    yield start
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def told(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str], None]]:
+    """Return what a process is told, and the note that sends the stopped one a signal."""
+    said: list[str] = []
+
+    def note(text: str) -> None:
+        said.append(text)
+        if f"process {child} " in text:
+            os.kill(child, number)
+
+    return said, note
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(make_release, "_lay_out"), (join_variants, "carry_out"), (UnitOutput, "finish"), (make_release, "finish")],
+)  # fmt: skip
+def test_who_waits_for_a_release_says_who_was_stopped(
+    model: Path, tmp_path: Path, stopped: Stopped, place: object, name: str, number: signal.Signals
+) -> None:
+    spec, out = tmp_path / "release.toml", tmp_path / "out"
+    spec.write_text(SPEC.format(model=model))
+    child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
+    said, note = told(child, number)
+    release(spec, out, Settings(join=True, note=note))
+    assert len([text for text in said if "nothing is heard of" in text]) == 1
+    assert f"kill -CONT {child} lets it go on" in "".join(said)
+    assert ended(child) == (0 if number == signal.SIGCONT else -number)
+    release(spec, tmp_path / "whole")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+def test_who_waits_for_a_result_says_who_was_stopped(
+    model: Path, out: Path, stopped: Stopped, number: signal.Signals
+) -> None:
+    wanted = recipe("gptq", bits=4)
+    place = importlib.import_module("quantforge.verbs.quantize")
+    child = stopped(place, "publish", lambda: quantize(model, out, wanted, join=True))
+    said, note = told(child, number)
+    quantize(model, out, wanted, join=True, note=note)
+    assert f"kill -CONT {child} lets it go on" in "".join(said)
+    assert ended(child) == (0 if number == signal.SIGCONT else -number)
+    whole = tree(out)
+    assert leftovers(out) == {"out"}
+    quantize(model, out.with_name("plain"), wanted)
+    assert whole == tree(out.with_name("plain"))
+
+
+def test_nothing_is_said_of_one_that_works(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than one that is not heard of is waited for."""
+    spec, out, said = tmp_path / "release.toml", tmp_path / "out", tmp_path / "said"
+    spec.write_text(SPEC.format(model=model))
+    said.touch()
+
+    def work() -> None:
+        finish = make_release.finish
+
+        def slowly(*given: Any) -> Any:
+            time.sleep(3)
+            return finish(*given)
+
+        make_release.finish = slowly  # type: ignore[assignment]
+        note = lambda text: said.open("a").write(f"{text}\\n")  # noqa: E731
+        release(spec, out, Settings(join=True, note=note))
+
+    children = [forked(work, tmp_path / f"m{number}") for number in range(2)]
+    assert [ended(child) for child in children] == [0, 0]
+    assert "nothing is heard" not in said.read_text()
+
+
+def test_a_process_of_another_version_does_not_take_part(
+    model: Path, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, out = tmp_path / "release.toml", tmp_path / "out"
+    spec.write_text(SPEC.format(model=model))
+    child = stopped(UnitOutput, "finish", lambda: release(spec, out, Settings(join=True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "__version__", "9.9.9")
+        with pytest.raises(IntegrityError, match=r"quantforge: 0\.1\.0 there, 9\.9\.9 here") as one:
+            release(spec, out, Settings(join=True))
+        assert "same versions everywhere" in one.value.hint
+    os.kill(child, signal.SIGCONT)
+    assert ended(child) == 0
+    release(spec, tmp_path / "whole")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_the_lock_of_a_version_that_notes_more_is_a_lock(tmp_path: Path) -> None:
+    held = lock.Lock(tmp_path / ".out.qf")
+    held.take()
+    path = tmp_path / ".out.qf" / lock.FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
+    with pytest.raises(BusyError, match=f"process {os.getpid()} "):
+        lock.Lock(tmp_path / ".out.qf").take()
+    held.release()

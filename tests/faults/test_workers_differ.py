@@ -1,0 +1,139 @@
+"""Workers whose surroundings differ: clocks an hour apart, a disk that is full for one of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge.checkpoint import lock
+from quantforge.execution import claims, leases, quiet_holders
+from quantforge.execution.unit_output import UnitOutput
+from quantforge.settings import Settings
+from quantforge.verbs import release
+from tests.runs import ended, forked, leftovers, quantize, recipe, tree
+
+SPEC = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[[variant]]
+name = "int4"
+recipe = {{method = "gptq", scheme = "int4:g32:sym"}}
+format = "compressed-tensors"
+[[variant]]
+name = "q8"
+method = "rtn"
+type = "Q8_0"
+"""
+HOUR = 3600.0
+Work = Callable[[Path, Settings], object]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let claims be taken over after a second, and those that are not heard of be told soon."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(quiet_holders, "QUIET_SECONDS", 2.0)
+
+
+@pytest.fixture(params=["quantize", "release"])
+def work(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Work:
+    """What processes share: a result, or a release."""
+    spec = tmp_path / "m-release.toml"
+    spec.write_text(SPEC.format(model=model))
+
+    def quantized(out: Path, settings: Settings) -> object:
+        named = {name: getattr(settings, name) for name in ("join", "note")}
+        return quantize(model, out, recipe("gptq", bits=4, head="int8:row"), **named)
+
+    return quantized if request.param == "quantize" else partial(release, spec)
+
+
+def with_clock(seconds: float, work: Callable[[], object]) -> None:
+    """Work in this process, a child, with a clock that is wrong."""
+    now, utime = time.time, os.utime
+
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, zone: Any = None) -> Wrong:
+            return cls.fromtimestamp(time.time(), zone or UTC)
+
+    def set_time(path: Any, **named: Any) -> None:
+        utime(path, (time.time(), time.time()), **named)
+
+    time.time = lambda: now() + seconds
+    lock.datetime = Wrong  # type: ignore[misc]
+    os.utime = set_time  # type: ignore[assignment]
+    work()
+
+
+def test_clocks_that_differ_by_an_hour_change_nothing(
+    work: Work, out: Path, tmp_path: Path
+) -> None:
+    said = tmp_path / "m-said"
+    said.touch()
+
+    def note(text: str) -> None:
+        with said.open("a") as file:
+            file.write(f"{text}\n")
+
+    def killed() -> None:
+        write, calls = UnitOutput.write, [0]
+
+        def counted(*given: Any, **named: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(*given, **named)
+
+        UnitOutput.write = counted  # type: ignore[method-assign]
+        work(out, Settings(join=True))
+
+    first = forked(partial(with_clock, HOUR, killed), tmp_path / "m-1")
+    assert ended(first) == -signal.SIGKILL
+    children = [
+        forked(
+            partial(with_clock, seconds, lambda: work(out, Settings(join=True, note=note))),
+            tmp_path / f"m{seconds}",
+        )
+        for seconds in (-HOUR, 0.0, HOUR)
+    ]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    assert "nothing is heard" not in said.read_text()
+    work(tmp_path / "m-whole", Settings())
+    assert tree(out) == tree(tmp_path / "m-whole")
+    assert not any(out.rglob(".*"))
+    assert not [name for name in leftovers(out) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("size", [20_000, 60_000])
+def test_a_disk_that_is_full_for_one_worker_ends_that_one_alone(
+    work: Work, out: Path, tmp_path: Path, size: int
+) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        work(out, Settings(join=True))
+
+    alone = forked(limited, tmp_path / "m-alone")
+    assert ended(alone) == 70  # of the children of these tests
+    assert "File too large" in (tmp_path / "m-alone").read_text()
+    children = [
+        forked(limited, tmp_path / "m-0"),
+        forked(lambda: work(out, Settings(join=True)), tmp_path / "m-1"),
+    ]
+    codes = [ended(child) for child in children]
+    assert codes[1] == 0, (tmp_path / "m-1").read_text()
+    assert codes[0] in {0, 70}  # it may find nothing to do
+    work(tmp_path / "m-whole", Settings())
+    assert tree(out) == tree(tmp_path / "m-whole")
