@@ -20,6 +20,7 @@ from quantforge.events import Event
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
+from quantforge.runtime.weight_cuts import Cut
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.layers import add_bias
@@ -67,6 +68,7 @@ class PackedLinear(PackedWeights):
         dtype: of activations.
         device: where the weight is kept.
         kernel: to be used; the first that accepts the problem when left out.
+        cut: of the weight, where a part of it is held; the bias is as it is to be.
 
     Attributes:
         problem: what is multiplied.
@@ -81,10 +83,12 @@ class PackedLinear(PackedWeights):
         dtype: torch.dtype,
         device: torch.device,
         kernel: Kernel | None = None,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
         self._device = device
         stated = state(tensor, dtype, device)
+        stated = stated if cut is None else cut.stated(stated)
         self.problem = stated.problem
         self.chosen = kernel or select(stated.problem)
         self._input = None if stated.problem.activation else tensor.input
