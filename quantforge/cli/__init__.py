@@ -30,7 +30,7 @@ In this folder:
     plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
     plan_forecast       Forecast of a run: its time, files and memory, each with what it rests on
     quantize            ``quantforge quantize``: run a recipe on a model
-    ranks               Ranks: processes that torchrun starts with one command
+    ranks               Ranks: processes that torchrun starts with one command, of which the first one speaks
     recipes             ``quantforge recipes``: list the built-in recipes, or print one
     release             ``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded
     reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file

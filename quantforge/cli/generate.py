@@ -11,7 +11,7 @@ import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name, resolve
-from quantforge.cli import options
+from quantforge.cli import options, ranks
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
@@ -89,8 +89,9 @@ def generate(
     quiet: options.Quiet = False,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    console = Console(as_json=as_json, quiet=quiet or as_json)
+    console = Console(as_json=as_json, quiet=quiet or as_json or ranks.silent())
     _check_order(model, prompt or "")
+    _check_ranks(prompt, draft)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
         needing = "--json, --compare and -n need a PROMPT"
@@ -103,7 +104,10 @@ def generate(
     _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
-    settings = Settings(device, threads, offline=offline, input_bits=input_bits, note=console.note)
+    settings = Settings(
+        ranks.own_device(device), threads, offline=offline, input_bits=input_bits, note=console.note,
+        split=ranks.shared(),
+    )  # fmt: skip
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
@@ -112,22 +116,31 @@ def generate(
         return
     from quantforge.cli.answers import Asked, ask_all
 
-    found = ask_all(
-        console,
-        (model, *(compare or ())),
-        settings,
-        Asked(text, limits, system, raw, draft, draft_tokens, cache),
-    )
-    if as_json:
-        console.document(
-            {
-                "schema": "quantforge.generate/1",
-                "prompt": text,
-                "answers": [one.document() for one in found],
-            }
-        )
+    asked = Asked(text, limits, system, raw, draft, draft_tokens, cache)
+    with ranks.one_speaks():
+        found = ask_all(console, (model, *(compare or ())), settings, asked)
+        if as_json:
+            answers = [one.document() for one in found]
+            console.document(
+                {"schema": "quantforge.generate/1", "prompt": text, "answers": answers}
+            )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_ranks(prompt: str | None, draft: str) -> None:
+    """Refuse under torchrun what its processes could not do alike, as `UsageError`."""
+    if not ranks.shared():
+        return
+    if prompt in {None, "-"}:
+        raise UsageError(
+            "torchrun: its processes have no terminal and no standard input in common",
+            'torchrun ... -m quantforge generate MODEL "..."',
+        )
+    if draft:
+        raise UsageError(
+            f"--draft {draft}: torchrun's processes share one model", "leave --draft out"
+        )
 
 
 def _check_compared(given: dict[str, Any], draft: str) -> None:

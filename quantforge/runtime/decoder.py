@@ -37,6 +37,7 @@ from quantforge.runtime.prompt_attention import attend_many
 from quantforge.runtime.ragged import RaggedBatch, Span
 from quantforge.runtime.rotary import angles_at, queries_of, width_of
 from quantforge.runtime.stored_entries import LayerScales
+from quantforge.runtime.tensor_shares import ranks_of
 from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
@@ -56,7 +57,7 @@ class Decoder:
 
     Attributes:
         positions, vocabulary: most tokens of a sequence, and how many kinds of them there are.
-        waits: the host has to know which experts are asked for, so that no CUDA graph holds a step.
+        waits: the host has to know which experts are asked for, or has other processes: no CUDA graph holds a step.
 
     Raises:
         RefusedError: a family or a kind of rotary that is not computed here.
@@ -74,7 +75,8 @@ class Decoder:
         config: Any = model.config
         inner: Any = model.base_model
         sizes = family.dimensions(config.to_dict())
-        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, sizes.head
+        ranks = ranks_of(model)
+        self.kv_heads, self.head = sizes.kv_heads // ranks, sizes.head
         self._embedding: Any = model.get_submodule(family.embedding)
         self.dtype: torch.dtype = self._embedding.weight.dtype
         self.device: torch.device = self._embedding.weight.device
@@ -98,7 +100,7 @@ class Decoder:
         self.layers = [
             layer_of(block, family, model, index, join) for index, block in enumerate(blocks)
         ]
-        self.waits = waits(model)
+        self.waits = waits(model) or ranks > 1
         self._rotary_keys = sorted({x.rotary for x in self.layers if x.rotary is not None})
 
     def cache(

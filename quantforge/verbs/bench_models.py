@@ -64,10 +64,12 @@ def bench(
         torch.set_num_threads(settings.threads)
     with followed(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
-        if options.url:
-            return _server(paths[0], text, options)
         names = [str(name) for name in models]
-        return (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+        if options.url:
+            found = _server(paths[0], text, options)
+        else:
+            found = (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+    return replace(found, models=tuple(names), input_bits=settings.input_bits)
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
@@ -132,7 +134,10 @@ def _ladder(
         requests = _requests(side, text, options)
     with phase("ladder", 0.9):
         engine = _engine(plain, requests, options)
-        rungs = climb(plain, packed, requests, engine, lambda name: tell(step=name), rounded)
+        held_to = (options.slo, options.price)
+        rungs = climb(
+            plain, packed, requests, engine, lambda name: tell(step=name), rounded, held_to
+        )
         rows = [LoadRow(one.name, one.figures, None, one.wasted) for one in rungs]
     return LoadFound(rows, _forecast(requests, options), options)
 

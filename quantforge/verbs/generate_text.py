@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
     from quantforge.runtime.speaker import Speaker
+    from quantforge.runtime.weight_cuts import Share
 
 MAX_TOKENS = 256
 DRAFT_TOKENS = 8
@@ -119,6 +120,8 @@ def open_speaker(
     """Load a model to talk to; errors as `generate`."""
     if cache:
         kinds_of(cache)
+    if settings.split and draft:
+        raise UsageError(f"--draft {draft}: processes share one model", "leave it out")
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.speaker import Speaker
 
@@ -166,11 +169,21 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
         torch.set_num_threads(settings.threads)
     program_cache.LISTENERS[:] = [lambda: settings.note(COMPILING)]
     if isinstance(model, str | Path):
-        bits = settings.input_bits
-        loaded, name = load(path, settings.device, torch.bfloat16, input_bits=bits), str(model)
+        share, bits = _share(settings), settings.input_bits
+        loaded = load(path, settings.device, torch.bfloat16, input_bits=bits, share=share)
+        name = str(model)
     elif isinstance(model, Loaded):
         loaded, name = model, str(model.path)
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
     return loaded, name
+
+
+def _share(settings: Settings) -> Share | None:
+    """Return which part of a model this process holds; None: all of it."""
+    if not settings.split:
+        return None
+    from quantforge.runtime.process_group import share_of_process
+
+    return share_of_process(settings.device)

@@ -41,8 +41,12 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["forecast"]["static"] <= found["forecast"]["continuous"] <= 1
 
 
-def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8")
+def test_ladder_shows_a_row_for_each_technique(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "ladder.html"
+    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8", "--report", page)
+    words += ("--slo", "ttft=60s", "--price", "2/h")
     result = command(capsys, "bench", DEMO, DEMO, *words)
     assert result.code == 0, result.err
     lines = result.out.splitlines()
@@ -57,6 +61,13 @@ def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str
         "activations of 8 bits",
     ):
         assert any(technique in line for line in lines), technique
+        assert technique in page.read_text()
+    assert str(Path(DEMO).parent) not in page.read_text()
+    for figure in ("goodput/s", "cost/M"):  # of all rungs that serve the stream
+        assert figure in page.read_text()
+    refused = command(capsys, "bench", DEMO, *words)  # before anything is measured
+    assert refused.code != 0
+    assert "--overwrite" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -71,6 +82,7 @@ def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str
         (("--rows", "0"), "1 to"),
         (("--prompt-tokens", "1020"), "positions"),
         (("--trace", "absent.jsonl"), "absent.jsonl"),
+        (("--report", "bench.pdf"), ".html"),
         (("--url", "localhost:8000"), "http://"),
         (("--url", "http://127.0.0.1:9/v1", "--ladder"), "one server"),
     ],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quantforge.architectures.cache_kinds import PLAIN, kinds_of
-from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Waited, figures
+from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.decoder import Decoder
@@ -40,6 +40,7 @@ def climb(
     options: EngineOptions,
     tell: Callable[[str], object] = lambda _: None,
     rounded: Decoder | None = None,
+    held_to: tuple[Slo | None, float | None] = (None, None),
 ) -> Iterator[Rung]:
     """Yield the rungs from the lowest one up.
 
@@ -50,6 +51,7 @@ def climb(
         options: room of the engine; its switches are the ladder's.
         tell: is told the name of each rung before it is measured.
         rounded: the same model with activations of 8 bits, for the last rung; None: there is no such rung.
+        held_to: limits for the goodput and the price of an hour, of all rungs that serve the whole stream.
     """
     requests = [replace(one, at=0.0) for one in requests]
     tell("no cache")
@@ -82,7 +84,7 @@ def climb(
     for name, decoder, chosen in steps:
         tell(name)
         run = serve_here(decoder, requests, chosen)
-        yield Rung(name, figures(run.served, None, None), run.wasted)
+        yield Rung(name, figures(run.served, *held_to), run.wasted)
 
 
 @torch.inference_mode()

@@ -69,11 +69,21 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class LoadFound:
-    """Findings of a bench: a row for each model or technique, and what batching can bring at best."""
+    """Findings of a bench.
+
+    Attributes:
+        rows: one for each model or technique.
+        forecast: what batching can bring at best.
+        options: what was asked for.
+        models: as they were named.
+        input_bits: to which products round activations.
+    """
 
     rows: list[LoadRow]
     forecast: dict[str, float]
     options: LoadOptions
+    models: tuple[str, ...] = ()
+    input_bits: int = 16
 
     def document(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
