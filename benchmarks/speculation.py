@@ -36,6 +36,7 @@ from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
 from quantforge.runtime.sampling import Chosen, Sampling  # noqa: E402
+from quantforge.runtime.speculation.guess_trees import GuessTree  # noqa: E402
 from quantforge.runtime.speculation.guesses import expected_tokens  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramGuesser  # noqa: E402
 from quantforge.runtime.speculation.pace import PassCosts  # noqa: E402
@@ -49,9 +50,9 @@ SKIPPED = 20
 class NoGuesses:
     """Guesser of the plain loop."""
 
-    def guess(self, history: Sequence[int], most: int, sampler: object) -> list[int]:  # noqa: ARG002
+    def guess(self, history: Sequence[int], most: int, sampler: object) -> GuessTree:  # noqa: ARG002
         """Return none."""
-        return []
+        return GuessTree()
 
 
 def timed(chosen: Iterator[Chosen]) -> tuple[float, list[int]]:
