@@ -11,6 +11,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, check_options
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
 from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
@@ -137,8 +138,9 @@ def guesses_of(loaded: Loaded, drafts: DraftOptions, settings: Settings) -> Gues
         return None
     from quantforge.runtime.speculation.draft_choice import drafting
 
-    def other(named: str) -> Loaded:
-        return loaded_to_answer(named, settings)[0]
+    def other(named: str) -> Loaded | HeadDirectory:
+        heads = open_heads(resolve(named, settings.offline))
+        return heads or loaded_to_answer(named, settings)[0]
 
     return drafting(loaded, drafts, other)
 

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quantforge.errors import InputError
+from torch import Tensor
+
+from quantforge.errors import InputError, UsageError
+from quantforge.formats.sources.head_directory import EAGLE3, HeadDirectory
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.speculation.draft import DraftGuesser, check_draft
 from quantforge.runtime.speculation.draft_options import (
@@ -16,8 +19,11 @@ from quantforge.runtime.speculation.draft_options import (
     DraftOptions,
 )
 from quantforge.runtime.speculation.draft_tree import DraftTreeGuesser
+from quantforge.runtime.speculation.eagle3_files import read_eagle3
+from quantforge.runtime.speculation.feature_guesser import FeatureGuesser, FeatureNetwork
 from quantforge.runtime.speculation.guesses import Guesser
 from quantforge.runtime.speculation.lookahead import LENGTH, LookaheadGuesser
+from quantforge.runtime.speculation.medusa import MedusaGuesser, read_medusa
 from quantforge.runtime.speculation.ngrams import NgramGuesser
 from quantforge.runtime.speculation.own_draft import SCHEMES, lower_bits
 from quantforge.runtime.speculation.pace import PassCosts
@@ -53,18 +59,19 @@ class GuessedDecoder:
 
 
 def drafting(
-    loaded: Loaded, options: DraftOptions, load_draft: Callable[[str], Loaded]
+    loaded: Loaded, options: DraftOptions, load_draft: Callable[[str], Loaded | HeadDirectory]
 ) -> GuessedDecoder:
     """Return the speculation for a loaded model.
 
     Args:
         loaded: the model.
         options: who guesses, and how much.
-        load_draft: loads another model by name or path.
+        load_draft: loads another model, or opens heads, by name or path.
 
     Raises:
-        InputError: the draft has another vocabulary, or nothing of the model can be rounded further.
+        InputError: the draft has another vocabulary or width, or nothing of the model can be rounded further.
         RefusedError: the own decoder does not compute the model or the draft.
+        UsageError: a tree of more places than there are heads.
     """
     decoder, shape = Decoder(loaded.model, scales=loaded.kv_scales), options.shape
     if options.draft == NGRAM:
@@ -74,6 +81,8 @@ def drafting(
     if options.draft in SCHEMES:
         return _reading_along(decoder, Decoder(lower_bits(loaded.model, options.draft)), options)
     other = load_draft(options.draft)
+    if isinstance(other, HeadDirectory):
+        return _heads(decoder, loaded, other, options)
     smaller = Decoder(other.model, scales=other.kv_scales)
     check_draft(decoder.vocabulary, smaller.vocabulary, options.draft)
     return _reading_along(decoder, smaller, options)
@@ -89,3 +98,34 @@ def _reading_along(decoder: Decoder, draft: Decoder, options: DraftOptions) -> G
         return DraftGuesser(draft, room)
 
     return GuessedDecoder(decoder, guesser, options.most)
+
+
+def _heads(
+    decoder: Decoder, loaded: Loaded, found: HeadDirectory, options: DraftOptions
+) -> GuessedDecoder:
+    embedding = loaded.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    shape = options.shape or (1,) * options.tokens
+    if found.kind == EAGLE3:
+        network = read_eagle3(found, embedding, len(decoder.layers))
+        return GuessedDecoder(
+            decoder, lambda room: FeatureGuesser(network, room, shape), len(shape)
+        )
+    heads = read_medusa(found, embedding)
+    if len(options.shape) > len(heads):
+        raise UsageError(
+            f"--draft-tree {options.tree}: {len(shape)} places, and {found.path} has {len(heads)} heads",
+            "a guess for each place needs a head: leave the last ones out",
+        )
+    return GuessedDecoder(
+        decoder, lambda _: MedusaGuesser(heads, shape), min(len(shape), len(heads)), watches=True
+    )
+
+
+def _by_features(
+    decoder: Decoder, network: FeatureNetwork, options: DraftOptions
+) -> GuessedDecoder:
+    shape = options.shape or (1,) * options.tokens
+    return GuessedDecoder(
+        decoder, lambda room: FeatureGuesser(network, room, shape), options.most, watches=True
+    )
