@@ -16,7 +16,7 @@ Draft = Annotated[
     _speculation(
         "--draft",
         metavar="WHAT",
-        help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, a MODEL or heads.",
+        help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
     ),
 ]
 DraftTokens = Annotated[

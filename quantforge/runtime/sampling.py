@@ -95,8 +95,15 @@ class RowSampler:
 
         They are ``count`` in all, or the vocabulary; nothing is drawn or noted. Errors as `choose_rows`.
         """
-        first = self.fork().choose(logits).token
+        check_finite(logits[None])
         adjusted = adjust(logits[None], [self.options], [self.counts])[0]
+        if self.options.greedy:
+            first = int(adjusted.argmax())
+        else:
+            generator = torch.Generator()
+            generator.set_state(self._generator.get_state())
+            uniform = torch.rand((), generator=generator, dtype=torch.float64)
+            first = int(drawn(weigh(adjusted[None], [self.options]), uniform[None]))
         best = adjusted.topk(min(count, len(adjusted))).indices.tolist()
         return [first, *(token for token in best if token != first)][:count]
 

@@ -76,8 +76,10 @@ def generate(
         max_tokens: at most so many, and no more than the model has positions for.
         raw: complete the text as it is, without the chat template.
         stream: is called with each piece of the first text as it comes; no piece ends in half a character.
-        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself), ``int2``,
-            ``int3`` or ``int4`` (the model in fewer bits), or a smaller model; the text stays the same.
+        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself),
+            ``lookahead`` (the model, many places at once), ``int2``, ``int3`` or ``int4`` (the model in fewer bits),
+            ``mtp`` (its own layer for further tokens), a smaller model, or a directory of heads of Medusa or EAGLE-3;
+            the text stays the same.
         draft_tokens: guesses in a row at most.
         draft_tree: guesses behind each token, place by place (``3x2x1``): a tree of them is checked in one pass.
         cache: how keys and values are stored, see `quantforge.architectures.cache_kinds`; the model's when left out.

@@ -1,4 +1,4 @@
-"""Who guesses for a loaded model: copies of its own text, the model in fewer bits, or another model."""
+"""Who guesses for a loaded model: copies of its text, itself ahead or in fewer bits, its heads, or another model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quantforge.runtime.speculation.draft import DraftGuesser, check_draft
 from quantforge.runtime.speculation.draft_options import (
     DRAFT_TOKENS,
     LOOKAHEAD,
+    MTP,
     NGRAM,
     DraftOptions,
 )
@@ -24,6 +25,7 @@ from quantforge.runtime.speculation.feature_guesser import FeatureGuesser, Featu
 from quantforge.runtime.speculation.guesses import Guesser
 from quantforge.runtime.speculation.lookahead import LENGTH, LookaheadGuesser
 from quantforge.runtime.speculation.medusa import MedusaGuesser, read_medusa
+from quantforge.runtime.speculation.mtp import read_mtp
 from quantforge.runtime.speculation.ngrams import NgramGuesser
 from quantforge.runtime.speculation.own_draft import SCHEMES, lower_bits
 from quantforge.runtime.speculation.pace import PassCosts
@@ -44,6 +46,7 @@ class GuessedDecoder:
         costs: of passes, for all texts.
         cache: kind of the model's cache, as that of `StopLimits`.
         watches: guessers are `WatchingGuesser`.
+        fixed: always guess as many, instead of as many as pay.
     """
 
     decoder: Decoder
@@ -52,10 +55,11 @@ class GuessedDecoder:
     costs: PassCosts = field(default_factory=PassCosts)
     cache: str = ""
     watches: bool = False
+    fixed: bool = False
 
     def begin(self, room: int) -> Speculation:
         """Return the speculation for a text of at most ``room`` tokens."""
-        return Speculation(self.guesser(room), self.most, costs=self.costs)
+        return Speculation(self.guesser(room), self.most, self.fixed, self.costs)
 
 
 def drafting(
@@ -80,6 +84,8 @@ def drafting(
         return GuessedDecoder(decoder, lambda _: LookaheadGuesser(), LENGTH - 1, watches=True)
     if options.draft in SCHEMES:
         return _reading_along(decoder, Decoder(lower_bits(loaded.model, options.draft)), options)
+    if options.draft == MTP:
+        return _by_features(decoder, read_mtp(loaded), options)
     other = load_draft(options.draft)
     if isinstance(other, HeadDirectory):
         return _heads(decoder, loaded, other, options)

@@ -9,7 +9,7 @@ from operator import mul
 
 from quantforge.errors import UsageError
 
-NGRAM, LOOKAHEAD = "ngram", "lookahead"
+NGRAM, LOOKAHEAD, MTP = "ngram", "lookahead", "mtp"
 DRAFT_TOKENS = 8
 MOST_NODES = 64  # guesses of a pass
 

@@ -49,7 +49,7 @@ class Planted:
 
     def __init__(self, truth, shape=SHAPE, probes=0):
         self.truth, self.shape, self.draw, self.probes = truth, shape, random.Random(1), probes
-        self.passes = []
+        self.passes, self.most = [], 2000
 
     def guess(self, history, most, sampler):
         right = self.draw.randrange(len(self.shape) + 1)
@@ -58,7 +58,7 @@ class Planted:
             true = self.truth[len(history) + depth] if depth < right else None
             grown, following = [], None
             for node in ends:
-                tokens = self.draw.sample(range(5, 2000), count)
+                tokens = self.draw.sample(range(5, self.most), count)
                 if node == on_path and true is not None:
                     tokens[self.draw.randrange(count)] = true
                 for token in dict.fromkeys(tokens):
@@ -68,7 +68,9 @@ class Planted:
             ends, on_path = grown, following
         for _ in range(self.probes):
             tree.add(
-                self.draw.randrange(-1, len(tree.tokens)), self.draw.randrange(5, 2000), probe=True
+                self.draw.randrange(-1, len(tree.tokens)),
+                self.draw.randrange(5, self.most),
+                probe=True,
             )
         self.passes.append(tree)
         return tree
@@ -101,9 +103,7 @@ def test_families(tiny, family):
     limits = StopLimits(24)
     (plain,) = generate(decoder, [ids], limits)
     planted = Planted(ids + plain)
-    planted.draw.sample = lambda _, count: random.Random(len(planted.passes)).sample(
-        range(3, 300), count
-    )
+    planted.most = 300
     speculation = Speculation(planted, most=3, fixed=True)
     assert tokens_of(speculate(decoder, ids, speculation, limits)) == plain
     assert speculation.counts.accepted > 4
