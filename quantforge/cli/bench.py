@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import options
+from quantforge.cli import draft_flags, options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
 from quantforge.planning import quantities
 from quantforge.results.significant import significant
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ def bench(
     chunked: Chunked = True,
     prefix_cache: Prefix = True,
     cache: CacheKind = "16bit",
+    draft: draft_flags.StepDraft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     ladder: Ladder = False,
     url: Url = "",
     served_name: ServedName = "",
@@ -143,21 +147,18 @@ def bench(
     from quantforge.verbs.bench_models import bench as measure
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
+    answers = LengthRange.parse(new_tokens, "--new-tokens")
     asked = LoadOptions(
-        stream=RequestStream(
-            requests, rate, LengthRange.parse(prompt_tokens, "--prompt-tokens"),
-            LengthRange.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
-        ),
-        trace=trace, text=text,
-        slo=None if slo is None else Slo.parse(slo, "--slo"),
+        stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
+        trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"),
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
+        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static", ladder=ladder,
         chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, url=url, served_name=served_name,
-        ladder=ladder,
+        drafts=DraftOptions(draft, draft_tokens, draft_tree),
     )  # fmt: skip
     settings = Settings(
-        device=device, threads=threads, offline=offline, input_bits=input_bits,
-        progress=console.show, note=console.note,
+        device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
     )  # fmt: skip
     with console.watch():
         found = measure(models, settings, asked)
@@ -227,6 +228,10 @@ def _of_engine(row: LoadRow) -> str:
         text += f"; {row.wasted:.1%} of the reserved cache unused"
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
+    guesses = counts["speculation"]
+    if guesses["guessed"]:
+        share = f"{guesses['accepted']} of {guesses['guessed']} guesses right"
+        text += f"; {share}, {guesses['came'] / guesses['checked']:.3g} tokens a checked pass"
     return text
 
 

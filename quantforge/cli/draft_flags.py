@@ -19,6 +19,14 @@ Draft = Annotated[
         help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
     ),
 ]
+StepDraft = Annotated[
+    str,
+    _speculation(
+        "--draft",
+        metavar="WHAT",
+        help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL.",
+    ),
+]
 DraftTokens = Annotated[
     int, _speculation("--draft-tokens", metavar="N", help="Guesses in a row, at most.")
 ]

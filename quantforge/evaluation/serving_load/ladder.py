@@ -14,6 +14,7 @@ from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 
 UNCACHED_TOKENS = 8  # each reads the whole text again, so that a few of one request show it
 
@@ -40,6 +41,7 @@ def climb(
     options: EngineOptions,
     tell: Callable[[str], object] = lambda _: None,
     rounded: Decoder | None = None,
+    guessed: tuple[str, GuessedDecoder] | None = None,
 ) -> Iterator[Rung]:
     """Yield the rungs from the lowest one up.
 
@@ -49,7 +51,8 @@ def climb(
         requests: are all there at the begin.
         options: room of the engine; its switches are the ladder's.
         tell: is told the name of each rung before it is measured.
-        rounded: the same model with activations of 8 bits, for the last rung; None: there is no such rung.
+        rounded: the same model with activations of 8 bits; None: there is no such rung.
+        guessed: words for who guesses, and the speculation of the model of the rung before; None: no such rung.
     """
     requests = [replace(one, at=0.0) for one in requests]
     tell("no cache")
@@ -76,12 +79,15 @@ def climb(
         steps.append(("+ prefix cache", best, chunked))
     if kinds_of(options.cache or PLAIN) != ("", ""):
         steps.append((f"+ cache in {options.cache}", best, replace(chunked, cache=options.cache)))
+    last = replace(chunked, cache=options.cache)
     if rounded is not None:
-        last = replace(chunked, cache=options.cache)
         steps.append(("+ activations of 8 bits", rounded, last))
+    if guessed is not None:
+        steps.append((f"+ speculation ({guessed[0]})", guessed[1].decoder, last))
     for name, decoder, chosen in steps:
         tell(name)
-        run = serve_here(decoder, requests, chosen)
+        drafting = guessed[1] if guessed and name is steps[-1][0] else None
+        run = serve_here(decoder, requests, chosen, drafting=drafting)
         yield Rung(name, figures(run.served, None, None), run.wasted)
 
 

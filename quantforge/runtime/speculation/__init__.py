@@ -10,7 +10,7 @@ have it accepted as often as the distributions allow but gives other text.
 In this folder:
 
     draft            Guesses of a smaller model, or of the same model in fewer bits, that reads along
-    draft_choice     Who guesses for a loaded model: copies of its own text, the model in fewer bits, or another model
+    draft_choice     Who guesses for a loaded model: copies of its text, itself ahead or in fewer bits, its heads
     draft_options    Options of speculation: who guesses, how many tokens in a row, and how many for one place
     draft_tree       Trees of guesses of a draft that reads along: behind each token, those that it finds likeliest
     eagle3_files     Files of EAGLE-3: the tensors of its network under their names
