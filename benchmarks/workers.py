@@ -3,9 +3,9 @@
     python benchmarks/workers.py --width 2048 --blocks 8 --samples 16 [--workers 2] [--out FILE.json]
     python benchmarks/workers.py --model MODEL --calibration cal.txt
 
-Every worker is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are seconds
-of the clock from the start of all to the end of the last, so that the machine has to be idle, and whether the weights
-have the same bytes.
+Every worker is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are
+seconds of the clock from the start of all to the end of the last, so that the machine has to be idle, and whether the
+weights have the same bytes.
 """
 
 from __future__ import annotations

@@ -9,17 +9,18 @@ import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.checkpoint.disk import check_new, save
-from quantforge.cli import options
+from quantforge.cli import draft_flags, options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import UsageError
 from quantforge.evaluation.columns import fitting, left_out
 from quantforge.planning import quantities
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.serving_load.load_options import LoadFound
+    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -128,6 +129,9 @@ def bench(
     chunked: Chunked = True,
     prefix_cache: Prefix = True,
     cache: CacheKind = "16bit",
+    draft: draft_flags.StepDraft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     ladder: Ladder = False,
     url: Url = "",
     served_name: ServedName = "",
@@ -148,29 +152,34 @@ def bench(
     from quantforge.evaluation.serving_load.latency_figures import Slo
     from quantforge.evaluation.serving_load.load_options import LoadOptions
     from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
-    from quantforge.verbs.bench_models import bench as measure
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
+    answers = LengthRange.parse(new_tokens, "--new-tokens")
+    drafts = DraftOptions(draft, draft_tokens, draft_tree)
     asked = LoadOptions(
-        stream=RequestStream(
-            requests, rate, LengthRange.parse(prompt_tokens, "--prompt-tokens"),
-            LengthRange.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
-        ),
-        trace=trace, text=text,
-        slo=None if slo is None else Slo.parse(slo, "--slo"),
+        stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
+        trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
-        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, url=url, served_name=served_name,
-        ladder=ladder,
+        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static", ladder=ladder,
+        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, drafts=drafts,
     )  # fmt: skip
     _check_report(report, overwrite=overwrite)
     settings = Settings(
         device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
     )  # fmt: skip
-    with console.watch():
-        found = measure(models, settings, asked)
+    found = _measured(console, models, settings, asked)
     _show(console, found, wide=wide)
     _write(report, found, overwrite=overwrite)
+
+
+def _measured(
+    console: Console, models: list[str], settings: Settings, asked: LoadOptions
+) -> LoadFound:
+    from quantforge.verbs.bench_models import bench as measure
+
+    with console.watch():
+        return measure(models, settings, asked)
 
 
 def _check_report(path: Path | None, *, overwrite: bool) -> None:

@@ -11,12 +11,13 @@ import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name, resolve
-from quantforge.cli import options, ranks
+from quantforge.cli import draft_flags, options, ranks
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import DRAFT_TOKENS, limits_of, open_speaker
+from quantforge.verbs.generate_text import limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -53,15 +54,6 @@ Raw = Annotated[
 ]
 
 
-Draft = Annotated[
-    str,
-    typer.Option("--draft", metavar="WHAT", rich_help_panel="Speculation",
-                 help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL."),
-]  # fmt: skip
-DraftTokens = Annotated[
-    int,
-    typer.Option("--draft-tokens", metavar="N", rich_help_panel="Speculation", help="Guesses of a pass, at most."),
-]  # fmt: skip
 Cache = Annotated[
     str,
     typer.Option("--cache", metavar="KIND", autocompletion=completions,
@@ -78,8 +70,9 @@ def generate(
     raw: Raw = False,
     *,
     given: dict[str, Any],
-    draft: Draft = "",
-    draft_tokens: DraftTokens = DRAFT_TOKENS,
+    draft: draft_flags.Draft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     cache: Cache = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -100,7 +93,8 @@ def generate(
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare:
         _check_compared(given, draft)
-    _check_effect(given, draft, draft_tokens, cache, as_json=as_json)
+    _check_effect(given, cache, as_json=as_json)
+    drafts = DraftOptions(draft, draft_tokens, draft_tree)
     _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
@@ -111,12 +105,12 @@ def generate(
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
-        speaker = open_speaker(model, settings, draft, draft_tokens, cache)
+        speaker = open_speaker(model, settings, drafts, cache)
         chat(console, speaker, limits, system=system, raw=raw)
         return
     from quantforge.cli.answers import Asked, ask_all
 
-    asked = Asked(text, limits, system, raw, draft, draft_tokens, cache)
+    asked = Asked(text, limits, system, raw, drafts, cache)
     with ranks.one_speaks():
         found = ask_all(console, (model, *(compare or ())), settings, asked)
         if as_json:
@@ -152,16 +146,12 @@ def _check_compared(given: dict[str, Any], draft: str) -> None:
         raise UsageError(f"--compare and {other}", "leave one out")
 
 
-def _check_effect(
-    given: dict[str, Any], draft: str, draft_tokens: int, cache: str, *, as_json: bool
-) -> None:
+def _check_effect(given: dict[str, Any], cache: str, *, as_json: bool) -> None:
     """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
     if cache:
         kinds_of(cache)
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
-    if draft_tokens != DRAFT_TOKENS and not draft:
-        raise UsageError("--draft-tokens: nothing is guessed without --draft", "add --draft ngram")
     if given["include_stop"] and not given.get("stop"):
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
 

@@ -8,7 +8,7 @@ In this folder:
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     cache_layout        Layout of a cache: which layers take pages as their sequences grow
-    cache_rows          Rows of a cache made from others: one spread over many lengths, or each a copy of another one
+    cache_rows          Rows of a cache made from others: one spread over many lengths, each a copy of another one
     cache_shape         Shape and type of what a cache holds for each token, and the bytes that it takes
     cache_view          Some sequences of a cache, as if they were all of one
     computed            Which models the own decoder computes

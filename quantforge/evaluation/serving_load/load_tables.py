@@ -115,6 +115,10 @@ def _of_engine(row: LoadRow) -> str:
         text += f"; {row.wasted:.1%} of the reserved cache unused"
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
+    guesses = counts["speculation"]
+    if guesses["guessed"]:
+        share = f"{guesses['accepted']} of {guesses['guessed']} guesses right"
+        text += f"; {share}, {guesses['came'] / guesses['checked']:.3g} tokens a checked pass"
     return text
 
 
