@@ -35,18 +35,18 @@ class WeightGradients:
             self.tokens.setdefault(seen.name, []).extend(seen.tokens.tolist())
 
 
-def streamed(path: Path, **options: Any) -> tuple[WeightGradients, Tensor]:
+def streamed(path: Path, rows: Tensor = ROWS, **options: Any) -> tuple[WeightGradients, Tensor]:
     found = WeightGradients()
-    labels = backward(*opened(path), ROWS, found, **{"micro_batch": 2, **options})
+    labels = backward(*opened(path), rows, found, **{"micro_batch": 2, **options})
     return found, labels
 
 
-def in_memory(path: Path, labels: Tensor) -> Any:
+def in_memory(path: Path, rows: Tensor, labels: Tensor) -> Any:
     """The whole model with the gradients of its parameters."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, experts_implementation="eager"
     ).eval()
-    for row, own in zip(ROWS.split(1), labels.split(1), strict=True):
+    for row, own in zip(rows.split(1), labels.split(1), strict=True):
         logits = model(row).logits
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), own.flatten(), reduction="sum"
@@ -57,8 +57,9 @@ def in_memory(path: Path, labels: Tensor) -> Any:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
-    found, labels = streamed(tiny(family))
-    model = in_memory(tiny(family), labels)
+    rows = ROWS[:3]
+    found, labels = streamed(tiny(family), rows)
+    model = in_memory(tiny(family), rows, labels)
     _, matched = opened(tiny(family))
     compared = 0
     for index, kind in enumerate(matched.layers):
