@@ -48,7 +48,8 @@ class SummedLinear(nn.Module):
         bias = part.bias
         assert bias is None or isinstance(bias, Tensor)
         self.bias = bias
-        part.register_parameter("bias", None)
+        if bias is not None:
+            part.register_parameter("bias", None)
         self.part = part
 
     def forward(self, x: Tensor) -> Tensor:

@@ -81,10 +81,11 @@ def test_two_ranks_give_the_logits_of_one(tiny, family):
     ("form", "scheme"), [(form, scheme) for form in SCHEMES for scheme in SCHEMES[form]]
 )
 def test_packed_weights_are_shared(rounded, form, scheme):
-    path = rounded(scheme=scheme, format=form)
-    found = shared_logits(path)
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[0], whole_logits(path), rtol=1e-4, atol=1e-4)
+    for family in ("llama", "llama-tied"):  # with biases and without
+        path = rounded(family, scheme=scheme, format=form)
+        found = shared_logits(path)
+        assert torch.equal(*found)
+        torch.testing.assert_close(found[0], whole_logits(path), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int8", "k=int8,v=int4"])
