@@ -59,7 +59,7 @@ def serve_here(
     Raises:
         InputError: a request that can never fit, or logits that are no numbers.
     """
-    _warm_up(decoder, requests, options)
+    _warm_up(decoder, requests, options, drafting)
     engine = ServingEngine(decoder, options, drafting)
     served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
     sent = finished = 0
@@ -91,10 +91,13 @@ def serve_here(
 
 
 def _warm_up(
-    decoder: ServedDecoder, requests: Sequence[TimedRequest], options: EngineOptions
+    decoder: ServedDecoder,
+    requests: Sequence[TimedRequest],
+    options: EngineOptions,
+    drafting: GuessedDecoder | None,
 ) -> None:
     """Let an engine compute what the stream will need, so that nothing is compiled while it is measured."""
-    engine = ServingEngine(decoder, options)
+    engine = ServingEngine(decoder, options, drafting)
     for place, one in enumerate(requests[: options.rows]):
         new = min(WARM_TOKENS, one.new_tokens)
         engine.submit(GenerationRequest(str(place), one.ids, new))

@@ -94,11 +94,15 @@ class GuessTree:
 
     def mask(self, *, root: bool) -> Tensor:
         """Return which nodes each one sees, ``[nodes, nodes]`` bool as `Span.tree`; with the root before them."""
-        first = int(root)
-        seen = torch.eye(len(self.tokens) + first, dtype=torch.bool)
+        first, paths = int(root), {ROOT: [0] if root else []}
         for node, parent in enumerate(self.parents):
-            if root or parent != ROOT:
-                seen[node + first] |= seen[parent + first]
+            paths[node] = [*paths[parent], node + first]
+        if not root:
+            del paths[ROOT]
+        pairs = [(row, place) for row, path in enumerate(paths.values()) for place in path]
+        seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+        rows, places = torch.tensor(pairs).T
+        seen[rows, places] = True
         return seen
 
 

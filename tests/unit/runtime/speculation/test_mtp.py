@@ -120,8 +120,11 @@ def test_guesses_are_those_of_the_block(source, block, shape):
 
 
 def test_verb_takes_it_of_the_source_and_of_a_result(source, tmp_path):
-    quantize(source, tmp_path / "q", recipe(scheme="int8:g32:sym", scales="absmax"))
-    for model in (source, tmp_path / "q"):
+    for heads in ("keep", "quantize"):
+        quantize(
+            source, tmp_path / heads, recipe(scheme="int8:g32:sym", scales="absmax", mtp=heads)
+        )
+    for model in (source, tmp_path / "keep", tmp_path / "quantize"):
         options = {"raw": True, "max_tokens": 12}
         plain = quantforge.generate(model, "the weights", **options)
         for more in ({}, {"draft_tree": "2x2"}):
