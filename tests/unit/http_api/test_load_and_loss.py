@@ -30,10 +30,10 @@ def body(prompt, **more):
     return {"model": NAME, "prompt": prompt, "temperature": 0, **more}
 
 
-def test_hundreds_of_requests_of_which_some_are_given_up_lose_no_page():
+def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
     draw = random.Random(3)
     asked = []
-    for number in range(400):
+    for number in range(1000):
         prompt = "".join(draw.choice(LETTERS) for _ in range(draw.randint(1, 60)))
         lost = (
             {}
@@ -41,7 +41,7 @@ def test_hundreds_of_requests_of_which_some_are_given_up_lose_no_page():
             else draw.choice([{"gone": 0.0}, {"gone": 0.01}, {"gone_after": 2}])
         )
         asked.append((prompt, draw.randint(1, 24), number % 2 == 0 or "gone_after" in lost, lost))
-    assert 10 < sum(bool(lost) for *_, lost in asked) < 40
+    assert 20 < sum(bool(lost) for *_, lost in asked) < 90
 
     async def work():
         async with served(
