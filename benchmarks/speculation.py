@@ -116,22 +116,37 @@ def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[
     return rows
 
 
+@torch.inference_mode()
+def parting(decoder: Decoder, ids: list[int], plain: list[int], found: list[int]) -> float:
+    """Return how far apart the logits of two texts are where these part; 0 where they do not."""
+    same = next(
+        (k for k, (one, two) in enumerate(zip(plain, found, strict=True)) if one != two), None
+    )
+    if same is None:
+        return 0.0
+    text = torch.tensor([ids + plain[:same]])
+    logits = prefill(decoder, text, decoder.cache(1, text.shape[1]), 0)[0]
+    return abs(float(logits[plain[same]] - logits[found[same]]))
+
+
 def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, str | float]]:
     """Count what comes of chains and trees; the texts are the plain loop's."""
     limits, rows = StopLimits(tokens), []
     for draft in ("int2", "int3"):
         for shape in ("1x1x1", "2x1x1", "3x1x1", "3x2x1", "4x2x2"):
             guesses = drafting(loaded, DraftOptions(draft, tree=shape), lambda _: loaded)
-            counts, same = Speculated(), 0
+            counts, same, gap = Speculated(), 0, 0.0
             for ids in text:
                 plain = timed(speculate(guesses.decoder, ids, Speculation(NoGuesses()), limits))[1]
                 guesser = guesses.guesser(len(ids) + tokens)
                 one = Speculation(guesser, most=guesses.most, fixed=True, counts=counts)
-                same += timed(speculate(guesses.decoder, ids, one, limits))[1] == plain
+                found = timed(speculate(guesses.decoder, ids, one, limits))[1]
+                same += found == plain
+                gap = max(gap, parting(guesses.decoder, ids, plain, found))
             rows.append({
                 "draft": draft, "tree": shape, "guesses": nodes_of(shape_of(shape)),
                 "acceptance": counts.acceptance or 0.0, "tokens per pass": counts.tokens_per_pass or 0.0,
-                "same texts": f"{same} of {len(text)}",
+                "same texts": f"{same} of {len(text)}", "widest tie (nats)": gap,
             })  # fmt: skip
     return rows
 
