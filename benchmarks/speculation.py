@@ -8,6 +8,8 @@ int4. Two tasks, both greedy or drawn with a seed, so that each side has the sam
 - *copying*: a text that stands in the prompt several times is continued; guesses are copies. For every number of
   guesses k: the acceptance a, tokens per pass, the expected ``(1 - a^(k+1)) / (1 - a)``, the cost of a pass of k+1
   rows in plain steps, the speed-up over the plain loop, and its share of expected / cost.
+- *trees*: real text is continued with the model in fewer bits as draft; for chains and trees of three places, how often
+  one of the guesses of a place is right, and tokens per pass.
 - *without repeats*: text drawn at temperature 1, with as many guesses as pay; the plain loop's time over this one's.
 
 Sides take turns in every round; ratios are medians of the rounds' ratios. Both are timed behind the first tokens, so
@@ -34,12 +36,20 @@ sys.path.insert(0, str(ROOT))
 from quantforge.runtime.cache_rows import spread  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
-from quantforge.runtime.load import load  # noqa: E402
+from quantforge.runtime.load import Loaded, load  # noqa: E402
 from quantforge.runtime.sampling import Chosen, Sampling  # noqa: E402
-from quantforge.runtime.speculation.guesses import expected_tokens  # noqa: E402
+from quantforge.runtime.speculation.draft_choice import drafting  # noqa: E402
+from quantforge.runtime.speculation.draft_options import (  # noqa: E402
+    DraftOptions,
+    nodes_of,
+    shape_of,
+)
+from quantforge.runtime.speculation.guess_trees import GuessTree  # noqa: E402
+from quantforge.runtime.speculation.guesses import Speculated, expected_tokens  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramGuesser  # noqa: E402
 from quantforge.runtime.speculation.pace import PassCosts  # noqa: E402
 from quantforge.runtime.speculation.speculate import Speculation, speculate  # noqa: E402
+from quantforge.runtime.text_side import text_side  # noqa: E402
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 COPIES, PART = 4, 60
@@ -49,9 +59,9 @@ SKIPPED = 20
 class NoGuesses:
     """Guesser of the plain loop."""
 
-    def guess(self, history: Sequence[int], most: int, sampler: object) -> list[int]:  # noqa: ARG002
+    def guess(self, history: Sequence[int], most: int, sampler: object) -> GuessTree:  # noqa: ARG002
         """Return none."""
-        return []
+        return GuessTree()
 
 
 def timed(chosen: Iterator[Chosen]) -> tuple[float, list[int]]:
@@ -106,6 +116,41 @@ def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[
     return rows
 
 
+@torch.inference_mode()
+def parting(decoder: Decoder, ids: list[int], plain: list[int], found: list[int]) -> float:
+    """Return how far apart the logits of two texts are where these part; 0 where they do not."""
+    same = next(
+        (k for k, (one, two) in enumerate(zip(plain, found, strict=True)) if one != two), None
+    )
+    if same is None:
+        return 0.0
+    text = torch.tensor([ids + plain[:same]])
+    logits = prefill(decoder, text, decoder.cache(1, text.shape[1]), 0)[0]
+    return abs(float(logits[plain[same]] - logits[found[same]]))
+
+
+def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, str | float]]:
+    """Count what comes of chains and trees; the texts are the plain loop's."""
+    limits, rows = StopLimits(tokens), []
+    for draft in ("int2", "int3"):
+        for shape in ("1x1x1", "2x1x1", "3x1x1", "3x2x1", "4x2x2"):
+            guesses = drafting(loaded, DraftOptions(draft, tree=shape), lambda _: loaded)
+            counts, same, gap = Speculated(), 0, 0.0
+            for ids in text:
+                plain = timed(speculate(guesses.decoder, ids, Speculation(NoGuesses()), limits))[1]
+                guesser = guesses.guesser(len(ids) + tokens)
+                one = Speculation(guesser, most=guesses.most, fixed=True, counts=counts)
+                found = timed(speculate(guesses.decoder, ids, one, limits))[1]
+                same += found == plain
+                gap = max(gap, parting(guesses.decoder, ids, plain, found))
+            rows.append({
+                "draft": draft, "tree": shape, "guesses": nodes_of(shape_of(shape)),
+                "acceptance": counts.acceptance or 0.0, "tokens per pass": counts.tokens_per_pass or 0.0,
+                "same texts": f"{same} of {len(text)}", "widest tie (nats)": gap,
+            })  # fmt: skip
+    return rows
+
+
 def unrepeated(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> float:
     """Return the plain loop's time over that of a loop which guesses where it pays, on drawn text."""
     limits, costs, ratios = StopLimits(tokens), PassCosts(), []
@@ -127,21 +172,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--text", type=Path, default=ROOT / "quantforge/runtime/generate.py", help="of the trees"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    decoder = Decoder(load(options.model, dtype=torch.bfloat16).model)
+    loaded = load(options.model, dtype=torch.bfloat16)
+    decoder = Decoder(loaded.model)
     draw = random.Random(0)
     part = [draw.randrange(5, decoder.vocabulary) for _ in range(PART)]
     rows = copying(decoder, part * COPIES, options.tokens, options.rounds)
     free = unrepeated(decoder, part[:32], options.tokens, options.rounds)
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(f"{value:.3g}" for value in row.values()) + " |")
+    real = text_side(options.model, loaded.config).tokenizer.encode(options.text.read_text())
+    pieces = [real[first : first + 64] for first in range(0, len(real), len(real) // 8)][:8]
+    grown = trees(loaded, pieces, options.tokens)
+    for table in (rows, grown):
+        print("| " + " | ".join(table[0]) + " |\n|" + "---|" * len(table[0]))
+        for row in table:
+            words = (one if isinstance(one, str) else f"{one:.3g}" for one in row.values())
+            print("| " + " | ".join(words) + " |")
+        print()
     print(f"\nwithout repeats, plain / with guesses where they pay: {free:.3f}")
     if options.out is not None:
         found = {
             "copying": rows,
+            "trees": grown,
             "without repeats": free,
             "threads": options.threads,
             "torch": torch.__version__,

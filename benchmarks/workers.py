@@ -4,9 +4,9 @@
     python benchmarks/workers.py --model MODEL --calibration cal.txt
     python benchmarks/workers.py --model MODEL --workers 1 --repeats 5      # what claims cost: seconds of the processor
 
-Every worker is a process on one thread that has made a small run before, for imports and compiling. Printed are seconds
-of the clock from the start of all to the end of the last, for which the machine has to be idle, those of the processor
-that all of them took, and whether the weights have the same bytes.
+Every worker is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are
+seconds of the clock from the start of all to the end of the last, for which the machine has to be idle, those of the
+processor that all of them took, and whether the weights have the same bytes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from pathlib import Path
 
 from release import synthetic
 
+SMALL = Path(__file__).parents[1] / "models" / "demo"
+
 RUN = r"""
 import sys, tempfile, time
 from pathlib import Path
 from quantforge import Settings, quantize
 
-model, text, samples, length, scheme, method, out, threads, join = sys.argv[1:]
+model, small, text, samples, length, scheme, method, out, threads, join = sys.argv[1:]
 rows = {"calibration": text, "scheme": scheme, "method": method}
 
-def run(out, join, **size):
+def run(model, out, join, **size):
     quantize(model, None, out, Settings(threads=int(threads), join=join), **rows, **size)
 
 with tempfile.TemporaryDirectory() as scratch:
     for times, warm in enumerate({False, join == "True"}):
-        run(Path(scratch, str(times)), warm, samples=2, length=32)
+        run(small, Path(scratch, str(times)), warm, samples=2, length=32)
 print("ready", flush=True)
 sys.stdin.readline()
 begun = time.process_time()
-run(out, join == "True", samples=int(samples), length=int(length))
+run(model, out, join == "True", samples=int(samples), length=int(length))
 print(time.process_time() - begun)
 """
 
@@ -98,7 +100,7 @@ def timed(
 ) -> tuple[float, float]:
     """Return the seconds, of the clock and of the processor, of one result once all processes are ready."""
     rows = [options.calibration, options.samples, options.length, options.scheme, options.method]
-    asked = [sys.executable, "-c", RUN, model, *rows, out, threads, join]
+    asked = [sys.executable, "-c", RUN, model, SMALL, *rows, out, threads, join]
     processes = [
         subprocess.Popen([*map(str, asked)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(count)

@@ -61,6 +61,7 @@ class Settings:
         ""  # the original model's name on the hub, for the card; as the files say when empty
     )
     input_bits: int = 16  # to which products round activations when a model is run: 16 or 8
+    split: bool = False  # the processes that torchrun started share the model that answers
     imatrix: Path | None = (
         None  # importance that is known; recipes name it as the source imatrix:NAME
     )

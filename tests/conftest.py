@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,15 @@ def _same_numbers() -> None:
         torch.manual_seed(0)
     else:  # without a GPU that would note a whole traceback for one, for every test
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_waits_for_the_disk() -> Iterator[None]:
+    """Let calls that make files durable look at the descriptor alone: a process that is killed has lost nothing without
+    them, only a machine that stops would have. Commands in processes of their own make them as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

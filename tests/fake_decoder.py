@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.ragged import RaggedBatch
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+from quantforge.runtime.speculation.guess_trees import ROOT, GuessTree
 
 VOCABULARY = 61
 CPU = torch.device("cpu")
@@ -29,8 +33,33 @@ def alone(request) -> list[int]:
     return found
 
 
+class Oracle:
+    """Guesses trees of a shape in which what really follows often stands, anywhere."""
+
+    def __init__(self, shape, seed=0):
+        self.shape, self.draw = shape, random.Random(seed)
+
+    def guess(self, history, most, sampler):
+        tree, ends = GuessTree(), [(ROOT, list(history))]
+        for count in self.shape[:most]:
+            grown = []
+            for node, text in ends:
+                tokens = self.draw.sample(range(VOCABULARY), count)
+                if self.draw.random() < 0.7:
+                    tokens[self.draw.randrange(count)] = following(text)
+                for token in dict.fromkeys(tokens):
+                    grown.append((tree.add(node, token), [*text, token]))
+            ends = grown
+        return tree
+
+
+def guessed(shape):
+    """Return the speculation of an engine that asks `Oracle` in every step that only decodes."""
+    return GuessedDecoder(None, lambda room: Oracle(shape, room), len(shape), fixed=True)
+
+
 class FakeDecoder:
-    """What `quantforge.runtime.serving.engine.ServedDecoder` asks for; keys are tokens, values their positions."""
+    """What `serving.served_decoder.ServedDecoder` asks for; keys are tokens, values their positions."""
 
     positions, vocabulary, device = 400, VOCABULARY, CPU
 
@@ -59,11 +88,15 @@ class FakeDecoder:
                 [part[0, : start + span.tokens, 0, 0] for part in cache.read(layer, row)]
                 for layer in range(2)
             ]
+            seen = torch.ones(span.tokens, span.tokens).tril() if span.tree is None else span.tree
+            depths = [start + int(row.sum()) - 1 for row in seen]
             for keys, values in both:
-                assert values.tolist() == list(range(start + span.tokens))
+                assert values.tolist() == [*range(start), *depths]
                 assert torch.equal(keys, both[0][0])
             history = both[0][0].tolist()
-            found += [following(history[:end]) for end in range(start + 1, start + span.tokens + 1)]
+            for row in seen:
+                path = [history[start + place] for place in row.nonzero()[:, 0].tolist()]
+                found.append(following(history[:start] + path))
             cache.advance(span.row, span.tokens)
         return torch.tensor(found, dtype=torch.float32)[:, None]
 

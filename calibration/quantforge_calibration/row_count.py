@@ -20,19 +20,21 @@ _WHOLE = 1 << 40  # bytes, more than the text has
 _ONLY_THE_RUN_KNOWS = ("self", "hub")
 
 
-def builtin_rows(model: Path, length: int) -> int:
-    """Count the rows of ``length`` ids that `draw` makes at most of the builtin text.
+def builtin_rows(model: Path, length: int, most: int) -> int:
+    """Count the rows of ``length`` ids that `draw` makes of the builtin text, which is read no further than they need.
 
     Args:
         model: the directory with ``tokenizer.json``.
         length: ids per row, at least 2.
+        most: rows that are asked for.
 
     Raises:
         SourceError: as `load_tokenizer`.
     """
     tokenizer = load_tokenizer(model)
     texts = (text for source in parse_sources(BUILTIN) for text in documents(source, _WHOLE))
-    return _tokens(texts, tokenizer, _WHOLE) // payload_of(length, tokenizer)
+    payload = payload_of(length, tokenizer)
+    return min(_tokens(texts, tokenizer, most * payload) // payload, most)
 
 
 def check_rows(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quantforge_kernels import base3
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.lower import narrowed, wide
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem
+from quantforge_kernels.lower import narrowed, wide, widened
+from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
 STRIP = 256  # rows that are quantized at a time: tensors above 32 MiB get new memory from the system each time
@@ -63,6 +63,13 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
     held = narrowed(parameters, problem)
     return packed | {name: value.contiguous() for name, value in held.items()}
+
+
+def restore(packed: Packed, problem: Problem) -> Weights:
+    """Undo `prepare`, for a kernel that is to multiply in the place of this one."""
+    codes = _codes(packed, problem, slice(None)).contiguous()
+    held = {name: value for name, value in packed.items() if not name.startswith("codes")}
+    return codes, widened(held, problem)
 
 
 def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:

@@ -14,6 +14,7 @@ In this folder:
     demo                ``quantforge demo``: copy out the small model that comes with the package
     diff                ``quantforge diff``: how two models differ
     doctor              ``quantforge doctor``: whether this machine can do the work, by doing a little of it
+    draft_flags         Options that say who guesses tokens ahead, of every verb that decodes
     dry_run             ``--dry-run``: the plan of a command, taken at the moment at which its work would begin
     error_types         Errors of the system and of libraries under us as errors of ours, each with its exit code
     evaluate            ``quantforge eval``: one table for a reference and its descendants, whatever their format
@@ -30,7 +31,7 @@ In this folder:
     plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
     plan_forecast       Forecast of a run: its time, files and memory, each with what it rests on
     quantize            ``quantforge quantize``: run a recipe on a model
-    ranks               Ranks: processes that torchrun starts with one command
+    ranks               Ranks: processes that torchrun starts with one command, of which the first one speaks
     recipes             ``quantforge recipes``: list the built-in recipes, or print one
     release             ``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded
     reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file

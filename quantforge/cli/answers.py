@@ -15,8 +15,9 @@ from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.results.significant import significant
+from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import DRAFT_TOKENS, has_template, open_speaker
+from quantforge.verbs.generate_text import has_template, open_speaker
 from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class Asked:
     limits: AnswerLimits
     system: str | None
     raw: bool
-    draft: str = ""
-    draft_tokens: int = DRAFT_TOKENS
+    drafts: DraftOptions = NO_DRAFT
     cache: str = ""
 
 
@@ -63,7 +63,7 @@ def ask_all(
             console.text(f"== {model}")
         if found:  # the first was told of before all imports
             console.note(f"loading {model}")
-        speaker = open_speaker(model, settings, asked.draft, asked.draft_tokens, asked.cache)
+        speaker = open_speaker(model, settings, asked.drafts, asked.cache)
         tell(console, speaker, raw=asked.raw)
         prompt = opening(speaker, asked.text, asked.system)
         answer = speaker.answer(prompt, asked.limits, raw=asked.raw)

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import options
+from quantforge.checkpoint.disk import check_new, save
+from quantforge.cli import draft_flags, options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
+from quantforge.errors import UsageError
+from quantforge.evaluation.columns import fitting, left_out
 from quantforge.planning import quantities
-from quantforge.results.significant import significant
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadRow
+    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -32,6 +34,11 @@ def _engine(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="Engine", **more)
 
 
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.html", help="Also write a page (pip install 'quantforge[report]')."),
+]  # fmt: skip
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that exists.")]
 Models = Annotated[
     list[str],
     typer.Argument(
@@ -122,11 +129,16 @@ def bench(
     chunked: Chunked = True,
     prefix_cache: Prefix = True,
     cache: CacheKind = "16bit",
+    draft: draft_flags.StepDraft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     ladder: Ladder = False,
     url: Url = "",
     served_name: ServedName = "",
     slo: Limits = None,
     price: Price = None,
+    report: Report = None,
+    overwrite: Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -140,99 +152,75 @@ def bench(
     from quantforge.evaluation.serving_load.latency_figures import Slo
     from quantforge.evaluation.serving_load.load_options import LoadOptions
     from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
-    from quantforge.verbs.bench_models import bench as measure
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
+    answers = LengthRange.parse(new_tokens, "--new-tokens")
+    drafts = DraftOptions(draft, draft_tokens, draft_tree)
     asked = LoadOptions(
-        stream=RequestStream(
-            requests, rate, LengthRange.parse(prompt_tokens, "--prompt-tokens"),
-            LengthRange.parse(new_tokens, "--new-tokens"), shared_tokens, percent(share, "--share"), seed,
-        ),
-        trace=trace, text=text,
-        slo=None if slo is None else Slo.parse(slo, "--slo"),
+        stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
+        trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
-        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, url=url, served_name=served_name,
-        ladder=ladder,
+        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static", ladder=ladder,
+        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, drafts=drafts,
     )  # fmt: skip
+    _check_report(report, overwrite=overwrite)
     settings = Settings(
-        device=device, threads=threads, offline=offline, input_bits=input_bits,
-        progress=console.show, note=console.note,
+        device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
     )  # fmt: skip
-    with console.watch():
-        found = measure(models, settings, asked)
+    found = _measured(console, models, settings, asked)
     _show(console, found, wide=wide)
+    _write(report, found, overwrite=overwrite)
+
+
+def _measured(
+    console: Console, models: list[str], settings: Settings, asked: LoadOptions
+) -> LoadFound:
+    from quantforge.verbs.bench_models import bench as measure
+
+    with console.watch():
+        return measure(models, settings, asked)
+
+
+def _check_report(path: Path | None, *, overwrite: bool) -> None:
+    """Check a report before the work: its kind, and whether it can be drawn and written."""
+    if path is None:
+        return
+    if path.suffix != ".html":
+        raise UsageError(
+            f"--report {path}: unknown kind", "end it in .html; --json has the figures"
+        )
+    check_new(path, "--report", overwrite=overwrite)
+    from quantforge.evaluation.report_page.drawing import check_drawing
+
+    check_drawing()
+
+
+def _write(path: Path | None, found: LoadFound, *, overwrite: bool) -> None:
+    """Write the report, if there is to be one, and end with `FAILED` where requests failed."""
+    if path is not None:
+        from quantforge.evaluation.report_page.load_page import assemble_load
+
+        save(path, assemble_load(found).encode(), overwrite=overwrite)
     if any(row.figures.failed for row in found.rows):
         raise typer.Exit(FAILED)
 
 
 def _show(console: Console, found: LoadFound, *, wide: bool) -> None:
     """Print a table of the rows, and what is to be known of them."""
+    from quantforge.evaluation.serving_load.load_tables import columns_of, lines_of
+
     if console.as_json:
         console.document(found.document())
         return
-    rows, asked = found.rows, found.options
-    first = rows[0].figures
-    ladder = asked.ladder
-    columns = [
-        Column("technique" if ladder else "model", tuple(row.name for row in rows)),
-        Column("tokens/s", tuple(significant(row.figures.tokens_per_second) for row in rows)),
-        *_latencies(rows),
-        Column("goodput/s", tuple(_or_absent(row.figures.goodput) for row in rows), 1),
-        Column("cost/M", tuple(_or_absent(row.figures.cost) for row in rows), 1),
-        Column("failed", tuple(str(row.figures.failed or ABSENT) for row in rows)),
-    ]
+    columns = columns_of(found)
     drawn = fitting(columns, console.width, wide=wide)
     console.columns(drawn, "Latency (ms) and throughput")
     if absent := left_out(columns, drawn):
         console.wrapped(absent)
     console.text()
-    stream = rows[-1].figures
-    console.wrapped(
-        f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
-        "TTFT counts from the arrival, waiting included; TPOT is the mean time of an answer's further tokens; "
-        "p50 and p99 are percentiles"
-    )
-    if ladder:
-        console.wrapped(
-            f"'{rows[0].name}' computed {first.new_tokens} tokens of the first request alone"
-        )
-    for row in rows:
+    for row in found.rows:
         for why, count in row.figures.errors.items():
             console.note(f"{row.name}: {count} failed: {why}")
-        if row.engine is not None:
-            console.wrapped(f"{row.name}: {_of_engine(row)}")
-    forecast = found.forecast
-    console.wrapped(
-        f"by arithmetic: static batches of {asked.rows} are {forecast['static']:.0%} busy with tokens, continuous ones "
-        f"{forecast['continuous']:.0%}; a contiguous cache wastes {forecast['contiguous_waste']:.0%}, "
-        f"a paged one {forecast['paged_waste']:.1%}"
-    )
-
-
-def _latencies(rows: list[LoadRow]) -> list[Column]:
-    found = []
-    for title, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("e2e", "end_to_end")):
-        for percentile in (50, 99):
-            cells = tuple(_milliseconds(getattr(row.figures, key).get(percentile)) for row in rows)
-            found.append(Column(f"{title} p{percentile}", cells, rank=2 if key != "e2e" else 3))
-    return found
-
-
-def _of_engine(row: LoadRow) -> str:
-    counts = row.engine or {}
-    scheduling = counts["scheduling_seconds"] / (counts["step_seconds"] or 1)
-    text = f"{counts['steps']} steps, {scheduling:.1%} of their time spent scheduling"
-    if row.wasted is not None:
-        text += f"; {row.wasted:.1%} of the reserved cache unused"
-    if counts["preemptions"]:
-        text += f"; {counts['preemptions']} preemptions"
-    return text
-
-
-def _or_absent(value: float | None) -> str:
-    return ABSENT if value is None else significant(value)
-
-
-def _milliseconds(value: float | None) -> str:
-    return ABSENT if value is None else significant(1e3 * value)
+    for line in lines_of(found):
+        console.wrapped(line)

@@ -50,6 +50,7 @@ def evaluate(
     adapter: options.Adapter = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    input_bits: options.InputBits = 16,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     wide: wanted.Wide = False,
@@ -69,7 +70,7 @@ def evaluate(
         console.note("--allow-code: the task files may run code as you")
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, adapter=adapter,
-        progress=console.show, note=console.note,
+        input_bits=input_bits, progress=console.show, note=console.note,
     )  # fmt: skip
     with delivery() as delivered, ExitStack() as ending:
         # Whatever cannot be written: what was measured is shown.

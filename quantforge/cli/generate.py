@@ -11,12 +11,13 @@ import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name, resolve
-from quantforge.cli import options
+from quantforge.cli import draft_flags, options, ranks
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import DRAFT_TOKENS, limits_of, open_speaker
+from quantforge.verbs.generate_text import limits_of, open_speaker
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -53,15 +54,6 @@ Raw = Annotated[
 ]
 
 
-Draft = Annotated[
-    str,
-    typer.Option("--draft", metavar="WHAT", rich_help_panel="Speculation",
-                 help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL."),
-]  # fmt: skip
-DraftTokens = Annotated[
-    int,
-    typer.Option("--draft-tokens", metavar="N", rich_help_panel="Speculation", help="Guesses of a pass, at most."),
-]  # fmt: skip
 Cache = Annotated[
     str,
     typer.Option("--cache", metavar="KIND", autocompletion=completions,
@@ -78,8 +70,9 @@ def generate(
     raw: Raw = False,
     *,
     given: dict[str, Any],
-    draft: Draft = "",
-    draft_tokens: DraftTokens = DRAFT_TOKENS,
+    draft: draft_flags.Draft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     cache: Cache = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -89,8 +82,9 @@ def generate(
     quiet: options.Quiet = False,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    console = Console(as_json=as_json, quiet=quiet or as_json)
+    console = Console(as_json=as_json, quiet=quiet or as_json or ranks.silent())
     _check_order(model, prompt or "")
+    _check_ranks(prompt, draft)
     text = _piped() if prompt in {None, "-"} else prompt
     if text is None and (as_json or compare or given["n"] > 1):
         needing = "--json, --compare and -n need a PROMPT"
@@ -99,35 +93,48 @@ def generate(
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare:
         _check_compared(given, draft)
-    _check_effect(given, draft, draft_tokens, cache, as_json=as_json)
+    _check_effect(given, cache, as_json=as_json)
+    drafts = DraftOptions(draft, draft_tokens, draft_tree)
     _check_there(model, *(compare or ()))
     console.note(f"loading {model}")  # what comes next imports torch
     limits = limits_of(**given)
-    settings = Settings(device, threads, offline=offline, input_bits=input_bits, note=console.note)
+    settings = Settings(
+        ranks.own_device(device), threads, offline=offline, input_bits=input_bits, note=console.note,
+        split=ranks.shared(),
+    )  # fmt: skip
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
-        speaker = open_speaker(model, settings, draft, draft_tokens, cache)
+        speaker = open_speaker(model, settings, drafts, cache)
         chat(console, speaker, limits, system=system, raw=raw)
         return
     from quantforge.cli.answers import Asked, ask_all
 
-    found = ask_all(
-        console,
-        (model, *(compare or ())),
-        settings,
-        Asked(text, limits, system, raw, draft, draft_tokens, cache),
-    )
-    if as_json:
-        console.document(
-            {
-                "schema": "quantforge.generate/1",
-                "prompt": text,
-                "answers": [one.document() for one in found],
-            }
-        )
+    asked = Asked(text, limits, system, raw, drafts, cache)
+    with ranks.one_speaks():
+        found = ask_all(console, (model, *(compare or ())), settings, asked)
+        if as_json:
+            answers = [one.document() for one in found]
+            console.document(
+                {"schema": "quantforge.generate/1", "prompt": text, "answers": answers}
+            )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_ranks(prompt: str | None, draft: str) -> None:
+    """Refuse under torchrun what its processes could not do alike, as `UsageError`."""
+    if not ranks.shared():
+        return
+    if prompt in {None, "-"}:
+        raise UsageError(
+            "torchrun: its processes have no terminal and no standard input in common",
+            'torchrun ... -m quantforge generate MODEL "..."',
+        )
+    if draft:
+        raise UsageError(
+            f"--draft {draft}: torchrun's processes share one model", "leave --draft out"
+        )
 
 
 def _check_compared(given: dict[str, Any], draft: str) -> None:
@@ -139,16 +146,12 @@ def _check_compared(given: dict[str, Any], draft: str) -> None:
         raise UsageError(f"--compare and {other}", "leave one out")
 
 
-def _check_effect(
-    given: dict[str, Any], draft: str, draft_tokens: int, cache: str, *, as_json: bool
-) -> None:
+def _check_effect(given: dict[str, Any], cache: str, *, as_json: bool) -> None:
     """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
     if cache:
         kinds_of(cache)
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
-    if draft_tokens != DRAFT_TOKENS and not draft:
-        raise UsageError("--draft-tokens: nothing is guessed without --draft", "add --draft ngram")
     if given["include_stop"] and not given.get("stop"):
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
 

@@ -1,16 +1,21 @@
-"""Ranks: processes that torchrun starts with one command. They share the run (`--join`), and the first one speaks."""
+"""Ranks: processes that torchrun starts with one command, of which the first one speaks.
+
+They share the run (`--join`), or a model that answers: each holds a part of it.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 
 from quantforge.errors import UsageError
 
 STARTED = (
     "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
 )
-VERBS = ("quantize", "release", "sweep")
+VERBS = ("quantize", "release", "sweep", "generate")
 
 
 def shared() -> bool:
@@ -23,6 +28,16 @@ def silent() -> bool:
     return shared() and os.environ["RANK"] != "0"
 
 
+@contextmanager
+def one_speaks() -> Iterator[None]:
+    """Drop what processes write to stdout for which another one speaks."""
+    if not silent():
+        yield
+        return
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
 def own_device(asked: str) -> str:
     """Return the device of this process: of several GPUs in a machine each has its own."""
     return f"cuda:{os.environ['LOCAL_RANK']}" if shared() and asked == "cuda" else asked
@@ -32,7 +47,7 @@ def check_ranks(arguments: Sequence[str]) -> None:
     """Refuse what the processes of torchrun would each do anew.
 
     Raises:
-        UsageError: another verb than the one that is shared.
+        UsageError: another verb than those that are shared.
     """
     if shared() and arguments[0] not in VERBS:
         raise UsageError(

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import options
+from quantforge.cli import draft_flags, options
 from quantforge.cli.console import Console
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
 from quantforge.verbs.serve_model import (
@@ -70,6 +71,9 @@ def serve(
     waiting: Waiting = 64,
     max_body: MaxBody = 4,
     timeout: Timeout = 600.0,
+    draft: draft_flags.StepDraft = "",
+    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tree: draft_flags.DraftTree = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -89,6 +93,9 @@ def serve(
         "waiting": waiting,
         "max_body": max_body,
         "timeout": timeout,
+        "draft": draft,
+        "draft_tokens": draft_tokens,
+        "draft_tree": draft_tree,
     }
     if context is not None:
         given["context"] = context

@@ -11,6 +11,7 @@ In this folder:
     columns            Columns of a table of text, and as many of them as a width holds
     comparable         Refusal of models that cannot be compared, by their configurations and tokenizers
     delivery           Delivery of an evaluation: its figures stay kept until what is written of them is written
+    deployment         A model as an engine would run it: loaded in 16 bits, its speed and its memory taken
     divergence         Divergence of a model from its reference: the exact KL divergence, token by token
     evaluate           `eval`: a reference and its descendants, measured under one protocol
     figures            Figures of one model as a row of an evaluation: those of its files, and those of its quality

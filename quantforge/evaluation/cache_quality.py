@@ -81,7 +81,8 @@ class _Trials:
     """A model in float32, computed with caches of several kinds."""
 
     def __init__(self, loaded: Loaded, trial: CacheTrial) -> None:
-        self._decoder = Decoder(loaded.model, join=False, scales=loaded.kv_scales)
+        self._decoder = Decoder(loaded.model, join=False)
+        self._scales = loaded.kv_scales
         self._head = Head(loaded.model)
         self._trial = trial
         self._chunk = forward_tokens(self._decoder.device)
@@ -133,7 +134,8 @@ class _Trials:
 
     def _hidden(self, ids: Tensor, kind: str) -> Tensor:
         """Return the final hidden states ``[tokens, hidden]`` of one sequence."""
-        cache = _Handed(self._decoder.cache_shape(kind), 1, len(ids), self._decoder.device)
+        shape, device = self._decoder.cache_shape(kind), self._decoder.device
+        cache = _Handed(shape, 1, len(ids), device, scales=self._scales)
         cache.reserve(0, len(ids))
         found = []
         for part in torch.split(ids.to(self._decoder.device), self._chunk):

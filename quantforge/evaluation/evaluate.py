@@ -18,6 +18,7 @@ import torch
 from quantforge.evaluation.cache_quality import tried
 from quantforge.evaluation.cache_trial import CacheTrial, trial_of
 from quantforge.evaluation.comparable import answering_of, check_comparable, positions_of
+from quantforge.evaluation.deployment import as_deployed
 from quantforge.evaluation.figures import plain
 from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.harness import run as run_tasks
@@ -26,17 +27,16 @@ from quantforge.evaluation.kept_rows import KeptRows, keeping
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.requests import Answers
-from quantforge.evaluation.speed import NEW_TOKENS, PROMPT_TOKENS, measure, read_bandwidth
+from quantforge.evaluation.speed import read_bandwidth
 from quantforge.evaluation.task_names import Tasks
 from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import LENGTH, Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
+from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
-from quantforge.runtime.memory import PeakMemory
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
-from quantforge_kernels.probe import warm_up
 
 SCHEMA = "quantforge.eval/1"
 
@@ -61,6 +61,7 @@ class EvaluationOptions:
         engine: "llama.cpp" scores GGUF files in that engine too.
         adapter: what is merged into the reference.
         tasks: of lm-eval, answered by every model.
+        input_bits: to which products of a descendant's packed weights round activations: 16 or 8.
         prompts: answered by the reference, whose text is then scored, and by every model.
         note: told what a person should know before the work.
     """
@@ -81,6 +82,7 @@ class EvaluationOptions:
     tasks: Tasks | None = None
     prompts: Prompts | None = None
     text_found: bool = False
+    input_bits: int = EXACT
     note: Callable[[str], None] = lambda _: None
 
 
@@ -168,7 +170,9 @@ def _measured(
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
                     source = open_plain_source(path, options.adapter) if reference is None else None
-                    loaded = load(path, options.device, options.dtype, source)
+                    bits = EXACT if number == 0 else options.input_bits
+                    loaded = load(path, options.device, options.dtype, source, input_bits=bits)
+                    _tell_kept(path, loaded, options, bits)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     if reference is None:
                         reference = KeptReference(loaded, windows, options.activations, answering)
@@ -187,7 +191,7 @@ def _measured(
                 # Only now, when everything that is loaded once and for all has been loaded.
                 if options.speed:
                     with phase(f"speed of {path.name}", 0.9):
-                        row |= _deployment(path, windows, options, bandwidth)
+                        row |= as_deployed(path, windows, options, bandwidth, bits)
                 if options.engine and path.is_file():
                     row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
             row = {key: plain(value) for key, value in row.items()}
@@ -198,34 +202,19 @@ def _measured(
             reference.close()
 
 
+def _tell_kept(path: Path, loaded: Loaded, options: EvaluationOptions, bits: int) -> None:
+    """Note which products of a model do not round activations as they were asked to."""
+    if bits < EXACT:
+        for event in loaded.events:
+            options.note(f"{path.name}: {event.detail}")
+
+
 def _answered(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, Any]:
     """Let a model answer the tasks."""
     with phase(f"tasks on {path.name}", 0.5):
         scales = loaded.kv_scales
         answers = Answers(loaded.model, tokenizer_of(path), positions_of(path), scales)
         return {"tasks": run_tasks(answers, tasks)}
-
-
-def _deployment(
-    path: Path, windows: Windows, options: EvaluationOptions, bandwidth: float
-) -> dict[str, Any]:
-    """Load as an engine would, generate, and take the time and the memory."""
-    tokens = min(PROMPT_TOKENS, options.length, positions_of(path) - NEW_TOKENS)
-    prompt = windows.ids[:1, : max(0, tokens)]
-    if torch.device(options.device).type == "cpu":
-        tell("compiling programs for this processor")
-        warm_up(options.speed_dtype)
-    tell("loading as an engine would")
-    with PeakMemory(options.device) as peak:
-        loaded = load(path, options.device, options.speed_dtype)
-        speed = measure(loaded, prompt, bandwidth, options.cache)
-    return {
-        "read_bytes_per_token": loaded.read_bytes,
-        "held_bytes": loaded.held_bytes,
-        "kernels": dict(loaded.kernels),
-        "peak_bytes": peak.bytes,
-        **speed.to_json(),
-    }
 
 
 def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
@@ -242,6 +231,7 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
         adapter="" if options.adapter is None else open_adapter(options.adapter).cited_name,
+        input_bits=options.input_bits,
     )
 
 

@@ -39,6 +39,7 @@ class Protocol:
         threads: of torch, on a CPU.
         windows_asked: how many were asked for; the text may give fewer.
         adapter: name and digest of what was merged into the reference, "" for nothing.
+        input_bits: to which products of packed weights round activations, but for the reference's: 16 for nothing.
     """
 
     text: str
@@ -53,6 +54,7 @@ class Protocol:
     threads: int
     windows_asked: int = 0
     adapter: str = ""
+    input_bits: int = 16
 
     def to_json(self) -> dict[str, Any]:
         """Return the protocol as plain data, with what holds for every evaluation."""
@@ -68,9 +70,11 @@ class Protocol:
         asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
         bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
         merged = f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
+        rounded = f", inputs of packed weights in {self.input_bits} bits but for the reference's"
         return (
             f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
             f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}"
+            f"{rounded if self.input_bits < 16 else ''}"
         )
 
 

@@ -30,6 +30,7 @@ In this folder:
     restoring           Finished parts: checked against the journal, and put back into a block
     resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
     rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
+    row_strips          Strips of rows of matrices that are rounded under a Hessian of their own
     row_wise            Rounding without statistics, a strip of rows at a time
     self_calibration    Calibration rows that the model writes itself: no text is needed
     shared_units        Units that processes share: each does those that it can claim, into files of its claims

@@ -99,9 +99,8 @@ class CalibratedBlock:
         learns = self._method is not None
         advance = self.from_source and not ends and not learns
         once = not moments[Moment.AFTER] and self.guided is None
-        if seen is not None:
-            observed = dict(seen.statistics)
-        else:
+        observed = dict(seen.statistics) if seen is not None else {}
+        if seen is None:
             observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
         if self.early and advance and part.experts is not None:
             part.advance_seen()
@@ -123,7 +122,10 @@ class CalibratedBlock:
             trim()
             if part.experts is not None:
                 wanted = Wanted(*(wanted_of(found) for found in moments.values()))
-                merge(record, self._experts.work(part, changing, wanted, do, add=advance))
+                merge(
+                    record,
+                    self._experts.work(part, changing, wanted, do, add=advance, guided=self.guided),
+                )
                 if not self.from_source:
                     self._restoring.experts(part)
             if advance and not part.advanced:  # by a block that transforms had not changed yet
@@ -162,9 +164,10 @@ class CalibratedBlock:
         where a transform has changed the block.
         """
         if self.guided is not None:
-            passing = advance and not self._plan.transforms
-            merge(record, self.guided.work(part, observed, targets, advance=passing))
-            for name, tensor in () if self.from_source else targets.items():
+            passing = advance and not self._plan.transforms and part.experts is None
+            own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+            merge(record, self.guided.work(part, observed, own, advance=passing))
+            for name, tensor in () if self.from_source else own.items():
                 self._restoring.linear(part, name, tensor)
             return
         for index, shared in enumerate(part.inputs):

@@ -7,6 +7,7 @@ expert that was done. What it returns for its tokens is computed again then, for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.events import Event
@@ -16,11 +17,12 @@ from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.execution.units import expert_unit
 from quantforge.model.expert_statistics import ExpertStatistics
-from quantforge.model.statistics import Statistic
+from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
+    from quantforge.execution.guided_rounding import GuidedRounding
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
 
 LISTED = 8  # experts that an event names
 
+HESSIAN = frozenset({Statistic.HESSIAN})
+
 Do = Callable[[str, Callable[[], Record]], None]  # does a unit that is not done yet
+
+
+# Rounds the linears of an expert, given its inputs, what was observed of them, and the plans.
+Guide = Callable[
+    [Sequence["SharedInput"], Mapping[str, Statistics], Mapping[str, "TensorPlan"]], Record
+]
 
 
 class Wanted(NamedTuple):
@@ -55,6 +65,7 @@ class CalibratedExperts:
         do: Do,
         *,
         add: bool,
+        guided: GuidedRounding | None = None,
     ) -> Record:
         """Do all experts of a block, each a unit of its own; return the record of what concerns them together.
 
@@ -64,6 +75,7 @@ class CalibratedExperts:
             wanted: what is observed.
             do: takes the name of a unit and its work, which it leaves if it is done.
             add: whether what the experts return is added up, for the next block.
+            guided: rounds them where their statistics are guided.
         """
         experts = part.experts
         assert experts is not None
@@ -76,6 +88,9 @@ class CalibratedExperts:
         before, after = (
             self._statistics(experts, needs if mine else frozenset()) for needs in wanted
         )
+        guide = None
+        if guided is not None and mine:
+            guide = partial(guided.expert, part, self._statistics(experts, HESSIAN))
         counts = dict(
             zip(experts.numbers, experts.tokens.counts(len(experts.numbers)), strict=True)
         )
@@ -83,7 +98,7 @@ class CalibratedExperts:
         written = {tensor.expert for tensor in mine.values()} | kept
         for index, number in enumerate(experts.numbers):
             inputs = [shared for shared in part.inputs if shared.expert == number]
-            one = _Expert(number, inputs, before, after if wanted.after else None)
+            one = _Expert(number, inputs, before, after if wanted.after else None, guide)
             done = False
 
             def work(one: _Expert = one) -> Record:
@@ -130,14 +145,22 @@ class CalibratedExperts:
             seen = one.after.of(one.number, add=False)
             ranges = {shared.key: seen[part.stack_of(shared.key)] for shared in one.inputs}
             observed = with_ranges(observed, ranges)
-        for shared in one.inputs:
-            chosen = [name for name in shared.linears if name in mine and mine[name].scheme]
-            if chosen:
-                weights = {mine[name].name: part.weight(name) for name in chosen}
-                rounded = self._rounding.shared(weights, observed[shared.key])
-                for figures in rounded["figures"].values():
-                    figures["tokens"] = float(count)
-                merge(record, rounded)
+        quantized = {name: plan for name, plan in mine.items() if plan.scheme}
+        rounded: Record = {}
+        if one.guide is not None:
+            rounded = one.guide(one.inputs, observed, quantized)
+        else:
+            for shared in one.inputs:
+                weights = {
+                    plan.name: part.weight(name)
+                    for name in shared.linears
+                    if (plan := quantized.get(name)) is not None
+                }
+                if weights:
+                    merge(rounded, self._rounding.shared(weights, observed[shared.key]))
+        for figures in rounded.get("figures", {}).values():
+            figures["tokens"] = float(count)
+        merge(record, rounded)
         self._write_kept(part, one.number)
         return record
 
@@ -162,9 +185,10 @@ class CalibratedExperts:
 
 
 class _Expert(NamedTuple):
-    """One expert on its turn: its shared inputs, and who observes them before and after the transforms."""
+    """One expert on its turn: its shared inputs, who observes them before and after the transforms, and its guide."""
 
     number: int
     inputs: Sequence[SharedInput]
     before: ExpertStatistics
     after: ExpertStatistics | None
+    guide: Guide | None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.execution.guide import FILE, check_weights, observe_gradients
+from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
 from quantforge.execution.linear_errors import LinearErrors
 from quantforge.execution.passing_rows import stream_of
 from quantforge.execution.progress import phase
@@ -69,22 +69,19 @@ def candidate_errors(
         {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
         for one in targets
     ]
-    options = first.recipe.calibration
     few = slice(None, None, max(1, len(sample.ids) // GRADIENT_ROWS))
     weighed = replace(sample, ids=sample.ids[few].contiguous())
-    shape = (len(weighed.ids), options.length, 1)
     units = [f"block {index}" for index in range(first.matched.blocks)]
     if all(unit in work.done for unit in units):
         return _joined(work.done[unit] for unit in units)
-    directory, new = work.directory, GRADIENTS not in work.done
-    with TokenWeights(directory / FILE, [*targets[0]], shape, new=new) as weights:
-        if new:
+    directory, made = work.directory, work.done.get(GRADIENTS)
+    with opened_weights(first, directory, weighed.ids.shape, 1, made) as weights:
+        if made is None:
             with phase("", 0.5):
                 made = observe_gradients(weights, checkpoint, first, weighed, settings, directory)
                 work.commit(GRADIENTS, made)
         else:
-            check_weights(weights, work.done[GRADIENTS], directory)
-
+            check_weights(weights, made, directory)
         errors = LinearErrors(
             partial(_masses, weights, sample.ids.shape, few),
             weighed.ids.numel(),

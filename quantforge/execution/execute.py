@@ -166,18 +166,17 @@ class Run:
     @contextmanager
     def guided(self, sample: Sample) -> Iterator[None]:
         """Let blocks be rounded under guided Hessians, where the plan wants that: their weights are made first."""
-        if not self._planned.plan.guide:
+        strips = self._planned.plan.guide
+        if not strips:
             yield
             return
         directory, record = self._work.directory, self._work.done.get(GUIDE)
-        with opened_weights(self._planned, directory, new=record is None) as weights:
+        with opened_weights(self._planned, directory, sample.ids.shape, strips, record) as weights:
             if record is not None:
                 check_weights(weights, record, directory)
-            work = partial(
-                observe_gradients, weights, self._checkpoint, self._planned, sample, self._settings, directory
-            )  # fmt: skip
-            self._do(self._units[GUIDE], work)
-            self._block.guided = GuidedRounding(self._planned.plan.guide, self._rounding, weights)
+            given = (weights, self._checkpoint, self._planned, sample, self._settings, directory)
+            self._do(self._units[GUIDE], partial(observe_gradients, *given))
+            self._block.guided = GuidedRounding(strips, self._rounding, weights)
             yield
 
     def streaming(self, sample: Sample) -> ModelStream:

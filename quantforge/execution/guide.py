@@ -16,6 +16,8 @@ from quantforge.model.token_weights import TokenWeights
 from quantforge.planning.guidance import guided
 
 if TYPE_CHECKING:
+    import torch
+
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.model.output_gradients import OutputGradients
     from quantforge.planning.planner import Planned
@@ -25,12 +27,23 @@ if TYPE_CHECKING:
 FILE = "guide.f32"  # in the directory of the journal
 
 
-def opened_weights(planned: Planned, directory: Path, *, new: bool) -> TokenWeights:
-    """Return the file of weights of a run, made anew or as an interrupted run has left it."""
-    options = planned.recipe.calibration
-    shape = (options.samples, options.length, planned.plan.guide)
-    names = [*guided(planned.plan.tensors, planned.matched)]
-    return TokenWeights(directory / FILE, names, shape, new=new)
+def opened_weights(
+    planned: Planned, directory: Path, shape: torch.Size, strips: int, record: Record | None
+) -> TokenWeights:
+    """Return the file of weights of a run.
+
+    Args:
+        planned: with the linears that are quantized.
+        directory: of the journal.
+        shape: of the rows: how many, and their length.
+        strips: of each linear.
+        record: of the unit in which an interrupted run has made it; None makes it anew.
+    """
+    linears = guided(planned.plan.tensors, planned.matched)
+    experts = {name for name, tensor in linears.items() if tensor.expert >= 0}
+    every = [name for name in linears if name not in experts]
+    runs = None if record is None else record.get("runs", {})
+    return TokenWeights(directory / FILE, every, (*shape, strips), sorted(experts), runs)
 
 
 def observe_gradients(
@@ -68,7 +81,8 @@ def observe_gradients(
             tensor=missing[0],
         )
     weights.finish()
-    return {"guide": {name: checksum(weights.of(name), 0) for name in weights.linears}}
+    sums = {name: checksum(weights.of(name), 0) for name in weights.linears}
+    return {"guide": sums, "runs": weights.runs}
 
 
 def check_weights(weights: TokenWeights, record: Record, directory: Path) -> None:

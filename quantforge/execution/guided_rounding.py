@@ -7,9 +7,9 @@ parameters are rounded as one, under the mean of the weights of all their rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,44 +17,24 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
+from quantforge.execution.row_strips import RoundedStrip, Strip, joined, passes_of
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.token_weights import TokenWeights, clipped
 from quantforge.numerics.allocator import trim
-from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import Rounded
 
 if TYPE_CHECKING:
+    from quantforge.architectures import SharedInput
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
+    from quantforge.model.expert_statistics import ExpertStatistics
     from quantforge.plans import TensorPlan
     from quantforge.scheme import Scheme
 
 HESSIAN = frozenset({Statistic.HESSIAN})
 
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """Rows that are rounded under one Hessian.
-
-    Attributes:
-        key: of the shared input.
-        linears: names inside of the block; several only where their rows share parameters.
-        index: which of ``count`` strips of the rows.
-        count: 1 for all rows.
-    """
-
-    key: str
-    linears: tuple[str, ...]
-    index: int = 0
-    count: int = 1
-
-
-class RoundedStrip(NamedTuple):
-    """Rows of matrices that were rounded, with what their errors are relative to."""
-
-    rounded: dict[str, Rounded]
-    sizes: dict[str, float]
+# Returns the statistics that are wanted; the second: whether it is the last pass.
+See = Callable[[Sequence[Weighed], bool], list[Statistics]]
 
 
 class GuidedRounding:
@@ -72,7 +52,7 @@ class GuidedRounding:
         *,
         advance: bool,
     ) -> Record:
-        """Observe, round and write the linears of a block; return its record.
+        """Observe, round and write the linears of a block but those of experts; return its record.
 
         Args:
             part: the block, with the hidden states that reach it.
@@ -80,19 +60,59 @@ class GuidedRounding:
             targets: linears that are quantized.
             advance: whether the last pass replaces the hidden states by what the block returns.
         """
+        inputs = [shared for shared in part.inputs if shared.expert < 0]
+
+        def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
+            return part.observe_weighed(wanted, advance=advance and last)
+
+        return self._work(part, inputs, observed, targets, see)
+
+    def expert(
+        self,
+        part: BlockPart,
+        statistics: ExpertStatistics,
+        inputs: Sequence[SharedInput],
+        observed: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+    ) -> Record:
+        """Observe, round and write the linears of one expert; return its record.
+
+        Args:
+            part: the block, with the tokens that reach its experts.
+            statistics: of the experts, their Hessians.
+            inputs: those of the expert.
+            observed: as of `work`.
+            targets: likewise.
+        """
+
+        def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
+            del last
+            return [
+                statistics.weighed(inputs[0].expert, part.stack_of(one.key), one.weights)
+                for one in wanted
+            ]
+
+        return self._work(part, inputs, observed, targets, see)
+
+    def _work(
+        self,
+        part: BlockPart,
+        inputs: Sequence[SharedInput],
+        observed: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+        see: See,
+    ) -> Record:
         record: Record = {}
         done: dict[tuple[str, ...], list[RoundedStrip]] = {}
-        passes = [*_passes(part, [*self._all(part, targets)])]
+        passes = [*passes_of(part, [*self._all(inputs, targets)])]
         for index, strips in enumerate(passes):
             tell(f"block {part.index}: observing", share=index / len(passes))
             weights = [self._of(part, strip, targets, record) for strip in strips]
-            found = part.observe_weighed(
-                [
-                    Weighed(strip.key, HESSIAN, weight)
-                    for strip, weight in zip(strips, weights, strict=True)
-                ],
-                advance=advance and index == len(passes) - 1,
-            )
+            wanted = [
+                Weighed(strip.key, HESSIAN, weight)
+                for strip, weight in zip(strips, weights, strict=True)
+            ]
+            found = see(wanted, index == len(passes) - 1)
             trim()
             for strip in strips:
                 tell(f"block {part.index}: rounding {', '.join(strip.linears)}")
@@ -103,14 +123,16 @@ class GuidedRounding:
                 strips_done.append(self._rounded(part, strip, statistics, targets))
                 if len(strips_done) == strip.count:
                     whole = {targets[name].name: part.weight(name) for name in strip.linears}
-                    rounded = _joined(done.pop(strip.linears))
+                    rounded = joined(done.pop(strip.linears))
                     merge(record, self._rounding.write(rounded, whole, statistics))
                 trim()
         return record
 
-    def _all(self, part: BlockPart, targets: Mapping[str, TensorPlan]) -> Iterator[Strip]:
+    def _all(
+        self, inputs: Iterable[SharedInput], targets: Mapping[str, TensorPlan]
+    ) -> Iterator[Strip]:
         """Yield the strips of all linears, in computing order."""
-        for shared in part.inputs:
+        for shared in inputs:
             chosen = [name for name in shared.linears if name in targets]
             joint = tuple(name for name in chosen if _scheme(targets[name]).joint)
             if joint:
@@ -163,41 +185,3 @@ class GuidedRounding:
 def _scheme(tensor: TensorPlan) -> Scheme:
     assert tensor.scheme is not None
     return tensor.scheme.weight
-
-
-def _passes(part: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
-    """Yield strips together whose Hessians take no more than those of the shared inputs; one at least."""
-    widths = {shared.key: part.weight(shared.linears[0]).shape[1] for shared in part.inputs}
-    limit = sum(widths[key] ** 2 for key in {strip.key for strip in strips})
-    together: list[Strip] = []
-    for strip in strips:
-        if together and sum(widths[one.key] ** 2 for one in [*together, strip]) > limit:
-            yield together
-            together = []
-        together.append(strip)
-    if together:
-        yield together
-
-
-def _joined(strips: Sequence[RoundedStrip]) -> dict[str, Rounded]:
-    """Return matrices whose strips were rounded one by one; their errors count by what they are relative to."""
-    if len(strips) == 1:
-        return strips[0].rounded
-    joined = {}
-    for name, first in strips[0].rounded.items():
-        parts = [strip.rounded[name] for strip in strips]
-        tensors = [part.tensor for part in parts]
-        parameters = {
-            key: torch.cat([tensor.parameters[key] for tensor in tensors])
-            for key in first.tensor.parameters
-        }
-        codes = torch.cat([tensor.codes for tensor in tensors])
-        events = dict.fromkeys(event for part in parts for event in part.events)
-        figures = dict.fromkeys((key for part in parts for key in part.figures), 0.0)
-        whole = sum(strip.sizes[name] for strip in strips) or 1.0
-        for part, strip in zip(parts, strips, strict=True):
-            for key, value in part.figures.items():
-                figures[key] += value * strip.sizes[name] / whole if key == "error" else value
-        tensor = QuantizedTensor(codes, parameters, first.tensor.scheme)
-        joined[name] = Rounded(tensor, tuple(events), figures)
-    return joined

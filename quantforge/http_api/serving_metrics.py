@@ -71,6 +71,8 @@ class ServingMetrics:
             ("generated_tokens", "Tokens that were chosen.", engine.new_tokens),
             ("finished_answers", "Answers that ended, by reason.", finished),
             ("preemptions", "Answers that had to give back their pages.", engine.preemptions),
+            ("guessed_tokens", "Tokens that a draft guessed.", engine.speculation.guessed),
+            ("accepted_guesses", "Guesses that were right.", engine.speculation.accepted),
             ("engine_steps", "Steps of the engine.", engine.steps),
             ("engine_step_seconds", "Seconds spent in steps.", engine.step_seconds),
             (

@@ -22,6 +22,7 @@ relative to plain rounding, by the tokens of an expert for each input feature of
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quantforge.model.experts import TOGETHER, TOKENS, Experts
 from quantforge.model.observe import Accumulator
@@ -79,17 +80,31 @@ class ExpertStatistics:
             return found | {name: self._outer.copy() for name in outer}
         totals = {name: Accumulator(self._wanted) for name in names}
         experts.run(number, tokens, weights, totals, add=add)
-        found = {}
-        for name, total in totals.items():
-            width, own = experts.columns(number, name), total.result()
-            if name in outer:
-                found[name] = own.toward(self._outer, WEIGHT * width)
-                continue
-            prior = self._inner(number, name, max(SAMPLE * width - own.tokens, LEAST * width))
-            share = own.tokens / (own.tokens + WEIGHT * width)
-            variance = share**2 / max(own.tokens, 1) + (1 - share) ** 2 / prior.tokens
-            found[name] = own.toward(prior, WEIGHT * width)
-            _to_diagonal(found[name], 1 / variance / width)
+        return {name: self._shrunk(number, name, total.result()) for name, total in totals.items()}
+
+    def weighed(self, number: int, name: str, weights: Tensor | None) -> Statistics:
+        """Return the statistics of what the matrix of an expert in ``name`` reads, of its own tokens and the prior.
+
+        ``weights``: of all tokens, in the place of the router's squared ones; those with 0 are left out.
+        """
+        total = Accumulator(self._wanted)
+        tokens, routed = self._tokens.of(number)
+        if weights is not None:
+            tokens = tokens[weights.flatten()[tokens] > 0]
+            routed = weights.flatten()[tokens].sqrt()
+        self._experts.run(number, tokens, routed, {name: total})
+        return self._shrunk(number, name, total.result())
+
+    def _shrunk(self, number: int, name: str, own: Statistics) -> Statistics:
+        """Return statistics of own tokens, mixed with the prior."""
+        width = self._experts.columns(number, name)
+        if name in self._outer_stacks(number):
+            return own.toward(self._outer, WEIGHT * width)
+        prior = self._inner(number, name, max(SAMPLE * width - own.tokens, LEAST * width))
+        share = own.tokens / (own.tokens + WEIGHT * width)
+        variance = share**2 / max(own.tokens, 1) + (1 - share) ** 2 / prior.tokens
+        found = own.toward(prior, WEIGHT * width)
+        _to_diagonal(found, 1 / variance / width)
         return found
 
     def _of_input(self) -> Statistics:

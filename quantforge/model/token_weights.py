@@ -6,13 +6,14 @@ rows costs at the output of the model, where the plain one holds what it costs a
 arXiv 2505.07004, with labels of the model's own instead of the text's).
 
 A backward pass hands over the last block first and rounding asks for the first one first, so that all weights lie in
-one file: float32 ``[rows, length, strips]`` for each linear.
+one file: float32 ``[rows, length, strips]`` for each linear. Linears of experts read the tokens that are sent to them,
+a small part of all: behind the others lie runs of them, the int32 numbers of the tokens and then their weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,8 @@ from quantforge.errors import InputError, RefusedError, without
 from quantforge.model.output_gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
+Runs = Mapping[str, Sequence[Sequence[int]]]  # by linear: offsets and numbers of tokens
+
 CLIPPED = 1e-3  # of the tokens, those with the largest weights, count no more than the largest of the others
 
 
@@ -32,32 +35,42 @@ class TokenWeights:
 
     Attributes:
         rows_seen: how many calibration rows of each linear were written.
+        runs: of each linear of an expert, the offsets and the numbers of tokens of its runs.
 
     Raises:
         ResourceError: the file cannot be made or written.
     """
 
     def __init__(
-        self, path: Path, linears: Sequence[str], shape: tuple[int, int, int], *, new: bool
+        self,
+        path: Path,
+        linears: Sequence[str],
+        shape: tuple[int, int, int],
+        experts: Iterable[str] = (),
+        runs: Runs | None = None,
     ) -> None:
         """Make the file, or open one that was made before.
 
         Args:
             path: inside of a run's own directory.
-            linears: canonical names.
+            linears: canonical names of those that read every token.
             shape: rows, length and strips.
-            new: whether it is made anew.
+            experts: likewise of those that belong to experts.
+            runs: of a file that was made before; None makes it anew.
         """
         self._path, self._shape = path, shape
         self._row_bytes = 4 * shape[1] * shape[2]
         self._bytes = self._row_bytes * shape[0]
         self._places = {name: index * self._bytes for index, name in enumerate(linears)}
-        size = len(linears) * self._bytes
+        self.runs: dict[str, list[tuple[int, int]]] = {name: [] for name in experts}
+        self._end = size = len(linears) * self._bytes
         with writing(path, size):
-            self._file = fresh(path) if new else existing(path, os.O_RDWR)
-            if new:
+            self._file = fresh(path) if runs is None else existing(path, os.O_RDWR)
+            if runs is None and size:
                 system.allocate(self._file, 0, size)
-        self.rows_seen = dict.fromkeys(linears, 0)
+        for name, found in (runs or {}).items():
+            self.runs[name] = [(offset, count) for offset, count in found]
+        self.rows_seen = dict.fromkeys((*linears, *self.runs), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +81,7 @@ class TokenWeights:
     @property
     def linears(self) -> Iterable[str]:
         """Return the names of the linears."""
-        return self._places.keys()
+        return self.rows_seen.keys()
 
     @property
     def count(self) -> int:
@@ -82,8 +95,7 @@ class TokenWeights:
             InputError: the square of a gradient is beyond float32.
             RefusedError: the linear does not read every token once.
         """
-        place = self._places.get(seen.name)
-        if place is None:
+        if seen.name not in self.rows_seen:
             return
         if seen.tokens is None and seen.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
@@ -101,30 +113,37 @@ class TokenWeights:
                 tensor=seen.name,
             )
         if seen.tokens is not None:
-            self._write_tokens(place, seen.tokens, weights)
+            self._write_tokens(seen.name, seen.tokens, weights)
             self.rows_seen[seen.name] = self._shape[0]
             return
-        self._write(place + seen.start * self._row_bytes, weights)
+        self._write(self._places[seen.name] + seen.start * self._row_bytes, weights)
         self.rows_seen[seen.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
-        """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``."""
-        return self._read(self._places[linear], torch.empty(self._shape))
+        """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for others' tokens."""
+        if linear in self._places:
+            return self._read(self._places[linear], torch.empty(self._shape))
+        found = torch.zeros(self._shape)
+        every = found.view(-1, self._shape[2])
+        for offset, count in self.runs[linear]:
+            tokens = self._read(offset, torch.empty(count, dtype=torch.int32)).long()
+            tokens.clamp_(0, len(every) - 1)  # of a damaged file, which a checksum tells
+            every[tokens] = self._read(offset + 4 * count, torch.empty(count, self._shape[2]))
+        return found
 
     def finish(self) -> None:
         """Make what was written durable."""
         with writing(self._path, 0):
             system.sync(self._file)
 
-    def _write_tokens(self, place: int, tokens: Tensor, weights: Tensor) -> None:
-        """Write the weights ``[tokens, strips]`` of tokens that are sent to an expert; those of others stay 0."""
+    def _write_tokens(self, name: str, tokens: Tensor, weights: Tensor) -> None:
+        """Append the weights ``[tokens, strips]`` of some tokens that are sent to an expert."""
         if not len(tokens):
             return
-        first, last = int(tokens[0]), int(tokens[-1])
-        offset = place + 4 * self._shape[2] * first
-        run = self._read(offset, torch.empty(last + 1 - first, self._shape[2]))
-        run[tokens - first] = weights
-        self._write(offset, run)
+        self.runs[name].append((self._end, len(tokens)))
+        for values in (tokens.int(), weights):
+            self._write(self._end, values)
+            self._end += values.nbytes
 
     def _read(self, offset: int, found: Tensor) -> Tensor:
         """Fill a contiguous tensor from an offset on, and return it."""
@@ -145,6 +164,6 @@ class TokenWeights:
 
 
 def clipped(weights: Tensor) -> Tensor:
-    """Return weights ``[rows, length]`` with the largest `CLIPPED` of them cut to the next one below."""
-    kept = weights.numel() - int(CLIPPED * weights.numel())
-    return weights.clamp(max=weights.flatten().kthvalue(kept).values)
+    """Return weights ``[rows, length]`` with the largest `CLIPPED` of those above 0 cut to the next one below."""
+    some = weights[weights > 0]
+    return weights.clamp(max=some.kthvalue(len(some) - int(CLIPPED * len(some))).values)

@@ -79,7 +79,7 @@ def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
     """Return the note of a plan on rows that will not come; none where only the run knows."""
     if options.source != CalibrationOptions().source or _takes_what_there_is(options):
         return ()
-    there = _builtin_rows(options.length, model)
+    there = _builtin_rows(options, model)
     said = "" if there is None else few_rows(options, there, options.samples)
     return (f"calibration: {said}",) if said else ()
 
@@ -90,18 +90,18 @@ def coming_rows(options: CalibrationOptions, model: Path) -> int:
         return 0
     if options.source != CalibrationOptions().source:
         return options.samples  # or it is refused
-    return min(_builtin_rows(options.length, model) or 0, options.samples)
+    return _builtin_rows(options, model) or 0
 
 
-def _builtin_rows(length: int, model: Path) -> int | None:
-    """Return how many rows the builtin text gives, None where only the run can say what is wrong."""
+def _builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
+    """Return how many of the rows the builtin text gives, None where only the run can say what is wrong."""
     from quantforge_calibration import SourceError
     from quantforge_calibration.row_count import (
         builtin_rows,
     )  # tokenizers, which planning does without
 
     try:
-        return builtin_rows(model, length)
+        return builtin_rows(model, options.length, options.samples)
     except SourceError:
         return None
 

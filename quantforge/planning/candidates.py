@@ -103,7 +103,7 @@ def plans_of(
     first = next(iter(plans.values()))
     refuse_guide(
         1, (ERROR_FEEDBACK,), first.plan.tensors, first.matched,
-        "allocate", "one width for all: quantforge quantize MODEL --bits 4", experts=True,
+        "allocate", "one width for all: quantforge quantize MODEL --bits 4",
     )  # fmt: skip
     tables = {name: guided(one.plan.tensors, one.matched) for name, one in plans.items()}
     for name, table in tables.items():

@@ -71,7 +71,10 @@ class Asked(NamedTuple):
 
     def refuse(self, dials: Dials) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
-        refuse_guide(dials.guide, self.words, self.tensors, self.matched)
+        refuse_guide(
+            dials.guide, self.words, self.tensors, self.matched,
+            everyone=dials.calibration.experts == "all",
+        )  # fmt: skip
         refuse_tune(
             dials.tune, self.words, self.key, self.tensors, self.matched, dials.calibration.samples
         )

@@ -6,11 +6,12 @@ that are listed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import isqrt
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
+from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
@@ -32,7 +33,7 @@ def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, Tens
 
 def disk_bytes(
     strips: int,
-    tensors: Iterable[TensorPlan],
+    tensors: Sequence[TensorPlan],
     matched: Matched,
     calibration: CalibrationOptions,
 ) -> int:
@@ -43,15 +44,19 @@ def disk_bytes(
     """
     if not strips or matched.dimensions is None:
         return 0
-    tokens, step = calibration.samples * calibration.length, 1 + isqrt(matched.blocks - 1)
+    tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(matched.blocks - 1)
     states = -(-matched.blocks // step) + step + 1
-    width = strips * len(guided(tensors, matched)) + states * matched.dimensions.hidden
-    return FLOAT * tokens * width
+    linears = [tensor.expert >= 0 for tensor in guided(tensors, matched).values()]
+    experts = sum(linears)
+    # With its weights lies the number of a token that is sent to an expert.
+    sent = expert_share(matched, tensors) * experts * (strips + 1) if experts else 0.0
+    width = strips * (len(linears) - experts) + states * matched.dimensions.hidden
+    return FLOAT * math.ceil(tokens * (width + sent))
 
 
 def guide_notes(
     strips: int,
-    tensors: Iterable[TensorPlan],
+    tensors: Sequence[TensorPlan],
     matched: Matched,
     calibration: CalibrationOptions,
 ) -> tuple[str, ...]:
@@ -74,7 +79,7 @@ def refuse_guide(
     option: str = "",
     hint: str = "leave --guide out",
     *,
-    experts: bool = False,
+    everyone: bool = False,
 ) -> None:
     """Refuse guided statistics where nothing takes them, or where gradients are not computed.
 
@@ -85,12 +90,12 @@ def refuse_guide(
         matched: the model.
         option: what asks for it; ``--guide`` when left out.
         hint: what to type instead.
-        experts: whether gradients of single experts are taken, of models that compute them in stacks.
+        everyone: whether every token passes every expert.
 
     Raises:
-        UsageError: the method takes none, nothing of a block is quantized, or a matrix has fewer rows than strips.
-        RefusedError: the model has experts that are not taken, or blocks that read more of earlier ones than the states
-            behind the last.
+        UsageError: the method takes none, nothing of a block is quantized, a matrix has fewer rows than strips, or
+            tokens pass experts that the router does not send them to.
+        RefusedError: the model has experts that it does not compute in stacks.
     """
     if not strips:
         return
@@ -105,13 +110,16 @@ def refuse_guide(
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
     stacked = {index for index, kind in enumerate(matched.layers) if kind.stacks}
     routed = {tensor.part for tensor in linears.values() if tensor.expert >= 0}
-    if routed - stacked if experts else routed | stacked:
-        why = (
-            "which it computes otherwise than as one stack"
-            if experts
-            else "whose statistics no guide weighs"
+    if routed - stacked:
+        raise RefusedError(
+            f"{said}: the model has experts, which it computes otherwise than as one stack", hint
         )
-        raise RefusedError(f"{said}: the model has experts, {why}", hint)
+    if routed and everyone:
+        raise UsageError(
+            f"{said}: --experts all sends every token through every expert, and only those that the router"
+            " sends have gradients",
+            f"leave --experts out, or {hint}",
+        )
     name, least = min(
         ((name, tensor.matrix[0]) for name, tensor in linears.items()), key=lambda found: found[1]
     )

@@ -13,6 +13,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,17 +73,16 @@ def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that decides a byte of the result."""
-    found = {
-        "quantforge": __version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-    for name in DECIDING:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+    own = {"quantforge": __version__, "python": platform.python_version()}
+    return {**own, "machine": platform.machine()} | {name: _installed(name) for name in DECIDING}
+
+
+@cache  # it takes a millisecond
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def manifest(

@@ -8,7 +8,7 @@ In this folder:
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     cache_layout        Layout of a cache: which layers take pages as their sequences grow
-    cache_rows          Rows of a cache made from others: one spread over many lengths, or each a copy of another one
+    cache_rows          Rows of a cache made from others: one spread over many lengths, each a copy of another one
     cache_shape         Shape and type of what a cache holds for each token, and the bytes that it takes
     cache_view          Some sequences of a cache, as if they were all of one
     computed            Which models the own decoder computes
@@ -32,19 +32,23 @@ In this folder:
     page_pool           Pages of a cache: which are free, and by how many each of the others is held
     plain_weights       Linears that need their weight as it is: those that a kernel cannot stand in for
     problems            A quantized tensor as a problem of the kernels: which grid, which parameters
+    process_group       The processes that torchrun started, as those that share a model
     prompt_attention    Attention of several new tokens per sequence, as of a prompt, over the paged cache
     ragged              A ragged batch: spans of new tokens of some sequences, of different lengths
     room                Room for weights and caches on a GPU: checked before anything is loaded, with what would fit
     rotary              Angles of rotary positions: frequencies as transformers derives them, times positions
     sampling            Choosing tokens from logits: every request has a sampler of its own
     sampling_options    Rules by which the next token is chosen from logits, by the usual definitions, in this order
+    skeleton_checks     Checks of a skeleton: a checkpoint has a tensor for all of its parameters and no more
     speaker             A model that answers in text: a prompt or a conversation in, pieces of text out as they come
     stop_strings        Strings that end a text, found while it comes in pieces, wherever the pieces part
     stored_entries      Entries of one layer of a cache: keys and values put into their places, and read back from pages
+    tensor_shares       Shares of a model: each of several processes holds a part of every matrix of a block
     text_side           The text side of a model of any format: its tokenizer, its chat template
     token_distribution  The distribution that a draw follows: weights of tokens after temperature and cut-offs
     token_penalties     Bias and penalties on logits, for tokens that are named or that occurred
     token_stream        Tokens of one answer as they are chosen, and their text as soon as it is whole
+    weight_cuts         Cuts of a weight matrix: the rows, or the columns, that one of several processes holds of it
     serving/            Serving: many requests on one model at a time, each with the tokens that it would have alone
     speculation/        Speculative decoding: tokens are guessed cheaply, and the model checks all of them in one pass
 """

@@ -25,6 +25,11 @@ class Arrivals:
     angles: dict[str, tuple[Tensor, Tensor]]
     ragged: RaggedBatch | None = None
 
+    def note(self, block: int, x: Tensor) -> None:
+        """Put what goes into a block ``[tokens, hidden]`` where it is asked for."""
+        if self.ragged is not None and self.ragged.taps and block in self.ragged.taps:
+            self.ragged.taps[block] = x
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in one order."""
         return [

@@ -1,8 +1,10 @@
-"""Rows of a cache made from others: one spread over many lengths, or each a copy of another one."""
+"""Rows of a cache made from others: one spread over many lengths, each a copy of another one, or a path of a tree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
 
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_view import CacheView
@@ -38,3 +40,25 @@ def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
     for store in (store for pair in cache.layers for store in pair):
         for part in map(raw_bytes, store.each()):
             part[to] = part[source]
+
+
+def keep_path(cache: PagedCache, sequence: int, start: int, nodes: Sequence[int]) -> None:
+    """Keep one path of a tree of guesses: put what lies at its places into a row behind ``start``; forget the rest.
+
+    Args:
+        cache: is changed.
+        sequence: whose last tokens are the tree; it has ``start + len(nodes)`` tokens afterwards.
+        start: tokens before the tree.
+        nodes: places of the path in the tree, ascending.
+    """
+    if [*nodes] != [*range(len(nodes))]:
+        device = cache.lengths.device
+        source = torch.tensor(nodes, device=device) + start
+        to = torch.arange(start, start + len(nodes), device=device)
+        for layer, stores in enumerate(cache.layers):
+            table = cache.table_of(layer)[sequence].long()
+            old, new = (table[at // PAGE] * PAGE + at % PAGE for at in (source, to))
+            for part in (raw_bytes(part) for store in stores for part in store.each()):
+                flat = part.view(-1, *part.shape[2:])
+                flat[new] = flat[old]
+    cache.advance(sequence, start + len(nodes) - cache.length(sequence))

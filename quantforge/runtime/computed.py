@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import Architecture, architecture_of
-from quantforge.runtime.rotary import kinds_of
+from quantforge.runtime.rotary import STATIC_ROTARY, kinds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_STATIC_ROTARY = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 
 
 def supports(model: PreTrainedModel) -> bool:
     """Return whether `Decoder` computes this model."""
     inner: Any = model.base_model
-    return computed(model) is not None and set(kinds_of(inner.rotary_emb)) <= _STATIC_ROTARY
+    return computed(model) is not None and set(kinds_of(inner.rotary_emb)) <= STATIC_ROTARY
 
 
 def computed(model: PreTrainedModel) -> Architecture | None:

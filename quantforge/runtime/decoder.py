@@ -10,12 +10,10 @@ The families differ in data only (`quantforge.architectures.decoder_graph`): nor
 that multiply by ``1 + w`` (gemma), norms over the heads of q and k or over all of them (olmo2), before or behind the
 rotation (hunyuan), biases, fused projections, soft caps, sliding windows, two rotary bases (gemma3), layers without
 rotary (smollm3, cohere2), neighbours rotated instead of halves (glm), both halves side by side (cohere), factors
-(granite). Norms that are not RMS and MLPs without gate are computed by the modules of transformers.
-Weights, rotary frequencies and configuration are those that `load` put into the skeleton of
-transformers; the logits are those of transformers, which a test holds for every family.
-
-The launches of a step are few: norm with residual, rotary and gate are one kernel each on a GPU
-(`quantforge_kernels.layers`), and attention reads the cache in its stored form.
+(granite). Norms that are not RMS and MLPs without gate are computed by the modules of transformers. Weights, rotary
+frequencies and configuration are those that `load` put into the skeleton of transformers; the logits are those of
+transformers, which a test holds for every family. The launches of a step are few: norm with residual, rotary and gate
+are one kernel each on a GPU (`quantforge_kernels.layers`), and attention reads the cache in its stored form.
 """
 
 from __future__ import annotations
@@ -34,9 +32,10 @@ from quantforge.runtime.computed import computed, supports
 from quantforge.runtime.decoder_layer import Layer, layer_of, multiply, neighbours_to_halves
 from quantforge.runtime.multipliers import multipliers_of
 from quantforge.runtime.prompt_attention import attend_many
-from quantforge.runtime.ragged import RaggedBatch, Span
+from quantforge.runtime.ragged import RaggedBatch, Span, Taps
 from quantforge.runtime.rotary import angles_at, queries_of, width_of
 from quantforge.runtime.stored_entries import LayerScales
+from quantforge.runtime.tensor_shares import ranks_of
 from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import add_norm, gelu_gate, rotate, silu_gate
 
@@ -56,7 +55,7 @@ class Decoder:
 
     Attributes:
         positions, vocabulary: most tokens of a sequence, and how many kinds of them there are.
-        waits: the host has to know which experts are asked for, so that no CUDA graph holds a step.
+        waits: the host has to know which experts are asked for, or has other processes: no CUDA graph holds a step.
 
     Raises:
         RefusedError: a family or a kind of rotary that is not computed here.
@@ -74,7 +73,8 @@ class Decoder:
         config: Any = model.config
         inner: Any = model.base_model
         sizes = family.dimensions(config.to_dict())
-        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, sizes.head
+        ranks = ranks_of(model)
+        self.kv_heads, self.head = sizes.kv_heads // ranks, sizes.head
         self._embedding: Any = model.get_submodule(family.embedding)
         self.dtype: torch.dtype = self._embedding.weight.dtype
         self.device: torch.device = self._embedding.weight.device
@@ -83,8 +83,7 @@ class Decoder:
         self._output: nn.Module = model.get_output_embeddings()
         self._graph = family.own_graph
         self._norm: Any = model.get_submodule(family.final_norm)
-        # None: norms of other kinds
-        self._epsilon: float | None = getattr(config, "rms_norm_eps", None)
+        self._epsilon: float | None = getattr(config, "rms_norm_eps", None)  # None: other norms
         self._offset = family.norm_offset
         self._factors = multipliers_of(config)
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
@@ -98,7 +97,7 @@ class Decoder:
         self.layers = [
             layer_of(block, family, model, index, join) for index, block in enumerate(blocks)
         ]
-        self.waits = waits(model)
+        self.waits = waits(model) or ranks > 1
         self._rotary_keys = sorted({x.rotary for x in self.layers if x.rotary is not None})
 
     def cache(
@@ -130,18 +129,21 @@ class Decoder:
         """
         return self.blocks(self.enter(ids, cache), cache)
 
-    def hidden_of(self, ids: Tensor, spans: Sequence[Span], cache: PagedCache) -> Tensor:
+    def hidden_of(
+        self, ids: Tensor, spans: Sequence[Span], cache: PagedCache, taps: Taps = None
+    ) -> Tensor:
         """Compute the next tokens of some sequences, and append them to the cache.
 
         Args:
             ids: ``[tokens]``, those of every span in turn.
             spans: of different sequences; pages are reserved.
             cache: holds what came before, and is advanced.
+            taps: its keys are blocks; what goes into each of them is put there, ``[tokens, hidden]``.
 
         Returns:
             Final hidden states ``[tokens, hidden]``, after the last norm.
         """
-        batch = RaggedBatch(spans, cache)
+        batch = RaggedBatch(spans, cache, taps)
         entry = self._entry(ids, batch.slots, batch.positions, cache.most_tokens, batch)
         hidden = self.blocks(entry, cache)[0]
         for span in spans:
@@ -171,10 +173,10 @@ class Decoder:
 
     def blocks(self, entry: Arrivals, cache: PagedCache) -> Tensor:
         """Compute all blocks and the last norm; see `hidden`, and `hidden_of`, whose spans are one sequence here."""
-        x, sequences = entry.x, 1 if entry.ragged else cache.sequences
-        update: Tensor | None = None
+        x, update, sequences = entry.x, None, 1 if entry.ragged else cache.sequences
         for index, layer in enumerate(self.layers):
             h, x = self._add_norm(x, update, layer.before_attention)
+            entry.note(index, x)
             update = self._attention(layer, index, h, entry, cache)
             update = self._written(update, layer.after_attention)
             if self._side_by_side:
@@ -204,14 +206,14 @@ class Decoder:
         q, k, v = (part.view(len(h), -1, self.head) for part in (q, k, v))
         q, k = self._placed(layer, q, k, entry)
         cache.write(index, entry.slots[cache.keys[index]], k, v)
-        tokens = len(h) // sequences
         if entry.ragged is not None:
             out = entry.ragged.attend(q, index, cache, layer.scores)
-        elif tokens == 1:
+        elif len(h) == sequences:
             stores, table = cache.layers[index], cache.table_of(index)
             out = attend(q, *stores, table, cache.lengths, layer.scores)
         else:
-            out = attend_many(q.view(sequences, tokens, -1, self.head), index, cache, layer.scores)
+            several = q.view(sequences, -1, *q.shape[1:])
+            out = attend_many(several, index, cache, layer.scores)
         return multiply(getattr(module, self._graph.output), out.reshape(len(h), -1))
 
     def _placed(self, layer: Layer, q: Tensor, k: Tensor, entry: Arrivals) -> tuple[Tensor, Tensor]:

@@ -107,8 +107,10 @@ def _fused(
     family: Architecture, graph: DecoderGraph, config: Any, attention: Any
 ) -> tuple[Any, list[int]]:
     sizes = family.dimensions(config.to_dict())
-    rows = family.slices[f"{graph.attention}.{graph.fused}"]
-    return getattr(attention, graph.fused), [sizes.size(text) for text in rows]
+    module = getattr(attention, graph.fused)
+    rows = [sizes.size(text) for text in family.slices[f"{graph.attention}.{graph.fused}"]]
+    held = len(module.weight)  # fewer than of all heads, where processes share them
+    return module, [size * min(held, sum(rows)) // sum(rows) for size in rows]
 
 
 def _rotary(

@@ -19,15 +19,19 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.checkpoint.reader import Checkpoint, scan_finite
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
+from quantforge.model.inner import inner_of
 from quantforge.model.names import Names
 from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.plain_weights import CONVERTED, reason
+from quantforge.runtime.skeleton_checks import check_filled, check_names
+from quantforge.runtime.tensor_shares import sum_parts
+from quantforge.runtime.weight_cuts import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +49,7 @@ class SkeletonFiller:
         device: where the model computes.
         dtype: of activations, and of weights that are not quantized.
         packed: experts stay packed where they can; else they are decoded into the stacks of transformers.
+        cuts: parameters of which a part is held, by name.
 
     Attributes:
         events: layers that are not multiplied by the kernel meant for them.
@@ -58,7 +63,9 @@ class SkeletonFiller:
         device: torch.device,
         dtype: torch.dtype,
         packed: bool = True,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
+        self._cuts = cuts or {}
         self._packed_experts = packed
         self._checkpoint = checkpoint
         self._form = form
@@ -78,10 +85,10 @@ class SkeletonFiller:
             plain: quantized weights that are decoded, and why (`decoded`).
 
         Raises:
-            RefusedError: inputs of a layer that has to be decoded are rounded.
+            RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.
             InputError: the checkpoint does not fit its configuration.
         """
-        _check(names, self._checkpoint.path)
+        check_names(names, self._checkpoint.path)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
@@ -94,7 +101,8 @@ class SkeletonFiller:
                 packed.append((module_of(next(iter(source.parameters))), layout))
                 continue
             for name, value in names.make(source, self._decoded).items():
-                self._place(model, name, value)
+                cut = self._cuts.get(name)
+                self._place(model, name, value if cut is None else cut.plain(value))
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
@@ -111,8 +119,11 @@ class SkeletonFiller:
         )  # fmt: skip
         self.events += fill_experts(model, names, weights)
         _tie(model, names.tied)
-        _check_filled(model, self._checkpoint.path)
+        check_filled(model, self._checkpoint.path)
         self._report(plain)
+        sum_parts(model, self._cuts)
+        if inner_of(model) is None:
+            raise not_run(self._checkpoint.path, "its class does not say which part is the decoder")
         return model
 
     def _is_lattice(self, stored: str) -> bool:
@@ -164,7 +175,8 @@ class SkeletonFiller:
         assert isinstance(tensor, QuantizedTensor)
         module = model.get_submodule(name)
         bias = getattr(module, "bias", None)
-        packed = PackedLinear(tensor, bias, self._dtype, self._device)
+        cut = self._cuts.get(f"{name}.weight")
+        packed = PackedLinear(tensor, bias, self._dtype, self._device, cut=cut)
         if packed.failure is not None:
             self.events.append(Event("kernel-fallback", name, packed.failure))
         model.set_submodule(name, packed)
@@ -209,26 +221,6 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _check(names: Names, path: Path) -> None:
-    """Raise InputError unless the checkpoint and the model hold the same."""
-    left = [name for name in names.left_over if name not in set(names.ignored)]
-    if left:
-        raise InputError(
-            f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
-            "a model of this model_type has no such parameters",
-            tensor=left[0],
-        )
-    if names.missing:
-        raise _unfilled(path, names.missing)
-
-
-def _unfilled(path: Path, missing: tuple[str, ...]) -> InputError:
-    return InputError(
-        f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
-        "a complete checkpoint holds every tensor; fetch the model again",
-    )
-
-
 def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
     """Let parameters that are in no file be those that they are tied to, packed ones too."""
     for name, origin in tied.items():
@@ -238,10 +230,3 @@ def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
             model.set_submodule(module, owner)
         else:
             setattr(model.get_submodule(module), leaf, getattr(owner, kind))
-
-
-def _check_filled(model: PreTrainedModel, path: Path) -> None:
-    values = [*model.named_parameters(), *model.named_buffers()]
-    missing = tuple(name for name, value in values if value.is_meta)
-    if missing:
-        raise _unfilled(path, missing)

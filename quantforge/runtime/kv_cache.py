@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from quantforge.errors import InputError
 from quantforge.formats.checks import positive
 from quantforge.formats.kv_scales import ATTENTION, HEAD, CacheScales
 from quantforge.packers.fp8 import cast, largest
+
+if TYPE_CHECKING:
+    from quantforge.runtime.weight_cuts import Share
 
 GRID = "fp8_e4m3"
 BITS = 8  # significant bits of a scale
@@ -118,12 +121,16 @@ class _Chain:
 
 
 def read_scales(
-    checkpoint: Checkpoint, found: CacheScales, device: torch.device
+    checkpoint: Checkpoint, found: CacheScales, device: torch.device, share: Share | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.checks.positive`."""
+    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.checks.positive`.
+
+    With the ``share`` of a process, those of its heads.
+    """
 
     def read(name: str) -> Tensor:
-        return positive(name, checkpoint.read(name)).to(device)
+        scale = positive(name, checkpoint.read(name)).to(device)
+        return scale if share is None else share.of_heads(scale)
 
     return {block: (read(keys), read(values)) for block, (keys, values) in found.names.items()}
 

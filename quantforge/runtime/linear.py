@@ -20,6 +20,7 @@ from quantforge.events import Event
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.problems import Stated, state
+from quantforge.runtime.weight_cuts import Cut
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.layers import add_bias
@@ -67,6 +68,7 @@ class PackedLinear(PackedWeights):
         dtype: of activations.
         device: where the weight is kept.
         kernel: to be used; the first that accepts the problem when left out.
+        cut: of the weight, where a part of it is held; the bias is as it is to be.
 
     Attributes:
         problem: what is multiplied.
@@ -81,10 +83,12 @@ class PackedLinear(PackedWeights):
         dtype: torch.dtype,
         device: torch.device,
         kernel: Kernel | None = None,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
         self._device = device
         stated = state(tensor, dtype, device)
+        stated = stated if cut is None else cut.stated(stated)
         self.problem = stated.problem
         self.chosen = kernel or select(stated.problem)
         self._input = None if stated.problem.activation else tensor.input
@@ -97,10 +101,8 @@ class PackedLinear(PackedWeights):
             self._outliers = kept.T.contiguous().to(device)
         self._kept: dict[int, Tensor] | None = None  # decoded tiles, see `decoded_once`
         self.failure: str | None = None
-        packed = self._prepared(stated)
-        self._names = list(packed)
-        for name, value in packed.items():
-            self.register_buffer(name, value)
+        self._names: list[str] = []
+        self._hold(self._prepared(stated))
         self.bias = None
         if bias is not None:
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
@@ -116,6 +118,13 @@ class PackedLinear(PackedWeights):
         self.failure = f"{self.chosen.name}: {self.failure}"
         self.chosen = reference.KERNEL
         return self.chosen.prepare(stated.codes, stated.parameters, stated.problem)
+
+    def _hold(self, packed: Packed) -> None:
+        for name in self._names:
+            delattr(self, name)
+        self._names = list(packed)
+        for name, value in packed.items():
+            self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
@@ -176,14 +185,19 @@ class PackedLinear(PackedWeights):
         return outliers + sum(value.nbytes for value in self.packed.values())
 
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel of the same layout round activations to integers of so many bits; return whether one does."""
+        """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
         problem = replace(self.problem, input_bits=bits)
-        chosen = select(problem)
-        if chosen is self.chosen or chosen.prepare is not self.chosen.prepare:
+        chosen, packed = select(problem), self.packed
+        if chosen is self.chosen:
             return False
-        if failure(chosen, self.packed, problem) is not None:
+        if chosen.prepare is not self.chosen.prepare:
+            if self.chosen is not reference.KERNEL:
+                return False
+            packed = chosen.prepare(*reference.restore(packed, self.problem), problem)
+        if failure(chosen, packed, problem) is not None:
             return False
         self.problem, self.chosen = problem, chosen
+        self._hold(packed)
         return True
 
     def keep_decoded(self, keep: bool) -> None:
@@ -210,7 +224,7 @@ def decoded_once(model: nn.Module) -> Iterator[None]:
 
 
 def round_inputs(model: nn.Module, bits: int) -> list[Event]:
-    """Let products of packed weights round activations of 16 bits to integers of so many bits, where a kernel does.
+    """Let products of packed weights round activations to integers of so many bits, where a kernel does.
 
     Returns:
         An event, where one of them keeps 16 bits.

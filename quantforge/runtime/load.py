@@ -23,11 +23,10 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.declared_names import names_of
-from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
-from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded, not_run
+from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded
 from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
 from quantforge.runtime.linear import round_inputs
 from quantforge.runtime.model_sizes import (
@@ -40,6 +39,8 @@ from quantforge.runtime.model_sizes import (
 )
 from quantforge.runtime.room import check_weights, free_bytes
 from quantforge.runtime.stored_entries import LayerScales
+from quantforge.runtime.tensor_shares import cuts_of
+from quantforge.runtime.weight_cuts import Share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,20 +102,22 @@ def load(
     *,
     packed_experts: bool = True,
     input_bits: int = 16,
+    share: Share | None = None,
 ) -> Loaded:
-    """Load a model directory or a GGUF file, of any format that is read.
+    """Load a model of any format that is read.
 
     Args:
-        path: the directory or the file.
+        path: a directory or a GGUF file.
         device: where it computes.
         dtype: of activations, and of the weights that are not quantized.
         source: the model as it was opened already, e.g. with an adapter merged; opened here when left out.
         packed_experts: False: experts are decoded into parameters of transformers' modules.
         input_bits: of the integers to which products of packed weights round activations of 16 bits, where they do.
+        share: of this process, where several hold one model: only `Decoder` computes it then, in all of them at once.
 
     Raises:
         InputError: missing, left-over, mis-shaped or not finite tensors; no format reads it; or it cannot be built.
-        RefusedError: a model that is written and not run here.
+        RefusedError: a model that is written and not run here, or that processes do not share.
         ResourceError: a GPU has no room for it.
     """
     checkpoint = source or readable(open_model(path))
@@ -127,14 +130,12 @@ def load(
     names = names_of(model, matched, checkpoint.config)
     plain = decoded(model, names, layouts, matched.architecture)
     where = torch.device(device)
-    check_weights(*most_held(matched, layouts, stored, dtype, plain), free_bytes(where))
-    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, packed_experts)
-    model = filler.fill(model, names, plain)
-    if inner_of(model) is None:
-        raise not_run(path, "its class does not say which part is the decoder")
+    cuts = cuts_of(model, matched, layouts, share)
+    check_weights(*most_held(matched, layouts, stored, dtype, plain, cuts), free_bytes(where))
+    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, packed_experts, cuts)
+    filler.fill(model, names, plain)
     filler.events += round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)
-    scales = _round_cache(model, matched, read_scales(checkpoint, cache, where))
     return Loaded(
         model=model,
         path=path,
@@ -149,7 +150,7 @@ def load(
         config=checkpoint.config,
         dtype=dtype,
         kv_cache=cache.kind,
-        kv_scales=scales,
+        kv_scales=_round_cache(model, matched, read_scales(checkpoint, cache, where, share)),
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
         names=names,
     )

@@ -20,6 +20,7 @@ from quantforge.plans import StoredTensor
 from quantforge.runtime.active_experts import active_shares, is_mixture
 from quantforge.runtime.fill_skeleton import module_of
 from quantforge.runtime.linear import PackedWeights
+from quantforge.runtime.weight_cuts import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,17 +52,24 @@ def most_held(
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     decoded: Container[str] = (),
+    cuts: Mapping[str, Cut] | None = None,
 ) -> tuple[int, int]:
-    """Return the most bytes that the loaded model will hold, ``decoded`` weights plain, and the number of weights."""
+    """Return the most bytes that the loaded model will hold, ``decoded`` weights plain, and the number of weights.
+
+    Of tensors with ``cuts`` this process holds its part alone.
+    """
     needed = weights = 0
+    cuts = cuts or {}
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
         layout = layouts.get(module_of(tensor.stored.name))
         weights += count
+        size = 0
         if layout is not None and tensor.stored.name not in decoded:
-            needed += int(PACKING * sum(stored[part].nbytes for part in layout.stored))
+            size = int(PACKING * sum(stored[part].nbytes for part in layout.stored))
         elif tensor.role is not Role.FOREIGN:
-            needed += count * dtype.itemsize
+            size = count * dtype.itemsize
+        needed += size // (cuts[tensor.name].share.ranks if tensor.name in cuts else 1)
     return needed, weights
 
 

@@ -84,6 +84,12 @@ class PackedStack(PackedWeights):
             packed = stack(weights(), self.problem, self.chosen)
         except ValueError as error:
             raise DifferentError(str(error)) from error
+        self._names: list[str] = []
+        self._hold(packed)
+
+    def _hold(self, packed: Packed) -> None:
+        for name in self._names:
+            delattr(self, name)
         self._names = list(packed)
         for name, value in packed.items():
             self.register_buffer(name, value)
@@ -130,17 +136,23 @@ class PackedStack(PackedWeights):
         return sum(value.nbytes for value in self.packed.values())
 
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel of the same layout round activations to integers of so many bits; return whether one does."""
+        """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
         problem = replace(self.problem, each=replace(self.problem.each, input_bits=bits))
-        chosen = select_grouped(problem)
-        if chosen is self.chosen or chosen.layout.prepare is not self.chosen.layout.prepare:
+        chosen, packed = select_grouped(problem), self.packed
+        if chosen is self.chosen:
             return False
-        alone = {
-            name: value if name in SHARED else value[:1] for name, value in self.packed.items()
-        }
+        if chosen.layout.prepare is not self.chosen.layout.prepare:
+            if self.chosen.layout is not reference.KERNEL:
+                return False
+            each = (matrix(packed, number) for number in range(problem.matrices))
+            packed = stack(
+                (reference.restore(one, self.problem.each) for one in each), problem, chosen
+            )
+        alone = {name: value if name in SHARED else value[:1] for name, value in packed.items()}
         if grouped_failure(chosen, alone, replace(problem, matrices=1)) is not None:
             return False
         self.problem, self.chosen = problem, chosen
+        self._hold(packed)
         return True
 
     def keep_decoded(self, keep: bool) -> None:

@@ -44,25 +44,25 @@ def attend_span(
         entries: keys and values ``[cached, kv_heads, head]`` of the sequence, these tokens last; those that are before
             their windows may be left out.
         scores: how scores are made.
-        tree: ``[tokens, tokens]`` bool, which of these tokens each one sees, itself among them; all before it when
-            left out.
+        tree: ``[n, n]`` bool, which of the last n tokens each one sees, itself among them, as `Span.tree`; all before
+            it when left out.
     """
     keys, values = entries
     tokens, cached = len(q), len(keys)
-    start = cached - tokens
     at = torch.arange(cached, device=q.device)
     if tree is None:
-        live = at <= at[start:, None]
+        live = at <= at[cached - tokens :, None]
     else:
+        start = cached - len(tree)
         at = torch.cat((at[:start], depths(tree) + start))
-        live = torch.cat((tree.new_ones(tokens, start), tree), 1)
+        live = torch.cat((tree.new_ones(tokens, start), tree[-tokens:]), 1)
     if scores.window:
-        live &= at > at[start:, None] - scores.window
+        live &= at > at[cached - tokens :, None] - scores.window
     return _attend(q[None], keys[None], values[None], live[None], scores)[0]
 
 
 def depths(tree: Tensor) -> Tensor:
-    """Return how many tokens of a tree ``[tokens, tokens]`` lie before each one on its path."""
+    """Return how many tokens of a tree ``[n, n]`` lie before each one on its path."""
     return tree.sum(-1) - 1
 
 

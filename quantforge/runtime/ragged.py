@@ -19,6 +19,7 @@ from quantforge.runtime.prompt_attention import attend_span, depths, pages_befor
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.kv import PAGE
 
+Taps = dict[int, Tensor | None] | None  # what goes into some blocks, by their numbers
 SHORT = 8  # most tokens of a span that are attended from one by one
 
 
@@ -29,8 +30,9 @@ class Span:
     Attributes:
         row: of the cache's table.
         tokens: their number, at least 1.
-        tree: ``[tokens, tokens]`` bool, which of them each one sees, itself among them; None: all before it. Places in
-            the cache follow the order of the tokens, positions follow their depth.
+        tree: ``[n, n]`` bool, which tokens of a tree each one sees, itself among them; None: all before it. These are
+            the last of its n tokens, those before them are in the cache. Places there follow the order of the tokens,
+            positions follow their depth.
     """
 
     row: int
@@ -44,13 +46,16 @@ class RaggedBatch:
     Args:
         spans: of different rows of the cache; at least one.
         cache: holds what came before; pages for the new tokens are reserved.
+        taps: to be filled, see `Decoder.hidden_of`.
 
     Attributes:
         slots: places ``[tokens]`` in the pages, by key of a layer (`CacheLayout.keys`).
         positions: of the tokens in their sequences, ``[tokens]``.
+        taps: as given.
     """
 
-    def __init__(self, spans: Sequence[Span], cache: PagedCache) -> None:
+    def __init__(self, spans: Sequence[Span], cache: PagedCache, taps: Taps = None) -> None:
+        self.taps = taps
         device = cache.table.device
         cache.layout.expect(max(span.tokens for span in spans))
         starts = [cache.length(span.row) for span in spans]
@@ -76,7 +81,8 @@ class RaggedBatch:
                 self._long.append((part, span, start + span.tokens))
                 if span.tree is not None:
                     self.positions = self.positions.clone()
-                    self.positions[part] = start + depths(span.tree.to(device))
+                    begun = start + span.tokens - len(span.tree)
+                    self.positions[part] = begun + depths(span.tree.to(device))[-span.tokens :]
         self._short = short.nonzero()[:, 0].to(device)
         if self._long:
             rows, places = rows[self._short], places[self._short]

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STATIC_ROTARY = frozenset(
+    {"default", "linear", "llama3", "yarn", "longrope"}
+)  # kinds that are computed here
 _QUERIES = " of queries"
 
 

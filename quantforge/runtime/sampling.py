@@ -82,6 +82,31 @@ class RowSampler:
         twin._generator.set_state(self._generator.get_state())
         return twin
 
+    def after(self, token: int) -> RowSampler:
+        """Return a sampler that will choose as this one would after it chose ``token``, without advancing it."""
+        twin = self.fork()
+        if not self.options.greedy:
+            twin.uniform()
+        twin.note(token)
+        return twin
+
+    def likely(self, logits: Tensor, count: int) -> list[int]:
+        """Return what `choose` would choose for logits ``[vocabulary]``, float32, and the most likely others.
+
+        They are ``count`` in all, or the vocabulary; nothing is drawn or noted. Errors as `choose_rows`.
+        """
+        check_finite(logits[None])
+        adjusted = adjust(logits[None], [self.options], [self.counts])[0]
+        if self.options.greedy:
+            first = int(adjusted.argmax())
+        else:
+            generator = torch.Generator()
+            generator.set_state(self._generator.get_state())
+            uniform = torch.rand((), generator=generator, dtype=torch.float64)
+            first = int(drawn(weigh(adjusted[None], [self.options]), uniform[None]))
+        best = adjusted.topk(min(count, len(adjusted))).indices.tolist()
+        return [first, *(token for token in best if token != first)][:count]
+
     def note(self, token: int) -> None:
         """Note a token that was taken without `choose`, as a verified guess is."""
         if self.counts is not None:

@@ -11,22 +11,22 @@ from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
-from quantforge.evaluation.serving_load.stream_of_requests import (
-    TimedRequest,
-    read_trace,
-)
+from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest, read_trace
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
+from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
+from quantforge.verbs.generate_text import guesses_of
 from quantforge.verbs.scored_text import read_text
 
 if TYPE_CHECKING:
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.serving.counters import Counters
     from quantforge.runtime.serving.engine_options import EngineOptions
+    from quantforge.runtime.speculation.draft_choice import GuessedDecoder
     from quantforge.runtime.text_side import TextSide
 
 TEXT_BYTES = 1 << 20
@@ -64,10 +64,12 @@ def bench(
         torch.set_num_threads(settings.threads)
     with followed(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
-        if options.url:
-            return _server(paths[0], text, options)
         names = [str(name) for name in models]
-        return (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+        if options.url:
+            found = _server(paths[0], text, options)
+        else:
+            found = (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+    return replace(found, models=tuple(names), input_bits=settings.input_bits)
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
@@ -83,6 +85,8 @@ def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
         raise UsageError(
             f"--ladder with {len(models)} models", "the model in 16 bits, then its quantization"
         )
+    if options.url and options.drafts.draft:
+        raise UsageError("--draft is of the engine here, and a server is measured", "leave it out")
     kinds_of(options.cache)
     for name, value, most in (
         ("--rows", options.rows, MOST_ROWS),
@@ -105,13 +109,13 @@ def _each(
     rows, requests = [], []
     for name, path in zip(names, paths, strict=True):
         with phase(f"serving {name}", 1 / len(names), "loading"):
-            decoder, side = _decoder(path, settings)
+            decoder, side, guesses = _decoder(path, settings, options.drafts)
             requests = _requests(side, text, options)
             engine = _engine(decoder, requests, options)
-            run = serve_here(decoder, requests, engine, _follower(len(requests)))
+            run = serve_here(decoder, requests, engine, _follower(len(requests)), guesses)
             found = figures(run.served, options.slo, options.price)
             rows.append(LoadRow(name, found, _counts(run.counters), run.wasted))
-            del decoder
+            del decoder, guesses
     return LoadFound(rows, _forecast(requests, options), options)
 
 
@@ -122,17 +126,33 @@ def _ladder(
     settings: Settings,
     options: LoadOptions,
 ) -> LoadFound:
-    from quantforge.evaluation.serving_load.ladder import climb
+    from quantforge.evaluation.serving_load.ladder import LastRungs, climb
 
     with phase("loading", 0.1):
         exact = replace(settings, input_bits=16)
-        plain, side = _decoder(paths[0], exact)
-        packed = _decoder(paths[1], exact)[0] if len(names) > 1 else None
-        rounded = _decoder(paths[-1], settings)[0] if settings != exact else None
+        several, rounds, drafts = len(names) > 1, settings != exact, options.drafts
+        guessing = not several and not rounds, not rounds, True  # the last of them
+        first, second, third = (drafts if there else NO_DRAFT for there in guessing)
+        plain, side, guesses = _decoder(paths[0], exact, first)
+        packed = rounded = None
+        if several:
+            packed, _, guesses = _decoder(paths[1], exact, second)
+        if rounds:
+            rounded, _, guesses = _decoder(paths[-1], settings, third)
         requests = _requests(side, text, options)
     with phase("ladder", 0.9):
         engine = _engine(plain, requests, options)
-        rungs = climb(plain, packed, requests, engine, lambda name: tell(step=name), rounded)
+        held_to = (options.slo, options.price)
+        guessed = None if guesses is None else (options.drafts.draft, guesses)
+        rungs = climb(
+            plain,
+            packed,
+            requests,
+            engine,
+            lambda name: tell(step=name),
+            LastRungs(rounded, guessed),
+            held_to,
+        )
         rows = [LoadRow(one.name, one.figures, None, one.wasted) for one in rungs]
     return LoadFound(rows, _forecast(requests, options), options)
 
@@ -155,8 +175,10 @@ def _follower(total: int) -> Callable[[int], None]:
     return lambda done: tell(done=done, total=total)
 
 
-def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
-    """Load a model for the own decoder, with 16-bit activations as engines have them."""
+def _decoder(
+    path: Path, settings: Settings, drafts: DraftOptions = NO_DRAFT
+) -> tuple[Decoder, TextSide, GuessedDecoder | None]:
+    """Load a model for the own decoder, with 16-bit activations as engines have them, and who guesses for it."""
     import torch
 
     from quantforge.runtime.decoder import Decoder
@@ -168,12 +190,13 @@ def _decoder(path: Path, settings: Settings) -> tuple[Decoder, TextSide]:
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     try:
-        decoder = Decoder(loaded.model, scales=loaded.kv_scales)
+        guesses = guesses_of(loaded, drafts, settings)
+        decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
     except RefusedError as error:
         raise RefusedError(
             error.message, "bench it in its engine: quantforge bench MODEL --url ..."
         ) from error
-    return decoder, text_side(loaded.path, loaded.config)
+    return decoder, text_side(loaded.path, loaded.config), guesses
 
 
 def _requests(side: TextSide, text: str, options: LoadOptions) -> list[TimedRequest]:

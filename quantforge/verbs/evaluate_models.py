@@ -189,6 +189,7 @@ def _measurement(
         prompts=_prompts(reference, options, settings),
         activations=Path.cwd() if settings.activations == "disk" else None,
         adapter=settings.adapter,
+        input_bits=settings.input_bits,
         note=settings.note,
         **{key: given[key] for key in same if key in given},
     )

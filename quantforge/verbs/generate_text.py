@@ -11,8 +11,10 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError, check_options
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
     from quantforge.runtime.speaker import Speaker
+    from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+    from quantforge.runtime.weight_cuts import Share
 
 MAX_TOKENS = 256
-DRAFT_TOKENS = 8
 COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
 
 
@@ -61,6 +64,7 @@ def generate(
     stream: Callable[[str], object] | None = None,
     draft: str = "",
     draft_tokens: int = DRAFT_TOKENS,
+    draft_tree: str = "",
     cache: str = "",
     **options: Unpack[AnswerOptions],
 ) -> Generated:
@@ -73,9 +77,12 @@ def generate(
         max_tokens: at most so many, and no more than the model has positions for.
         raw: complete the text as it is, without the chat template.
         stream: is called with each piece of the first text as it comes; no piece ends in half a character.
-        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself), ``int2``,
-            ``int3`` or ``int4`` (the model in fewer bits), or a smaller model; the text stays the same.
-        draft_tokens: guesses of a pass at most.
+        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself),
+            ``lookahead`` (the model, many places at once), ``int2``, ``int3`` or ``int4`` (the model in fewer bits),
+            ``mtp`` (its own layer for further tokens), a smaller model, or a directory of heads of Medusa or EAGLE-3;
+            the text stays the same.
+        draft_tokens: guesses in a row at most.
+        draft_tree: guesses behind each token, place by place (``3x2x1``): a tree of them is checked in one pass.
         cache: how keys and values are stored, see `quantforge.architectures.cache_kinds`; the model's when left out.
         options: see `AnswerOptions`.
 
@@ -86,10 +93,11 @@ def generate(
             the own decoder does not compute.
     """
     limits = limits_of(max_tokens, **options)
+    drafts = DraftOptions(draft, draft_tokens, draft_tree)
     from quantforge.runtime.speaker import checked
 
     checked(prompt)
-    speaker = open_speaker(model, settings or Settings(), draft, draft_tokens, cache)
+    speaker = open_speaker(model, settings or Settings(), drafts, cache)
     answer = speaker.answer(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
@@ -112,26 +120,34 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
 def open_speaker(
     model: str | Path | Loaded,
     settings: Settings,
-    draft: str = "",
-    draft_tokens: int = DRAFT_TOKENS,
+    drafts: DraftOptions = NO_DRAFT,
     cache: str = "",
 ) -> Speaker:
     """Load a model to talk to; errors as `generate`."""
     if cache:
         kinds_of(cache)
+    if settings.split and drafts.draft:
+        raise UsageError(f"--draft {drafts.draft}: processes share one model", "leave it out")
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.speaker import Speaker
 
-    if not draft:
-        return Speaker(loaded, name, cache=cache)
+    guesses = guesses_of(loaded, drafts, settings)
+    if guesses is not None:
+        guesses.cache = cache
+    return Speaker(loaded, name, guesses, cache)
+
+
+def guesses_of(loaded: Loaded, drafts: DraftOptions, settings: Settings) -> GuessedDecoder | None:
+    """Return who guesses tokens for a loaded model, if anybody is to; errors as `drafting` and `generate`."""
+    if not drafts.draft:
+        return None
     from quantforge.runtime.speculation.draft_choice import drafting
 
-    def other(named: str) -> Loaded:
-        return loaded_to_answer(named, settings)[0]
+    def other(named: str) -> Loaded | HeadDirectory:
+        heads = open_heads(resolve(named, settings.offline))
+        return heads or loaded_to_answer(named, settings)[0]
 
-    guesses = drafting(loaded, draft, draft_tokens, other)
-    guesses.cache = cache
-    return Speaker(loaded, name, guesses, cache)
+    return drafting(loaded, drafts, other)
 
 
 def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:
@@ -166,11 +182,21 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
         torch.set_num_threads(settings.threads)
     program_cache.LISTENERS[:] = [lambda: settings.note(COMPILING)]
     if isinstance(model, str | Path):
-        bits = settings.input_bits
-        loaded, name = load(path, settings.device, torch.bfloat16, input_bits=bits), str(model)
+        share, bits = _share(settings), settings.input_bits
+        loaded = load(path, settings.device, torch.bfloat16, input_bits=bits, share=share)
+        name = str(model)
     elif isinstance(model, Loaded):
         loaded, name = model, str(model.path)
     else:
         raise UsageError(f"{model!a:.60} is no model", "a path, org/name, or what load() returns")
     settings.policy.check(loaded.events)
     return loaded, name
+
+
+def _share(settings: Settings) -> Share | None:
+    """Return which part of a model this process holds; None: all of it."""
+    if not settings.split:
+        return None
+    from quantforge.runtime.process_group import share_of_process
+
+    return share_of_process(settings.device)

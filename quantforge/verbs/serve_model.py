@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.http_api.server_limits import MIB, ServerLimits
+from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.argument_types import check_choices
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import loaded_to_answer
+from quantforge.verbs.generate_text import guesses_of, loaded_to_answer
 from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class ServeOptions(TypedDict, total=False):
     served_name: str  # by which requests ask for the model; its directory or file when left out
     cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
     cache_gib: float  # most memory of the cache
+    draft: str  # who guesses tokens that the model then checks together; nobody when left out
+    draft_tokens: int  # guesses in a row at most
+    draft_tree: str  # guesses behind each token, place by place
     context: int  # most tokens of a prompt and its answer; what the model sees when left out
     concurrent: int  # answers that are computed at a time
     waiting: int  # answers that may wait; more are refused
@@ -136,7 +140,8 @@ def served_model(
             "`quantforge generate` answers with it; `quantforge plan MODEL --for ENGINE` prints how another serves it",
         )
     side = text_side(loaded.path, loaded.config)
-    decoder = Decoder(loaded.model, scales=loaded.kv_scales)
+    guesses = guesses_of(loaded, _drafts(options), settings)
+    decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
     kind = options.get("cache") or ("fp8" if loaded.kv_scales else "")
     context = options.get("context") or min(decoder.positions, side.positions)
     rows = options.get("concurrent", CONCURRENT)
@@ -148,7 +153,7 @@ def served_model(
     )
     layout = CacheLayout(decoder.cache_shape(kind), context, wanted.ahead)
     pages = _pages(layout, rows, options.get("cache_gib", CACHE_GIB))
-    engine = ServingEngine(decoder, replace(wanted, pages=pages))
+    engine = ServingEngine(decoder, replace(wanted, pages=pages), guesses)
 
     def begin() -> None:
         if settings.threads is not None:
@@ -177,6 +182,14 @@ def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
     return pages
 
 
+def _drafts(options: ServeOptions) -> DraftOptions:
+    return DraftOptions(
+        options.get("draft", ""),
+        options.get("draft_tokens", DRAFT_TOKENS),
+        options.get("draft_tree", ""),
+    )
+
+
 def _name(name: str) -> str:
     """Return the last part of a path, or a name of the hub without its revision."""
     return Path(name).resolve().name if Path(name).exists() else name.partition("@")[0]
@@ -191,6 +204,7 @@ def _checked(options: ServeOptions) -> ServerLimits:
     check_choices(ServeOptions, options)
     if kind := options.get("cache"):
         kinds_of(kind)
+    _drafts(options)
     port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)
     if type(port) is not int or not 0 <= port < 1 << 16:
         raise UsageError(f"port = {port!a:.60}", "a whole number from 0 to 65535 (0: a free one)")

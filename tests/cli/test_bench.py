@@ -41,8 +41,37 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["forecast"]["static"] <= found["forecast"]["continuous"] <= 1
 
 
-def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8")
+def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--requests",
+        "2",
+        "--prompt-tokens",
+        "20",
+        "--new-tokens",
+        "60",
+        "--rows",
+        "1",
+        "--draft",
+        "int3",
+    )
+    found = json.loads(command(capsys, "bench", DEMO, *words, "--draft-tree", "2x1", "--json").out)
+    assert found["options"]["drafts"] == {"draft": "int3", "tokens": 8, "tree": "2x1"}
+    counts = found["rows"][0]["engine"]["speculation"]
+    assert counts["guessed"] >= counts["accepted"] > 0
+    table = command(capsys, "bench", DEMO, *words).out
+    assert "guesses right" in " ".join(table.split())
+    refused = command(capsys, "bench", DEMO, "--url", "http://127.0.0.1:9/v1", "--draft", "ngram")
+    assert (refused.code, "--draft" in refused.err) == (2, True)
+    refused = command(capsys, "bench", DEMO, "--draft", "lookahead")
+    assert (refused.code, "single text" in refused.err) == (2, True)
+
+
+def test_ladder_shows_a_row_for_each_technique(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "ladder.html"
+    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8", "--report", page)
+    words += ("--slo", "ttft=60s", "--price", "2/h", "--draft", "ngram")
     result = command(capsys, "bench", DEMO, DEMO, *words)
     assert result.code == 0, result.err
     lines = result.out.splitlines()
@@ -55,8 +84,16 @@ def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str
         "prefix cache",
         "int8",
         "activations of 8 bits",
+        "speculation (ngram)",
     ):
         assert any(technique in line for line in lines), technique
+        assert technique in page.read_text()
+    assert str(Path(DEMO).parent) not in page.read_text()
+    for figure in ("goodput/s", "cost/M"):  # of all rungs that serve the stream
+        assert figure in page.read_text()
+    refused = command(capsys, "bench", DEMO, *words)  # before anything is measured
+    assert refused.code != 0
+    assert "--overwrite" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -71,6 +108,7 @@ def test_ladder_shows_a_row_for_each_technique(capsys: pytest.CaptureFixture[str
         (("--rows", "0"), "1 to"),
         (("--prompt-tokens", "1020"), "positions"),
         (("--trace", "absent.jsonl"), "absent.jsonl"),
+        (("--report", "bench.pdf"), ".html"),
         (("--url", "localhost:8000"), "http://"),
         (("--url", "http://127.0.0.1:9/v1", "--ladder"), "one server"),
     ],

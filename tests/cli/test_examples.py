@@ -17,6 +17,7 @@ from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
 from quantforge.http_api import run_server
 from quantforge.http_api.run_server import ModelServer, listen
+from quantforge.planning import candidates
 from quantforge.recipe import CalibrationOptions
 from quantforge.verbs import bench_models, evaluate_models
 from quantforge.verbs.scored_text import OWN
@@ -24,8 +25,8 @@ from tests.runs import command
 
 ROOT = Path(__file__).parents[2]
 SMALLER = {
-    "samples": 4,
-    "length": 64,
+    "samples": 2,
+    "length": 32,
 }  # calibration of the same commands, so that the test is quick
 
 
@@ -50,11 +51,12 @@ def test_examples_run_as_written(
     defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(candidates, "INTEGER_BITS", (3, 4))  # of an allocation
     read = evaluate_models.read_text
     monkeypatch.setattr(  # a few windows of the text
         evaluate_models,
         "read_text",
-        lambda source, _, offline: read(source, 10_000, offline=offline),
+        lambda source, _, offline: read(source, 4_000, offline=offline),
     )
     drawn = bench_models._requests
     monkeypatch.setattr(bench_models, "_requests", lambda *given: drawn(*given)[:4])

@@ -152,7 +152,8 @@ def test_the_plan_of_a_conversion_forecasts_no_memory_of_nothing(
     model, tmp_path: Path, capsys
 ) -> None:
     out = tmp_path / "q"
-    assert command(capsys, "quantize", model, "--method", "rtn", "--bits", 4, "-o", out).code == 0
+    quick = ("--method", "rtn", "--scales", "absmax", "--bits", 4)
+    assert command(capsys, "quantize", model, *quick, "-o", out).code == 0
     said = command(capsys, "export", out, "--format", "gptq", "--dry-run").out
     assert "above the imports" not in said
     assert "above the imports" in command(capsys, "plan", model, "--bits", 4).out

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -37,19 +38,40 @@ HEAVY = (
 )
 
 
-def offered(words: list[str], shell: str, place: Path) -> list[str]:
-    """What a shell is offered for the last word, by the protocol that its script speaks."""
-    line = " ".join(words)
-    asked = {"_QUANTFORGE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line,
-             "_TYPER_COMPLETE_FISH_ACTION": "get-args", "COMP_WORDS": "\n".join(words),
-             "COMP_CWORD": str(len(words) - 1)}  # fmt: skip
-    result = subprocess.run([Path(sys.executable).with_name("quantforge")], env={**os.environ, **asked}, cwd=place,
-                            capture_output=True, text=True, check=True)  # fmt: skip
+Offered = Callable[[list[str], str], list[str]]
+
+
+def asking(words: list[str], shell: str) -> dict[str, str]:
+    """What a shell sets to ask for the last word, by the protocol that its script speaks."""
+    return {"_QUANTFORGE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": " ".join(words),
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args", "COMP_WORDS": "\n".join(words),
+            "COMP_CWORD": str(len(words) - 1)}  # fmt: skip
+
+
+def words_of(told: str) -> list[str]:
     found = []
-    for text in result.stdout.splitlines():
+    for text in told.splitlines():
         word = text.removeprefix("_arguments '*: :((").split("\t")[0]
         found.append(word.split('"')[1] if word.startswith('"') else word)
     return [word for word in found if word]
+
+
+@pytest.fixture
+def offered(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Offered:
+    """Return a function that asks in this process, and in a folder of files."""
+    monkeypatch.chdir(place)
+
+    def found(words: list[str], shell: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            for name, value in asking(words, shell).items():
+                patch.setenv(name, value)
+            ended = command(capsys)
+        assert ended.code == 0, ended.err
+        return words_of(ended.out)
+
+    return found
 
 
 @pytest.fixture
@@ -63,15 +85,16 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_verbs_options_and_values(shell: str, place: Path) -> None:
-    assert offered(["quantforge", "qu"], shell, place) == ["quantize"]
-    options = offered(["quantforge", "quantize", "--"], shell, place)
+def test_a_shell_completes_verbs_options_and_values(shell: str, offered: Offered) -> None:
+    asked = {**os.environ, **asking(["quantforge", "qu"], shell)}
+    program = Path(sys.executable).with_name("quantforge")
+    told = subprocess.run([program], env=asked, capture_output=True, text=True, check=True)
+    assert words_of(told.stdout) == ["quantize"]
+    options = offered(["quantforge", "quantize", "--"], shell)
     assert "--method" in options
     assert all(one.startswith("--") for one in options)  # one line for each
-    assert offered(["quantforge", "plan", "model", "--type", "Q4_K"], shell, place) == [
-        "Q4_K_S",
-        "Q4_K_M",
-    ]
+    typed = ["quantforge", "plan", "model", "--type", "Q4_K"]
+    assert offered(typed, shell) == ["Q4_K_S", "Q4_K_M"]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +115,8 @@ def test_a_shell_completes_verbs_options_and_values(shell: str, place: Path) -> 
         (["help", "ver"], ["verify"]),
     ],
 )  # fmt: skip
-def test_what_is_offered(words: list[str], expected: list[str], place: Path) -> None:
-    assert offered(["quantforge", *words], "fish", place) == expected
+def test_what_is_offered(words: list[str], expected: list[str], offered: Offered) -> None:
+    assert offered(["quantforge", *words], "fish") == expected
 
 
 def test_help_and_completion_import_nothing_heavy(place: Path) -> None:
@@ -329,6 +352,8 @@ def test_a_dry_run_of_what_is_made_says_so(tiny, tmp_path, capsys):
         tiny("llama"),
         "--method",
         "rtn",
+        "--scales",
+        "absmax",
         "--bits",
         "8",
         "--join",

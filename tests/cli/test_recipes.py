@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ from tests.runs import command
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DATA_FREE = "no data"
+# Of those that differ in the engine alone, the first: what is made is the same.
+DIFFERENT = {
+    str(replace(load_recipe(name), engine="")): name
+    for name in sorted(builtin_recipes(), reverse=True)
+}
 
 
 def test_there_is_one_for_every_engine_and_width() -> None:
@@ -33,6 +39,8 @@ def test_a_recipe_plans_and_runs(name: str, tiny: Tiny, tmp_path: Path) -> None:
     assert any(verdict.loads for verdict in plan.engines)
     assert bool(plan.needs) == (not told.needs.startswith(DATA_FREE))
     assert plan.format == load_recipe(name).format or not load_recipe(name).format
+    if name not in DIFFERENT.values():
+        return
     out = tmp_path / ("q" + format_of(plan.format).ABOUT.suffix)
     settings = Settings(policy=Policy(allow={"rounding-fallback": 0}))
     made = verbs.quantize(tiny("llama-wide"), name, out, settings, samples=4, length=24)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import requests
 
+import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.http_api.server_limits import ServerLimits
 from quantforge.settings import Settings
@@ -112,6 +113,24 @@ def test_two_signals_do_not_wait_and_a_document_is_one() -> None:
     assert (server.returncode, out, err) == (0, "", "")
 
 
+def test_an_answer_with_guesses_is_that_of_the_plain_loop() -> None:
+    plain = quantforge.generate(DEMO, "import os, json, json", raw=True, max_tokens=40)
+    asked = {"model": "demo", "prompt": "import os, json, json", "max_tokens": 40, "temperature": 0}
+    with started("--json", "--concurrent", 2, "--draft", "int3", "--draft-tree", "2x1x1") as server:
+        assert server.stdout is not None
+        text = ""
+        while not text.endswith("}\n"):
+            text += server.stdout.readline()
+        url = json.loads(text)["url"]
+        found = requests.post(f"{url}/v1/completions", json=asked, timeout=120).json()
+        metrics = requests.get(f"{url}/metrics", timeout=60).text
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=120)
+    assert found["choices"][0]["text"] == plain.text
+    counts = dict(re.findall(r"^quantforge_(\w+)_total (\d+)$", metrics, re.MULTILINE))
+    assert int(counts["guessed_tokens"]) >= int(counts["accepted_guesses"]) > 0
+
+
 def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     found = command(capsys, "serve", tiny("gpt2"), "--port", "0")
     assert found.code == RefusedError.exit_code
@@ -123,6 +142,8 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
         (["--timeout", "-1"], UsageError.exit_code, "seconds = -1"),
         (["--cache", "int3"], UsageError.exit_code, "'int3' is no kind of cache"),
         (["--cache-memory", "0.000001"], UsageError.exit_code, "cache of 1e-06 GiB"),
+        (["--draft-tree", "2x2"], UsageError.exit_code, "add --draft"),
+        (["--draft", "lookahead"], UsageError.exit_code, "single text"),
         (["--context", "5000"], InputError.exit_code, "1024 positions"),
         (["--host", "203.0.113.1"], InputError.exit_code, "cannot listen on 203.0.113.1"),
     ):

@@ -23,13 +23,17 @@ def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tm
     assert scaled_of([{"transform": {"a": {"error": 0.5}}}]) is None
 
 
+QUICK = ["--method", "rtn", "--scales", "absmax"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--bits", "3"], ["--scheme", "int4:g32:asym"], ["--scheme", "int8:row"], ["--scheme", "int4:tensor"],
-        ["--scheme", "int5:g256"], ["--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
-        ["--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
-        ["--head", "int8", "--embedding", "int8"], ["--rule", "lm_head=int6"],
+        ["--bits", "3"], [*QUICK, "--scheme", "int4:g32:asym"], [*QUICK, "--scheme", "int8:row"],
+        [*QUICK, "--scheme", "int4:tensor"], [*QUICK, "--scheme", "int5:g256"],
+        [*QUICK, "--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
+        [*QUICK, "--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
+        [*QUICK, "--head", "int8", "--embedding", "int8"], [*QUICK, "--rule", "lm_head=int6"],
     ],
 )  # fmt: skip
 def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):
@@ -125,7 +129,8 @@ def test_what_is_asked_for_decides_the_format(model, tmp_path, capsys):
         made = command(capsys, "quantize", model, *typed)
         assert json.loads(made.out)["format"] == form, made.err
         assert out.is_file() is (form == "gguf")
-    said = command(capsys, "quantize", model, "--scheme", "nf4", "-v", "-o", tmp_path / "e")
+    typed = ("--scheme", "nf4", *ROWS, "-v", "-o", tmp_path / "e")
+    said = command(capsys, "quantize", model, *typed)
     assert said.err.index("chosen: --format bnb") < said.err.index("block 0")
 
 

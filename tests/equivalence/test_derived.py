@@ -27,6 +27,7 @@ from quantforge.settings import Settings
 from scripts import tiny_families
 from tests.conftest import BESIDE_TOWERS, MIXTURES, TEXT_FAMILIES, Tiny, tiny_tokenizer
 from tests.equivalence.test_stream import (
+    FEW,
     ROWS,
     InFloat64,
     blocks_of,
@@ -127,7 +128,6 @@ OTHERS = (
     "rwkv",
     "solar_open",
 )
-FEW = ROWS[:3]
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,8 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
             document = manifest.read(out)
             assert document is not None
             assert f"{len(before)} tensors" in document["source"]["dropped heads"]
-        assert verify(out, VerificationOptions(model)).findings == []
+        runs = mtp == "keep"  # the others compute the same logits
+        assert verify(out, VerificationOptions(model, forward=runs)).findings == []
         logits.append(load(out).model(IDS).logits)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])

@@ -115,7 +115,7 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     settings = Settings(offline=True)
     verbs.plan(str(model), recipe(), Settings(offline=True))
     verbs.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
-    verbs.quantize(str(model), Recipe(format="gguf", type="Q4_0"), out / "b.gguf", settings)
+    verbs.quantize(str(model), recipe("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
     verbs.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
     report = verify(out / "a", VerificationOptions(model))
     audit.watching = False

@@ -80,15 +80,18 @@ def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
     assert tree(out) == tree(tmp_path / "m")
 
 
-@pytest.mark.parametrize("propagate", ["source", "quantized"])
+BETWEEN = ("block 0 expert 1", "block 2 expert 3")
+
+
+@pytest.mark.parametrize(("propagate", "parts"), [("source", BETWEEN), ("quantized", BETWEEN[:1])])
 def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
-    tiny: Tiny, tmp_path: Path, propagate: str
+    tiny: Tiny, tmp_path: Path, propagate: str, parts: tuple[str, ...]
 ) -> None:
     calibration = replace(CALIBRATION, propagate=propagate)
     wanted = recipe("awq+gptq", scheme=SCHEME, calibration=calibration, rules=())
     wanted = replace(wanted, ignore=("*experts.[02].up_proj",))  # take factors, and stay
     quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
-    for part in ("block 0 expert 1", "block 2 expert 3"):
+    for part in parts:
         out = tmp_path / part[-1]
         with pytest.raises(StopError):
             quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after(part))

@@ -63,7 +63,7 @@ def written(model, path):
     path.write_text(
         HEAD.format(model=model)
         + "".join(variants)
-        + '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+        + '[[variant]]\nname = "q8"\nrecipe = {method = "rtn", scales = "absmax"}\ntype = "Q8_0"\n'
     )
     return path
 

@@ -73,13 +73,15 @@ def test_documents_tell_which_further_processes_failed(
     spec = tmp_path / "own.toml"
     spec.write_text(
         f'model = "{model}"\n[[variant]]\nname = "a"\nformat = "compressed-tensors"\n'
-        'recipe = {method = "rtn", scheme = "int4:g32:sym"}\n'
+        'recipe = {method = "rtn", scheme = "int4:g32:sym", scales = "absmax"}\n'
     )
     program = "import sys; sys.exit('error: memory is full')"
     monkeypatch.setattr(jobs, "_PROGRAM", program)
     measured = ["--windows", "2", "--window-length", "16"]
     own = (
-        [spec] if verb == "release" else [model, "--over", "bits=4,8", "--method", "rtn", *measured]
+        [spec]
+        if verb == "release"
+        else [model, "--over", "bits=4,8", "--method", "rtn", "--scales", "absmax", *measured]
     )
     ran = command(capsys, verb, *own, "-o", tmp_path / "out", "--jobs", "2", "--json")
     assert ran.code == 0
@@ -148,7 +150,7 @@ def test_a_release_holds_the_file_that_it_was_made_by_although_another_began_the
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
 ) -> None:
     spec, out = tmp_path / "own.toml", tmp_path / "out"
-    recipe = '{method = "rtn", scheme = "int4:g32:sym"}'
+    recipe = '{method = "rtn", scheme = "int4:g32:sym", scales = "absmax"}'
     head = f'model = "{model}"\n[[variant]]\nname = "a"\nformat = "compressed-tensors"\n'
     text = f"{head}recipe = {recipe}\n"
     spec.write_text(text)

@@ -140,18 +140,20 @@ def test_two_processes_share_a_run_and_write_what_one_would(
     assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer"]
 
 
-@pytest.fixture
-def reference(model: Path, tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What one process makes."""
-    quantize(model, tmp_path / "m", PLAIN)
-    return tree(tmp_path / "m")
+    out = tmp_path_factory.mktemp("reference") / "m"
+    quantize(tiny("llama-wide"), out, PLAIN)
+    return tree(out)
 
 
-@pytest.fixture
-def calibrated(model: Path, tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def calibrated(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What one process makes of a recipe that looks at data."""
-    quantize(model, tmp_path / "m", GPTQ)
-    return tree(tmp_path / "m")
+    out = tmp_path_factory.mktemp("calibrated") / "m"
+    quantize(tiny("llama-wide"), out, GPTQ)
+    return tree(out)
 
 
 def held(out: Path) -> list[str]:
@@ -488,16 +490,15 @@ def test_an_overwrite_ends_a_shared_run_of_another_recipe(model: Path, out: Path
 
 
 def test_another_recipe_does_not_spoil_an_interrupted_run(
-    model: Path, out: Path, tmp_path: Path
+    model: Path, out: Path, calibrated: dict[str, str]
 ) -> None:
-    quantize(model, tmp_path / "m", GPTQ)
     with pytest.raises(StopError):
         quantize(model, out, GPTQ, progress=crash_after("block 0"))
     with pytest.raises(IntegrityError, match="differs in: bits: ") as refused:
         join(model, out, recipe("gptq", bits=3))
     assert refused.value.hint.endswith(f"rm -r {out.with_name('.out.qf')}")
     join(model, out, GPTQ)
-    assert tree(out) == tree(tmp_path / "m")
+    assert tree(out) == calibrated
 
 
 def test_the_hint_about_a_run_of_another_recipe_can_be_followed(model: Path, out: Path) -> None:

@@ -55,11 +55,12 @@ def away(tmp_path: Path) -> Path:
     return place
 
 
-@pytest.fixture
-def whole(model: Path, tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files of the same run without a command."""
-    quantize(model, tmp_path / "whole", WANTED)
-    return tree(tmp_path / "whole")
+    out = tmp_path_factory.mktemp("whole") / "out"
+    quantize(tiny("llama-wide"), out, WANTED)
+    return tree(out)
 
 
 def shards(files: dict[str, str]) -> list[str]:
@@ -85,7 +86,7 @@ def test_shards_that_are_moved_away_change_no_byte(model, out, away, whole, caps
 def test_what_is_not_there_is_to_be_put_back_first(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arch").mkdir()
-    words = ("quantize", model, "--bits", 8, "--max-shard-bytes", 60000, "-o", "q")
+    words = ("quantize", model, "--bits", 8, *ROWS, "--max-shard-bytes", 60000, "-o", "q")
     taker = "mv {} arch/"
     said = command(capsys, *words, "--on-shard", taker).err
     count = len([*(tmp_path / "arch").iterdir()])

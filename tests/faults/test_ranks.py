@@ -120,3 +120,32 @@ def test_what_ranks_do_not_share_is_refused(
     refused = command(capsys, "inspect", model)
     assert refused.code == 2
     assert "torchrun is for quantize" in refused.err
+
+
+def test_ranks_share_a_model_that_answers(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two processes holds half of the packed weights; the answer is that of one, said once."""
+    asked = ("--scheme", "int4:g32:sym", "-o", out)
+    assert command(capsys, "quantize", model, *asked).code == 0
+    words = ("generate", out, "the weights of", "--max-tokens", "8", "--json")
+    alone = json.loads(command(capsys, *words).out)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    shared = subprocess.run(
+        [*launch, "--standalone", "-m", "quantforge", *words],
+        capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
+    )  # fmt: skip
+    assert shared.returncode == 0, shared.stderr
+    told = json.loads(shared.stdout)
+    first, other = (found["answers"][0]["choices"][0] for found in (alone, told))
+    assert other["tokens"] == first["tokens"]
+    assert len(other["tokens"]) == 8
+    for name, value in ((ranks.STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for more, said in (
+        (("generate", out), "no terminal and no standard input in common"),
+        (("generate", out, "x", "--draft", "ngram"), "share one model"),
+    ):
+        refused = command(capsys, *more)
+        assert refused.code == 2
+        assert said in refused.err

@@ -95,6 +95,14 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_p
         seconds *= 0.8
 
 
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    """What a command makes that no signal stops."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    verbs.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
+    return tree(out)
+
+
 @pytest.mark.parametrize(
     ("number", "codes"),
     [
@@ -104,7 +112,7 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_p
         ((signal.SIGINT, signal.SIGINT), {130, -signal.SIGINT}),  # the second one ends it at once
     ],
 )
-def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, codes, capsys):
+def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, codes, plain, capsys):
     numbers = number if isinstance(number, tuple) else (number,)
     arguments = (
         "quantize",
@@ -142,18 +150,16 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, code
     result = command(capsys, *arguments, "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["resumed"] is True
-    plain = out.with_name("m2")
-    command(capsys, *arguments[:-1], plain)
-    assert tree(out) == tree(plain)
-    assert leftovers(out) == {"out", "m2", "log"}
+    assert tree(out) == plain
+    assert leftovers(out) == {"out", "log"}
 
 
-@pytest.mark.parametrize("propagate", ["source", "quantized"])
-def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, propagate):
+@pytest.mark.parametrize(("method", "propagate"), [("awq+gptq", "source"), ("gptq", "quantized")])
+def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, propagate):
     reference = out.with_name("m")
     calibration = replace(CALIBRATION, propagate=propagate)
     for part in ("outer", "block 0", "block 1", "head"):
-        wanted = recipe("awq+gptq", head="int8:g128:sym", calibration=calibration)
+        wanted = recipe(method, head="int8:g128:sym", calibration=calibration)
         place = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
             quantize(model, place, wanted, progress=crash_after(part))
@@ -241,7 +247,8 @@ def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damag
 
 def test_a_person_is_told_of_a_run_that_is_ended(model, out, capsys):
     begun(model, out)
-    ended = command(capsys, "quantize", model, "--method", "rtn", "-o", out, "--overwrite")
+    asked = ("--method", "rtn", "--scales", "absmax", "-o", out, "--overwrite")
+    ended = command(capsys, "quantize", model, *asked)
     assert ended.code == 0
     assert "it is ended, because --overwrite is given" in ended.err
 

@@ -174,8 +174,9 @@ def test_a_table_of_frequencies_is_that_of_the_configuration(made, tmp_path):
 def test_what_rules_mix_states_the_nearest_mixture_and_has_a_name_of_its_own(made, tmp_path, rules):
     source, _ = made("llama")
     wanted = Recipe(
-        format="gguf", scheme="q4_0", rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items())
-    )
+        method="rtn", scales="absmax", format="gguf", scheme="q4_0",
+        rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items()),
+    )  # fmt: skip
     planned = verbs.plan(source, wanted).name
     out = tmp_path / planned
     verbs.quantize(source, wanted, out)

@@ -119,7 +119,8 @@ def test_the_peak_does_not_grow_with_the_blocks(
 
 def test_hidden_states_on_disk_are_not_in_memory(tmp_path: Path) -> None:
     # A narrow block: what counts here are its hidden states.
-    llama, samples = {"llama": FAMILIES["llama"] | {"intermediate_size": 512}}, 32
+    narrow = {"intermediate_size": 512, "num_hidden_layers": 1}
+    llama, samples = {"llama": FAMILIES["llama"] | narrow}, 32
     states = samples * 512 * 512 * 4
     _, held = run(llama, samples)["llama"]
     predicted, peaks = run(llama, samples, str(tmp_path))["llama"]

@@ -84,8 +84,13 @@ def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     assert tree(tmp_path / "1" / "gptq") == tree(tmp_path / "4" / "gptq")
 
 
-@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        ("gptq", "compressed-tensors"),
+        *(("rtn", form) for form in ("compressed-tensors", "gptq", "gptq_v2", "awq")),
+    ],
+)
 def test_shards_hold_the_same_tensors(tiny: Tiny, tmp_path: Path, form: str, method: str) -> None:
     model = tiny("llama-wide")
     scheme = "int4:g128:asym" if form == "awq" else "int4:g128:sym"

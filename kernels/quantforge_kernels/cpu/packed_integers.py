@@ -5,7 +5,8 @@ torch's where it is faster (`many_rows`), by a slab of the weight at a time that
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
 than either type. It would be coarser than float32, which is therefore left to the reference. Where a problem allows it
-(`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead: the same layout, half the instructions.
+(`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead, those in float32 too: the same layout, half
+the instructions.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ _PER_GROUP = frozenset({"scales", "zeros", "mins"})
 
 def accepts(problem: Problem) -> bool:
     """Return whether a problem is of integers in 16-bit types, with groups of whole vectors and no scales in float8."""
+    return problem.dtype in {torch.bfloat16, torch.float16} and _lies_in_lanes(problem)
+
+
+def _lies_in_lanes(problem: Problem) -> bool:
+    """Return whether there is a layout for the weights, in whatever type activations are."""
     return (
         problem.device == "cpu"
         and problem.grid in {"int", "ternary"}
         and not problem.activation
         and problem.lower != "e4m3"
-        and problem.dtype in {torch.bfloat16, torch.float16}
+        and problem.dtype in {torch.bfloat16, torch.float16, torch.float32}
         and problem.out_features > 0
         and (best := feature()) is not None
         and blocks_of(problem, best) is not None
@@ -67,7 +73,7 @@ def accepts_octets(problem: Problem) -> bool:
     return (
         problem.input_bits == OCTET
         and problem.grid == "int"
-        and accepts(problem)
+        and _lies_in_lanes(problem)
         and (problem.bits < OCTET or feature() == "avx512vnni")
     )
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quantforge.evaluation.block_errors import DEFINITION
 from quantforge.evaluation.cache_tables import cache_tables
@@ -15,6 +11,7 @@ from quantforge.evaluation.harness import TASK_ERROR
 from quantforge.evaluation.report_page.charts import heat, quantiles, series, with_errors
 from quantforge.evaluation.report_page.drawing import Chart
 from quantforge.evaluation.report_page.front_chart import front_chart
+from quantforge.evaluation.report_page.rendering import rendered
 from quantforge.evaluation.report_page.sections import (
     answers,
     evaluation_command,
@@ -28,7 +25,7 @@ from quantforge.evaluation.verdict import Verdict
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
 
-TEMPLATE, STYLE, SCRIPT = "page.html.jinja", "page.css", "sort.js"
+TEMPLATE = "page.html.jinja"
 QUANTILES_NOTE = (
     "Of the tokens that were scored: the bar holds the middle half, its gap the median, the line 5 to 95 %; "
     "the marks are 99 % and 99.9 %."
@@ -42,23 +39,13 @@ def assemble(evaluation: Evaluation, notes: Sequence[str]) -> str:
         evaluation: the result.
         notes: the protocol and the meaning of the figures, as they stand under the tables of the command line.
     """
-    # Whatever is foreign (names, texts, recipes) is escaped; what is drawn is ours.
-    environment = Environment(
-        loader=PackageLoader("quantforge.evaluation", "report_page"),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    source = environment.loader
-    assert source is not None
-    style, script = (source.get_source(environment, name)[0] for name in (STYLE, SCRIPT))
     rows, verdict = evaluation.rows, evaluation.verdict
     prompts = evaluation.prompts
-    return environment.get_template(TEMPLATE).render(
+    return rendered(
+        TEMPLATE,
         title=f"{verdict.names[0]}: {_count(len(rows) - 1)}",
         made=evaluation.made,
         verdict=verdict,
-        style=style,
-        script=script,
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         notes=notes,
         sections=[(title, charts) for title, charts in _sections(rows, verdict) if charts],
         tables=_tables(evaluation),

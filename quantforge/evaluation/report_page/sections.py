@@ -153,6 +153,7 @@ def evaluation_command(
     if options is not None:
         words += _further(options)
     words += [] if protocol.speed_dtype else ["--no-speed"]
+    words += [] if protocol.input_bits == 16 else ["--input-bits", str(protocol.input_bits)]
     if protocol.device != "cpu":
         words += ["--device", protocol.device]
     elif protocol.speed_dtype:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from quantforge.architectures.cache_kinds import PLAIN, kinds_of
-from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Waited, figures
+from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 
 UNCACHED_TOKENS = 8  # each reads the whole text again, so that a few of one request show it
 
@@ -33,13 +35,29 @@ class Rung:
     wasted: float | None
 
 
+class LastRungs(NamedTuple):
+    """Rungs behind those that every ladder has; None where there is no such rung.
+
+    Attributes:
+        rounded: the model with activations of 8 bits.
+        guessed: words for who guesses, and the speculation of the model of the rung before.
+    """
+
+    rounded: Decoder | None = None
+    guessed: tuple[str, GuessedDecoder] | None = None
+
+
+NO_MORE = LastRungs()
+
+
 def climb(
     plain: Decoder,
     packed: Decoder | None,
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     tell: Callable[[str], object] = lambda _: None,
-    rounded: Decoder | None = None,
+    last: LastRungs = NO_MORE,
+    held_to: tuple[Slo | None, float | None] = (None, None),
 ) -> Iterator[Rung]:
     """Yield the rungs from the lowest one up.
 
@@ -49,7 +67,8 @@ def climb(
         requests: are all there at the begin.
         options: room of the engine; its switches are the ladder's.
         tell: is told the name of each rung before it is measured.
-        rounded: the same model with activations of 8 bits, for the last rung; None: there is no such rung.
+        last: of the same model.
+        held_to: limits for the goodput and the price of an hour, of all rungs that serve the whole stream.
     """
     requests = [replace(one, at=0.0) for one in requests]
     tell("no cache")
@@ -76,13 +95,16 @@ def climb(
         steps.append(("+ prefix cache", best, chunked))
     if kinds_of(options.cache or PLAIN) != ("", ""):
         steps.append((f"+ cache in {options.cache}", best, replace(chunked, cache=options.cache)))
-    if rounded is not None:
-        last = replace(chunked, cache=options.cache)
-        steps.append(("+ activations of 8 bits", rounded, last))
+    final = replace(chunked, cache=options.cache)
+    if last.rounded is not None:
+        steps.append(("+ activations of 8 bits", last.rounded, final))
+    if last.guessed is not None:
+        steps.append((f"+ speculation ({last.guessed[0]})", last.guessed[1].decoder, final))
     for name, decoder, chosen in steps:
         tell(name)
-        run = serve_here(decoder, requests, chosen)
-        yield Rung(name, figures(run.served, None, None), run.wasted)
+        drafting = last.guessed[1] if last.guessed and name is steps[-1][0] else None
+        run = serve_here(decoder, requests, chosen, drafting=drafting)
+        yield Rung(name, figures(run.served, *held_to), run.wasted)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo
 from quantforge.evaluation.serving_load.stream_of_requests import RequestStream
+from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
 
 SCHEMA = "quantforge.bench/1"
 BUILTIN = "builtin"
@@ -29,6 +30,7 @@ class LoadOptions:
         chunked_prefill: see `EngineOptions`.
         prefix_cache: see `EngineOptions`.
         cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
+        drafts: who guesses tokens, see `DraftOptions`; with a ladder, on its rung.
         url: of a server that is measured in place of a model here.
         served_name: of the model at the server.
         ladder: measure the techniques one at a time.
@@ -45,6 +47,7 @@ class LoadOptions:
     chunked_prefill: bool = True
     prefix_cache: bool = True
     cache: str = "16bit"
+    drafts: DraftOptions = NO_DRAFT
     url: str = ""
     served_name: str = ""
     ladder: bool = False
@@ -69,11 +72,21 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class LoadFound:
-    """Findings of a bench: a row for each model or technique, and what batching can bring at best."""
+    """Findings of a bench.
+
+    Attributes:
+        rows: one for each model or technique.
+        forecast: what batching can bring at best.
+        options: what was asked for.
+        models: as they were named.
+        input_bits: to which products round activations.
+    """
 
     rows: list[LoadRow]
     forecast: dict[str, float]
     options: LoadOptions
+    models: tuple[str, ...] = ()
+    input_bits: int = 16
 
     def document(self) -> dict[str, Any]:
         """Return everything as JSON has it."""

@@ -10,7 +10,7 @@ from quantforge.errors import InputError
 from quantforge.evaluation.serving_load.latency_figures import Waited
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.engine import ServedDecoder, ServingEngine
+from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import (
     Finished,
@@ -18,6 +18,8 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     NewToken,
 )
+from quantforge.runtime.serving.served_decoder import ServedDecoder
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 
 WARM_TOKENS = 4
 IDLE = 0.002  # seconds to sleep at most while no request is there
@@ -43,6 +45,7 @@ def serve_here(
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     follow: Callable[[int], object] = lambda _: None,
+    drafting: GuessedDecoder | None = None,
 ) -> EngineRun:
     """Serve a stream on an engine of its own; requests that come together are one batch.
 
@@ -51,12 +54,13 @@ def serve_here(
         requests: in the order in which they come.
         options: of the engine.
         follow: is told how many requests are finished.
+        drafting: who guesses tokens, if anybody does.
 
     Raises:
         InputError: a request that can never fit, or logits that are no numbers.
     """
-    _warm_up(decoder, requests, options)
-    engine = ServingEngine(decoder, options)
+    _warm_up(decoder, requests, options, drafting)
+    engine = ServingEngine(decoder, options, drafting)
     served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
     sent = finished = 0
     reserved = used = 0
@@ -87,10 +91,13 @@ def serve_here(
 
 
 def _warm_up(
-    decoder: ServedDecoder, requests: Sequence[TimedRequest], options: EngineOptions
+    decoder: ServedDecoder,
+    requests: Sequence[TimedRequest],
+    options: EngineOptions,
+    drafting: GuessedDecoder | None,
 ) -> None:
     """Let an engine compute what the stream will need, so that nothing is compiled while it is measured."""
-    engine = ServingEngine(decoder, options)
+    engine = ServingEngine(decoder, options, drafting)
     for place, one in enumerate(requests[: options.rows]):
         new = min(WARM_TOKENS, one.new_tokens)
         engine.submit(GenerationRequest(str(place), one.ids, new))

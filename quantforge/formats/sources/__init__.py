@@ -10,6 +10,7 @@ In this folder:
     adapter_config  Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type
     adapter_places  Places of the modules that an adapter changes in the files of a model: their stored names
     encoded         One weight of a source in low precision: its name and shape, the tensors that hold it
+    head_directory  Directories of draft heads: small networks that guess further tokens from what a model has computed
     low_precision   The view of a source in low precision that runs read, and the words for its precision
     merged          A model with an adapter merged into it: ``W + scaling * B A``, computed when it is read
     modelopt        Checkpoints of NVIDIA's Model Optimizer (``quant_method: modelopt``): NVFP4, fp8 and MXFP8

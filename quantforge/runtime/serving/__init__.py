@@ -9,6 +9,8 @@ In this folder:
     engine_options       How an engine is set up: room, budget of a step, and a switch for each technique
     entries              A request on its way through an engine
     generation_requests  Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end
+    guessing             Speculation of an engine: guesses beside the tokens of a step that only decodes
     prefix_cache         The prefix cache
     scheduler            The scheduler: which tokens of which requests a step computes, and in which pages
+    served_decoder       Interface of a decoder towards an engine
 """

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from quantforge.runtime.serving.generation_requests import FinishReason
+from quantforge.runtime.speculation.guesses import Speculated
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Counters:
         step_seconds: spent in steps.
         waiting, running: requests.
         pages, pages_free: of the cache; pages_kept: those of the free that the prefix cache knows.
+        speculation: what came of guesses.
         reserved_tokens, used_tokens: places in the pages of running requests, and those in use.
     """
 
@@ -45,3 +47,4 @@ class Counters:
     pages_kept: int = 0
     reserved_tokens: int = 0
     used_tokens: int = 0
+    speculation: Speculated = field(default_factory=Speculated)

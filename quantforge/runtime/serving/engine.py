@@ -12,20 +12,17 @@ next token of each request whose tokens are then all computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.serving.choosing import choose, score
+from quantforge.runtime.serving.choosing import Followed, follow, score
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.decoding_steps import DecodingSteps
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -39,32 +36,11 @@ from quantforge.runtime.serving.generation_requests import (
     PromptScored,
     check_request,
 )
+from quantforge.runtime.serving.guessing import StepGuesses
 from quantforge.runtime.serving.scheduler import Scheduler
+from quantforge.runtime.serving.served_decoder import ServedDecoder
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge_kernels.kv import PAGE
-
-
-class ServedDecoder(Protocol):
-    """Needs of an engine: `quantforge.runtime.decoder.Decoder`, where methods are described."""
-
-    positions: int
-    vocabulary: int
-    device: torch.device
-
-    def cache(
-        self,
-        sequences: int,
-        tokens: int,
-        kind: str = "",
-        pages: int | None = None,
-        ahead: int = 0,
-    ) -> PagedCache:
-        """Make a cache."""
-
-    def hidden_of(self, ids: Tensor, spans: Sequence[Span], cache: PagedCache) -> Tensor:
-        """Compute spans of new tokens."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits."""
 
 
 class ServingEngine:
@@ -73,6 +49,7 @@ class ServingEngine:
     Args:
         decoder: the model.
         options: room and switches.
+        drafting: who guesses tokens that steps check together, if anybody does.
 
     Attributes:
         cache: its keys and values.
@@ -83,7 +60,12 @@ class ServingEngine:
         ResourceError: a GPU has no room for the cache.
     """
 
-    def __init__(self, decoder: ServedDecoder, options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        decoder: ServedDecoder,
+        options: EngineOptions | None = None,
+        drafting: GuessedDecoder | None = None,
+    ) -> None:
         options = options or EngineOptions()
         tokens = options.tokens or decoder.positions
         if tokens > decoder.positions:
@@ -99,6 +81,10 @@ class ServingEngine:
         if options.recorded and isinstance(decoder, Decoder):
             self._decoding = DecodingSteps(decoder, self.cache)
         self._counters = Counters(pages=self.cache.pool.pages)
+        self._guesses: StepGuesses | None = None
+        if drafting is not None:
+            counts = self._counters.speculation
+            self._guesses = StepGuesses(drafting, self.cache, options.token_budget, counts)
         self._scheduler = Scheduler(self.cache, options, self._counters)
         self._entries: dict[str, ServedEntry] = {}
         self._order = 0
@@ -161,44 +147,58 @@ class ServingEngine:
         started = perf_counter()
         work = self._scheduler.plan()
         if work:
-            chosen, away = self._compute(work)
-            self._scheduler.note(work)
-            for part, token in chosen:
-                self._accept(part.entry, token)
+            planned = perf_counter()
+            if self._guesses is not None:
+                work = self._guesses.proposed(work)
+            logits = self._logits(work)
+            followed = (
+                [] if logits is None else follow(logits, [one for one in work if one.chooses])
+            )
+            away = perf_counter() - planned
+            self._settle(work, followed)
             ended = perf_counter()
+            if self._guesses is not None:
+                self._guesses.took(ended - started, followed)
             counters = self._counters
             counters.steps += 1
-            counters.computed_tokens += sum(part.tokens for part in work)
+            counters.computed_tokens += sum(len(part.ids) for part in work)
             counters.step_seconds += ended - started
             counters.scheduling_seconds += ended - started - away
         happened, self._happened = self._happened, []
         return happened
 
-    def _compute(self, work: list[Work]) -> tuple[list[tuple[Work, Chosen | InputError]], float]:
-        """Return the next tokens of all work that chooses one, and the seconds in model and choice."""
-        started = perf_counter()
-        choosing = [part for part in work if part.chooses]
-        logits = self._logits(work)
-        chosen: list[Chosen | InputError] = []
-        if logits is not None:
-            chosen = choose(logits, [part.entry for part in choosing])
-        return list(zip(choosing, chosen, strict=True)), perf_counter() - started
+    def _settle(self, work: list[Work], followed: list[Followed]) -> None:
+        """Keep what was right of guesses, and hand out all tokens that were chosen."""
+        kept = {one.part.row: one for one in followed if one.part.tree.tokens}
+        for one in kept.values():
+            row, tokens = one.part.row, one.part.first + one.part.tokens
+            keep_path(self.cache, row, tokens - 1, [0, *(node + 1 for node in one.path)])
+            self.cache.shorten(row, tokens + len(one.path))  # pages of the others are free again
+            for chosen in one.chosen[:-1]:
+                self._accept(one.part.entry, chosen)
+        self._scheduler.note(
+            [replace(part, tokens=part.tokens + len(kept[part.row].path)) if part.row in kept else part
+             for part in work]
+        )  # fmt: skip
+        for one in followed:
+            self._accept(one.part.entry, one.chosen[-1])
 
     def _logits(self, work: list[Work]) -> Tensor | None:
-        """Return the logits ``[choosing, vocabulary]`` of all work that chooses a token, if any does."""
+        """Return the logits of all work that chooses a token, as `follow` takes them, if any does."""
         ids: list[int] = []
-        last: list[int] = []
+        rows: list[int] = []
         for part in work:
-            ids += part.entry.tokens[part.first : part.first + part.tokens]
+            ids += part.ids
             if part.chooses:
-                last.append(len(ids) - 1)
-        if self._decoding is not None and len(ids) == len(last):
+                rows += range(len(ids) - 1 - len(part.tree.tokens), len(ids))
+        plain = len(rows) == len(work) == len(ids)  # each part decodes one token
+        if self._decoding is not None and plain:
             return self._decoding(ids, [part.row for part in work])
-        spans = [Span(part.row, part.tokens) for part in work]
         device = self._decoder.device
+        spans = [part.span for part in work]
         hidden = self._decoder.hidden_of(torch.tensor(ids, device=device), spans, self.cache)
         self._score(work, hidden)
-        return self._decoder.logits(hidden[torch.tensor(last, device=device)]) if last else None
+        return self._decoder.logits(hidden[torch.tensor(rows, device=device)]) if rows else None
 
     def _score(self, work: list[Work], hidden: Tensor) -> None:
         """Tell log-probabilities of prompts, of those that ask for them."""
@@ -233,4 +233,6 @@ class ServingEngine:
         self._happened.append(Finished(entry.request.id, reason, entry.new, error))
         self._counters.finished[reason] += 1
         del self._entries[entry.request.id]
+        if self._guesses is not None:
+            self._guesses.forget(entry)
         self._scheduler.finish(entry, early=reason in (FinishReason.CANCELLED, FinishReason.ERROR))

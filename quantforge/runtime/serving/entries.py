@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.serving.generation_requests import GenerationRequest
+from quantforge.runtime.speculation.guess_trees import GuessTree
 
 
 @dataclass(eq=False, slots=True)
@@ -53,12 +55,25 @@ class Work:
         row: of the cache.
         first: place of the first token, which is the number of those in the cache.
         tokens: their number.
+        tree: guesses behind them.
     """
 
     entry: ServedEntry
     row: int
     first: int
     tokens: int
+    tree: GuessTree = field(default_factory=GuessTree)
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the tokens, and the guesses behind them."""
+        return [*self.entry.tokens[self.first : self.first + self.tokens], *self.tree.tokens]
+
+    @property
+    def span(self) -> Span:
+        """Return what the model computes."""
+        mask = None if self.tree.is_chain else self.tree.mask(root=True)
+        return Span(self.row, self.tokens + len(self.tree.tokens), mask)
 
     @property
     def chooses(self) -> bool:

@@ -10,6 +10,7 @@ from quantforge.errors import InputError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import Step
 from quantforge.runtime.sampling import RowSampler
+from quantforge.runtime.speculation.guess_trees import GuessTree, chain
 
 
 class DraftGuesser:
@@ -28,11 +29,11 @@ class DraftGuesser:
         self._read: list[int] = []  # tokens in its cache
 
     @torch.inference_mode()
-    def guess(self, history: Sequence[int], most: int, sampler: RowSampler) -> list[int]:
+    def guess(self, history: Sequence[int], most: int, sampler: RowSampler) -> GuessTree:
         """Return its own continuation, as `Guesser.guess` says; where it draws, with the draws of ``sampler``."""
         most = min(most, self._cache.most_tokens - len(history))
         if most < 1:
-            return []
+            return GuessTree()
         same = 0
         for one, two in zip(self._read, history, strict=False):
             if one != two:
@@ -47,7 +48,7 @@ class DraftGuesser:
         while True:
             found.append(draws.choose(logits[0]).token)
             if len(found) == most:
-                return found
+                return chain(found)
             self._read.append(found[-1])
             logits = self._step(torch.tensor(found[-1:], device=self._decoder.device))
 

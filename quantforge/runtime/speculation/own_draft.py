@@ -53,8 +53,10 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
     rounded = 0
     for name, module in list(blocks.named_modules()):
         whole = f"{family.blocks}.{name}"
-        if not isinstance(module, nn.Linear | PackedLinear) or reason(draft, whole, family):
+        if not isinstance(module, nn.Linear | PackedLinear):
             continue
+        if isinstance(module, nn.Linear) and reason(draft, whole, family):
+            continue  # a packed one took the place of such a linear already
         found = _fewer(module, scheme, model.dtype)
         if found is not None:
             blocks.set_submodule(name, found)

@@ -1,4 +1,4 @@
-"""How many tokens to guess: as many as pay, from what guesses and passes have cost so far; none where they do not.
+"""How many tokens to guess in a row: as many as pay, from what passes have cost so far; none where they do not.
 
 A pass with k guesses brings ``(1 - a^(k+1)) / (1 - a)`` tokens for the cost of k+1 rows. The acceptance a is a running
 mean over the guesses that were judged. The cost of each width is the median of its last passes, without the first one,
@@ -27,7 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # plain steps before guesses are tried aga
 
 
 class PassCosts:
-    """Seconds of passes by their number of guesses; of one decoder and cache, for any number of texts."""
+    """Seconds of passes by their guesses in a row; of one decoder and cache, for any number of texts."""
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
@@ -46,10 +46,10 @@ class PassCosts:
 
 
 class GuessPace:
-    """Adaptive number of guesses for one text.
+    """Adaptive number of guesses in a row for one text.
 
     Args:
-        most: guesses of a pass at most.
+        most: at most.
         fixed: always guess as many.
         costs: what passes took before.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -43,6 +44,17 @@ def trial(source):
 @pytest.fixture(scope="module")
 def rows(source, trial):
     return tried(load(source, dtype=torch.float32), trial)
+
+
+def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
+    """A file that states scales of its cache has no others when it is served in fp8."""
+    found = trial_of([source], TEXT * 2, ("fp8",), 200)
+    assert found is not None
+    loaded = load(source, dtype=torch.float32)
+    coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
+    scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
+    own, stated = (tried(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales)))
+    assert stated["kl_mean"] > 2 * own["kl_mean"] > 0
 
 
 def test_windows_are_as_long_as_the_positions(source, trial):

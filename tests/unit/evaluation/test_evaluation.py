@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
+from quantforge.evaluation import deployment, figures, harness, perplexity, report, speed
 from quantforge.evaluation import evaluate as run
-from quantforge.evaluation import figures, harness, perplexity, report, speed
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
 from quantforge.evaluation.gates import check_gates
@@ -26,6 +26,7 @@ from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
+from quantforge_kernels.cpu import features
 from tests.evaluations import TEXT, options, windows_of
 
 KEYS = {
@@ -106,6 +107,34 @@ def test_the_protocol_says_what_was_scored(found):
     document = found.to_json()["protocol"]
     assert document["overlap"] == 0
     assert len(document["tokens_sha256"]) == 64
+
+
+@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
+    """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
+    source, told = tiny("llama-tied"), []
+    eight = evaluate(source, [rounded], options(input_bits=8, note=told.append))
+    assert eight.rows[0]["nll"] == found.rows[0]["nll"]
+    assert "llvm-int8" in eight.rows[1]["kernels"]
+    assert "llvm-int8" not in found.rows[2]["kernels"]
+    apart = abs(eight.rows[1]["kl_mean"] / found.rows[2]["kl_mean"] - 1)
+    assert 1e-6 < apart < 0.1
+    assert not told
+    assert eight.to_json()["protocol"]["input_bits"] == 8
+    for kind in ("markdown", "html"):
+        page = report.render(eight, kind)
+        assert "inputs of packed weights in 8 bits but for the reference" in page
+    assert "--input-bits 8" in page
+    assert "packed weights" not in str(found.protocol)
+
+
+@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
+    recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
+    quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
+    told: list[str] = []
+    evaluate(tiny("llama"), [tmp_path / "nf4"], options(input_bits=8, note=told.append))
+    assert any(line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in told)
 
 
 def test_a_model_does_not_differ_from_itself(found):
@@ -226,14 +255,15 @@ def test_rows_with_speed_have_the_keys_by_which_kept_ones_are_known(found):
 def test_one_model_at_a_time(tiny, rounded, monkeypatch):
     loaded = []
 
-    def watched(*args):
+    def watched(*args, **named):
         gc.collect()
         assert all(reference() is None for reference in loaded)
-        found = load(*args)
+        found = load(*args, **named)
         loaded.append(weakref.ref(found.model))
         return found
 
     monkeypatch.setattr(run, "load", watched)
+    monkeypatch.setattr(deployment, "load", watched)
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "SECONDS", 0.0)

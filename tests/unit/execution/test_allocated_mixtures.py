@@ -102,9 +102,7 @@ def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(ti
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
     matched = match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
     tensors = verbs.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
-    refuse_guide(1, ("gptq",), tensors, matched, "allocate", "no", experts=True)
-    with pytest.raises(RefusedError, match="experts"):
-        refuse_guide(1, ("gptq",), tensors, matched)
+    refuse_guide(1, ("gptq",), tensors, matched, "allocate", "no")
     other = replace(matched, layers=tuple(replace(kind, stacks=()) for kind in matched.layers))
     with pytest.raises(RefusedError, match="allocate: the model has experts"):
-        refuse_guide(1, ("gptq",), tensors, other, "allocate", "no", experts=True)
+        refuse_guide(1, ("gptq",), tensors, other, "allocate", "no")

@@ -33,9 +33,7 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
     options = CalibrationOptions(samples=samples)
     found = calibrate(DEMO, options, plan)
     events = [event for event in found.events if event.kind == "calibration-rows"]
-    assert (
-        found.sample.report.rows == min(samples, THERE) == min(samples, builtin_rows(DEMO, LENGTH))
-    )
+    assert found.sample.report.rows == min(samples, THERE) == builtin_rows(DEMO, LENGTH, samples)
     assert (len(notes), len(events)) == ((0, 0) if comes else (1, 1))
     if not comes:
         assert notes == [f"calibration: {events[0].detail}"]
@@ -97,6 +95,7 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
 @pytest.mark.parametrize("rows", [*range(1, 40)])
 def test_counting_and_drawing_agree_on_which_rows_there_are(rows, tmp_path):
     """Of one document and of many, at every border; a text of long words needs more bytes for a token."""
+    tokenizer = load_tokenizer(DEMO)
     for name, text in (("a.txt", "word and word\n" * 100), ("b.txt", "x" * 4000 + " " * 4000)):
         (tmp_path / name).write_text(text)
     (tmp_path / "c.jsonl").write_text('{"text": "one document"}\n' * 60)
@@ -106,7 +105,7 @@ def test_counting_and_drawing_agree_on_which_rows_there_are(rows, tmp_path):
         request = Request(typed, rows=rows, length=16)
         ends = []
         for ask in (
-            lambda request=request: draw(request, load_tokenizer(DEMO)),
+            lambda request=request: draw(request, tokenizer),
             lambda request=request: check_rows(request.source, DEMO, request.rows, request.length),
         ):
             try:
@@ -125,6 +124,9 @@ def test_a_huge_text_is_counted_only_as_far_as_it_is_needed(tmp_path, monkeypatc
     )
     check_rows(str(tmp_path / "huge.txt"), DEMO, 4, 64)
     assert sum(encoded) <= 4 * 64 * 8
+    encoded.clear()
+    assert builtin_rows(DEMO, 64, 4) == 4
+    assert len(encoded) == 1  # of its documents
 
 
 def read(planned, name):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantforge import plan
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.execution import guide
 from quantforge.model import backward
 from quantforge.model.output_gradients import OutputGradients
@@ -264,7 +264,12 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
         ("llama", {"method": "rtn", "bits": 4}, UsageError, "--method rtn does not take guided"),
         ("llama", {"method": "awq", "bits": 4}, UsageError, "awq.rtn does not take guided"),
         ("llama", {"method": "gptq", "bits": 4, "guide": 1000}, UsageError, r"proj has \d\d rows"),
-        ("mixtral", {"method": "gptq", "bits": 4}, RefusedError, "the model has experts"),
+        (
+            "mixtral",
+            {"method": "gptq", "bits": 4, "calibration": replace(CALIBRATION, experts="all")},
+            UsageError,
+            "--experts all sends every token",
+        ),
     ],
 )
 def test_what_cannot_be_guided_is_refused(
@@ -322,9 +327,11 @@ def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
-    weights = torch.arange(4000.0).view(4, 1000)
-    assert torch.equal(clipped(weights), weights.clamp(max=3995))
+    weights = torch.arange(1, 4001.0).view(4, 1000)
+    assert torch.equal(clipped(weights), weights.clamp(max=3996))
     assert torch.equal(clipped(weights[:1, :10]), weights[:1, :10])
+    sent = torch.cat([torch.zeros(4, 1000), weights], 1)  # 0 where a token is sent elsewhere
+    assert torch.equal(clipped(sent), sent.clamp(max=3996))
 
 
 def test_the_plan_states_it(tiny: Tiny) -> None:

@@ -196,14 +196,15 @@ def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
     other = adapter(tmp_path / "other", low_rank(model, ("q_proj",)))
     monkeypatch.chdir(tmp_path)
     options = ("--windows", "2", "--length", "32", "--no-speed")
-    made = command(capsys, "quantize", model, "--bits", 8, "--adapter", place.name, "-o", "q")
+    quick = ("quantize", "--method", "rtn", "--scales", "absmax", "--bits", 8)
+    made = command(capsys, *quick, model, "--adapter", place.name, "-o", "q")
     assert f"next: quantforge eval {model} q --adapter 'tuned one'\n" in made.err
     (tmp_path / "r.toml").write_text("[adapter]\nsource = 'tuned one'\n")
-    words = ("quantize", model, "--bits", 8, "--recipe", "r.toml", "-o", "q.gguf")
+    words = (*quick, model, "--recipe", "r.toml", "-o", "q.gguf")
     assert f" {model} q.gguf --adapter 'tuned one'\n" in command(capsys, *words).err
     command(capsys, "quantize", model, "--format", "plain", "--adapter", place.name, "-o", "merged")
-    command(capsys, "quantize", "merged", "--bits", 8, "-o", "of-merged")
-    command(capsys, "quantize", model, "--bits", 8, "-o", "base")
+    command(capsys, *quick, "merged", "-o", "of-merged")
+    command(capsys, *quick, model, "-o", "base")
 
     def told(*words: object) -> tuple[str, str]:
         ended = command(capsys, "eval", *words, *options)
@@ -246,7 +247,8 @@ def test_sweeps_and_releases_measure_against_what_was_merged(
 
     def swept(out: str, over: Mapping[str, Any], **given: Any) -> Any:
         measured: Any = {"windows": 2, "length": 32}
-        return verbs.sweep(model, over, tmp_path / out, None, settings, measured, **given)
+        quick = {"method": "rtn", "scales": "absmax", **given}
+        return verbs.sweep(model, over, tmp_path / out, None, settings, measured, **quick)
 
     found = swept("s", {"bits": [8, 4]}, adapter=str(place))
     assert found.evaluation.protocol.adapter.startswith("tuned (SHA-256 ")
@@ -257,7 +259,8 @@ def test_sweeps_and_releases_measure_against_what_was_merged(
     spec = tmp_path / "release.toml"
     spec.write_text(
         f"model = '{model}'\n[evaluation]\ntext = 'builtin'\nwindows = 2\nlength = 32\n"
-        f"[[variant]]\nname = 'a'\nrecipe = {{adapter = {{source = '{place}'}}}}\nbits = 8\n"
+        "[[variant]]\nname = 'a'\nmethod = 'rtn'\nbits = 8\n"
+        f"recipe = {{scales = 'absmax', adapter = {{source = '{place}'}}}}\n"
     )
     assert command(capsys, "release", spec, "-o", tmp_path / "r").code == 0
     card = next((tmp_path / "r").rglob("a/README.md")).read_text()

@@ -27,6 +27,7 @@ from tests.runs import CALIBRATION, command, quantize, recipe, tree
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
 ONE_ROW = CalibrationOptions(samples=1)
+EVERYONE = CalibrationOptions(experts="all")
 
 
 def planned(tiny: Tiny, wanted: Recipe, family: str = "llama") -> Planned:
@@ -113,8 +114,9 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
         ("llama", {"method": "awq+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["awq+gptq are not tuned"]),
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1", ["no scale for each group", "has anyway"]),
         ("llama", {"method": "gptq", "type": "Q4_0"}, "guide = 1, gptq.runs = 4", ["gguf files are not tuned"]),
-        ("mixtral", {"method": "gptq", "bits": 4}, "gptq.runs = 4",
-         ["guide = 1 (the model has experts", "tune = 4 (the"]),
+        ("mixtral", {"method": "gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["tune = 4 (the model has experts"]),
+        ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "gptq.runs = 4",
+         ["guide = 1 (--experts all sends", "tune = 4 (the"]),
         ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
          ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
@@ -161,7 +163,8 @@ def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> No
 def test_the_manifest_has_what_was_set_and_makes_it_again(
     tiny: Tiny, tmp_path: Path, level: str
 ) -> None:
-    wanted = recipe("gptq", bits=3, effort=level, calibration=replace(SHORT, samples=128))
+    rows = {LOW: 128, HIGH: 6}[level]  # as many as a recipe has that names none
+    wanted = recipe("gptq", bits=3, effort=level, calibration=replace(SHORT, samples=rows))
     quantize(tiny("llama"), tmp_path / "out", wanted)
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     stated = from_toml(document["recipe"])

@@ -139,15 +139,15 @@ def test_nothing_attends_to_no_number():
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", ""), ("gemma2", ""), ("qwen3", "int4"), ("llama", "k=int8,v=int4")],
+    ("family", "kind", "blocks"),
+    [("llama", "", 2), ("gemma2", "", 2), ("qwen3", "int4", 1), ("llama", "k=int8,v=int4", 1)],
 )
-def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, family, kind):
+def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, family, kind, blocks):
     """As on a GPU: products, norms, rotary, gates and attention of every block are Triton's."""
     recipe = Recipe(scheme="int4:g32:sym", scales="absmax")
-    model = make_tiny(family, tmp_path / "m", num_hidden_layers=2)
+    model = make_tiny(family, tmp_path / "m", num_hidden_layers=blocks)
     quantize(str(model), recipe, tmp_path / "q", Settings())
-    ids = torch.randint(3, 300, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(3, 300, (2, 4), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
     def steps() -> torch.Tensor:
         decoder = Decoder(load(tmp_path / "q", dtype=torch.float32, device=DEVICE).model)
@@ -155,7 +155,7 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
         with torch.inference_mode():
             prefill(decoder, ids[:, :3], held, 2)
             step = Step(decoder, held, graph=False)
-            return torch.stack([step(ids[:, place]) for place in range(3, 5)])
+            return step(ids[:, 3]).clone()
 
     wanted = steps()
     kernel = Kernel("triton", lambda _: True, packed.prepare, packed.matmul, packed.restore)

@@ -99,8 +99,16 @@ def test_every_form_in_one_launch(form, rows, each):
 
 
 @pytest.mark.parametrize("kernel", ["matvec", "rows"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", ["int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k"])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        *(
+            (torch.float16, form)
+            for form in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
+        ),
+        *((torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
+    ],
+)
 def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed

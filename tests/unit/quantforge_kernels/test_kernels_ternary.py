@@ -66,11 +66,15 @@ def test_the_reference_packs_twenty_to_a_word():
     assert torch.equal(reference.decode_rows(held, task, slice(2, 5)), weight[2:5])
 
 
-@pytest.mark.parametrize("rows", [0, 1, 3, 20, 70])
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(
-    ("shape", "group"), [((21, 768), 256), ((5, 256), 256), ((9, 96), 32), ((70, 144), 24)]
-)
+ROWS = (0, 1, 3, 20, 70)
+SHAPES = (((21, 768), 256), ((5, 256), 256), ((9, 96), 32), ((70, 144), 24))
+PRODUCTS = [  # every type with every number of rows, and in float32 every shape as well
+    *((*shape, rows, torch.float32) for shape in SHAPES for rows in ROWS),
+    *((*SHAPES[-1], rows, dtype) for dtype in ROUNDING if dtype != torch.float32 for rows in ROWS),
+]
+
+
+@pytest.mark.parametrize(("shape", "group", "rows", "dtype"), PRODUCTS)
 def test_products_equal_the_formula(shape, group, rows, dtype, monkeypatch):
     monkeypatch.setattr(ternary, "SLAB_BYTES", 5 * shape[1] * 4)
     task, packed, x, wanted = make(shape, rows, dtype, group)

@@ -65,13 +65,17 @@ def test_a_word_of_the_layout_is_what_it_says():
         assert (int(words[0, chunk * 16 + j]) >> (4 * field)) & 15 == column % 16
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "group"),
-    [((5, 256), 128), ((9, 96), 32), ((3, 72), 24), ((17, 100), 100)],
-)
+BITS = (2, 3, 4, 8)
+# All of one shape; of the others every number of bits and of rows, in turn with a zero point and without.
+INTEGERS = [
+    *((rows, bits, symmetric, (5, 256), 128) for rows in (1, 3) for bits in BITS for symmetric in (True, False)),
+    *((rows, bits, (rows > 1) == (at % 2 == 0), *shape)
+      for rows in (1, 3) for at, bits in enumerate(BITS)
+      for shape in (((9, 96), 32), ((3, 72), 24), ((17, 100), 100))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "bits", "symmetric", "shape", "group"), INTEGERS)
 def test_integers(rows, bits, symmetric, shape, group):
     assert run(problem("int", bits, group, symmetric, shape, rows)) < ROUNDING[torch.float32]
 

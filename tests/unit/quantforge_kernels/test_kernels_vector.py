@@ -264,7 +264,22 @@ def test_eight_bits_are_chosen_where_they_are_allowed():
     task = problem(shape=(40, 256), dtype=torch.bfloat16)
     assert select(task).name == "llvm-int"
     assert select(replace(task, input_bits=8)).name == "llvm-int8"
-    assert select(replace(task, input_bits=8, dtype=torch.float32)).name != "llvm-int8"
+    assert select(replace(task, dtype=torch.float32)).name == "reference"
+    assert select(replace(task, input_bits=8, dtype=torch.float32)).name == "llvm-int8"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
+    task = replace(problem(bits=4, group=64, shape=(40, 256), dtype=torch.float32), input_bits=8)
+    codes, parameters = weights(task)
+    plain = reference.prepare(codes, parameters, task)
+    weight = reference.decode_rows(plain, task, slice(None))
+    unpacked, restored = reference.restore(plain, task)
+    assert torch.equal(unpacked, codes)
+    packed = packed_integers.prepare(unpacked, restored, task)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
+    block = packed_integers.blocks_of(task, features.feature()).block
+    assert error(packed_integers.matmul(x, packed, task), rounded_octets(x, block), weight) < 1e-5
 
 
 def _refuse():

@@ -57,10 +57,13 @@ def theirs(
     return list(zip(rows, out.sequences_scores.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize(
-    ("beams", "penalty", "new_tokens"), [(2, 1.0, 40), (4, 0.0, 24), (3, 2.0, 24), (4, -1.0, 24)]
-)
+    ("early", "beams", "penalty", "new_tokens"),
+    [
+        (True, 2, 1.0, 40), (False, 2, 1.0, 40), ("never", 3, 2.0, 24), (False, 3, 2.0, 24),
+        *((early, 4, penalty, 24) for early in (False, True, "never") for penalty in (0.0, -1.0)),
+    ],
+)  # fmt: skip
 def test_it_finds_what_transformers_finds(
     early: Any, beams: int, penalty: float, new_tokens: int
 ) -> None:

@@ -267,16 +267,35 @@ def test_greedy_continuations_are_those_of_the_logits(models):
     assert [len(tokens) for tokens in found] == [9, 9]
 
 
+RECORDED = ("mistral", "qwen3", "gemma2", "gemma3")
+CACHES = ((1, ""), (2, "int8"), (3, "fp8"), (2, "k=fp8,v=int4"))
+
+
+@pytest.fixture(scope="module")
+def packed(tiny, tmp_path_factory):
+    """Return a function that quantizes but for some linears, once each, and loads."""
+
+    @cache
+    def make(family, ignored):
+        out = tmp_path_factory.mktemp(family) / "q"
+        recipe = Recipe(scheme="int4:g32:sym", scales="absmax", ignore=(ignored,))
+        quantize(str(tiny(family)), recipe, out, Settings())
+        return load(out, dtype=torch.bfloat16).model
+
+    return make
+
+
 @pytest.mark.skipif(feature() is None, reason="for processors with AVX2")
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize(
-    ("sequences", "kind"), [(1, ""), (2, "int8"), (3, "fp8"), (2, "k=fp8,v=int4")]
+    ("family", "cached", "ignored"),
+    [
+        *((family, cached, "lm_head") for family in RECORDED for cached in CACHES),
+        *((*pair, "re:.*(v_proj|down_proj)") for pair in zip(RECORDED, CACHES, strict=True)),
+    ],
 )
-@pytest.mark.parametrize("ignored", ["lm_head", "re:.*(v_proj|down_proj)"])
-def test_steps_that_are_recorded_compute_the_same(tiny, tmp_path, family, sequences, kind, ignored):
-    recipe = Recipe(scheme="int4:g32:sym", scales="absmax", ignore=(ignored,))
-    quantize(str(tiny(family)), recipe, tmp_path / "q", Settings())
-    decoder = Decoder(load(tmp_path / "q", dtype=torch.bfloat16).model)
+def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignored):
+    sequences, kind = cached
+    decoder = Decoder(packed(family, ignored))
     found = []
     for graph in (None, False):
         held = decoder.cache(sequences, 60, kind)

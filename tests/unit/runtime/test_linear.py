@@ -204,7 +204,14 @@ def test_activations_of_eight_bits_are_a_choice(quantized):
     assert "llvm-int8" in names
     assert "llvm-int" not in names
     assert not load(path, dtype=torch.bfloat16, input_bits=8).events
-    kept = load(path, input_bits=8)  # float32 stays as exact as it is
+    with torch.inference_mode():  # in float32 nothing but the rounding is less exact
+        plain, only = (load(path, input_bits=bits).model(IDS).logits for bits in (16, 8))
+    assert 1e-3 < float((plain - only).norm() / plain.norm()) < 5e-2
+    assert "llvm-int8" in load(path, input_bits=8).kernels
+    mixture = load(quantized("mixtral", "compressed-tensors", "int4:g32:sym"), input_bits=8)
+    assert "llvm-int8-grouped" in mixture.kernels
+    assert not mixture.events
+    kept = load(quantized("llama", "bnb", "nf4:g64:sym"), input_bits=8)
     assert "llvm-int8" not in kept.kernels
     assert [event.kind for event in kept.events] == ["kernel-fallback"]
 

@@ -9,7 +9,7 @@ from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving import engine as engines
+from quantforge.runtime.serving import choosing
 from quantforge.runtime.serving.decoding_steps import rounded
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -31,7 +31,7 @@ def logits_of(decoder, monkeypatch, **options):
     """Return the logits of every step; requests leave one after the other."""
     found = []
     monkeypatch.setattr(
-        engines,
+        choosing,
         "choose",
         lambda logits, entries: found.append(logits.clone()) or chosen(logits, entries),
     )
@@ -46,7 +46,7 @@ def logits_of(decoder, monkeypatch, **options):
     return found, engine
 
 
-chosen = engines.choose
+chosen = choosing.choose
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "k=fp8,v=int4"])

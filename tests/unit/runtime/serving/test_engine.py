@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +19,8 @@ from quantforge.runtime.serving.generation_requests import (
     NewToken,
     PromptScored,
 )
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, following
+from quantforge.runtime.speculation.guess_trees import chain
+from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, following, guessed
 
 
 def prompt(length, seed=0):
@@ -249,3 +253,55 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
     assert "is nan" in finished["bad"].error
     assert list(finished["good"].tokens) == alone(good)
     assert engine.counters.pages_free == engine.counters.pages
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 1, 1, 1), (3, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"batching": "static"}, {"pages": 10}, {"prefix_cache": True, "pages": 10}, {"rows": 1}, {"token_budget": 4},
+], ids=str)  # fmt: skip
+def test_guesses_change_no_answer(options, shape):
+    """Stops in the middle of a pass, last tokens, pages that run out: each request has the tokens that it has alone."""
+    requests = [
+        *REQUESTS,
+        GenerationRequest("stops", prompt(9, 77), 60, stop=frozenset(range(0, 61, 7))),
+    ]
+    engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}), guessed(shape))
+    for request in requests:
+        engine.submit(request)
+    finished, told = run(engine)
+    for request in requests:
+        assert told[request.id] == alone(request) == list(finished[request.id].tokens)
+    counters, counts = engine.counters, engine.counters.speculation
+    assert counters.pages_free == counters.pages
+    if options.get("token_budget") == 4:  # one for each row: none is left for guesses
+        assert counts.guessed <= 3 * 300
+    else:
+        assert counts.accepted > 20
+        assert counts.parted > 0
+        assert counters.steps < sum(request.new_tokens for request in requests)
+    assert not engine._guesses._guessers  # let go of with their requests
+
+
+def test_guesses_of_one_text_are_refused():
+    with pytest.raises(UsageError, match="single text"):
+        ServingEngine(FakeDecoder(), EngineOptions(**ROOM), replace(guessed((1,)), watches=True))
+
+
+def test_guesses_that_do_not_pay_stop():
+    """An oracle that is always wrong is not asked for long."""
+    drafting = guessed((1, 1, 1))
+    drafting.fixed, drafting.guesser = False, lambda room: Wrong()
+    engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300), drafting)
+    for number in range(2):
+        engine.submit(GenerationRequest(str(number), prompt(5, number), 250))
+    run(engine)
+    assert 0 < engine.counters.speculation.checked < 150
+    assert engine.counters.speculation.accepted == 0
+
+
+class Wrong:
+    """Guesses a token that never follows, and takes its time."""
+
+    def guess(self, history, most, sampler):
+        time.sleep(0.002)
+        return chain([(following(history) + 1) % VOCABULARY] * most)

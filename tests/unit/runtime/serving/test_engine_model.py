@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import torch
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
+from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
-from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
+from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest, NewToken
+from quantforge.runtime.speculation.draft_choice import GuessedDecoder, drafting
+from quantforge.runtime.speculation.draft_options import DraftOptions
+from tests.unit.runtime.speculation.test_trees import Planted
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 LENGTHS = [
@@ -23,8 +28,13 @@ MARGIN = 1e-3  # of logits: nearer ones may change places by rounding
 
 
 @cache
+def loaded():
+    return load(DEMO, dtype=torch.float32)
+
+
+@cache
 def decoder():
-    return Decoder(load(DEMO, dtype=torch.float32).model)
+    return Decoder(loaded().model)
 
 
 @cache
@@ -69,11 +79,18 @@ def answers(engine, kind):
     return len(finished) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4", "k=int8,v=int4"])
-@pytest.mark.parametrize("options", [
+OPTIONS = [
     {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 5}, {"admission": "whole"},
     {"prefix_cache": True}, {"pages": 5, "prefix_cache": True},
-], ids=str)  # fmt: skip
+]  # fmt: skip
+# Kinds of a cache share everything but how a page holds numbers: the two ends with all options, all with two.
+CASES = [
+    *((kind, options) for kind in ("", "k=int8,v=int4") for options in OPTIONS),
+    *((kind, OPTIONS[at]) for kind in ("int8", "fp8", "int4") for at in (0, -1)),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
     given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
     engine = ServingEngine(decoder(), EngineOptions(**given))
@@ -84,3 +101,64 @@ def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
         assert engine.counters.reused_tokens == 0
         assert answers(engine, kind)
         assert engine.counters.reused_tokens > 200
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("draft", "tree"), [("ngram", ""), ("ngram", "3x1x1"), ("int3", ""), ("int3", "2x2")]
+)
+@pytest.mark.parametrize("options", [{}, {"prefix_cache": True}, {"pages": 5}], ids=str)
+def test_guesses_change_no_answer(kind, draft, tree, options):
+    guesses = drafting(loaded(), DraftOptions(draft, tree=tree), lambda _: None)
+    guesses.fixed = True
+    given = {"rows": 4, "tokens": 200, "token_budget": 96, "chunk": 30, "cache": kind, **options}
+    engine = ServingEngine(guesses.decoder, EngineOptions(**given), guesses)
+    assert answers(engine, kind)
+    counts = engine.counters.speculation
+    assert engine.counters.pages_free == engine.counters.pages
+    assert counts.guessed > 20
+    assert draft == "ngram" or counts.acceptance > 0.2
+
+
+def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
+    guesses = drafting(loaded(), DraftOptions("int3", tokens=3), lambda _: None)
+    guesses.fixed = True
+    found = []
+    for given in (None, guesses):
+        engine = ServingEngine(guesses.decoder, EngineOptions(rows=4, tokens=200), given)
+        for number, request in enumerate(requests()):
+            drawn = Sampling(temperature=0.9, top_p=0.9, seed=number, logprobs=1)
+            engine.submit(replace(request, sampling=drawn))
+        told = {}
+        while not engine.idle:
+            for one in engine.step():
+                if isinstance(one, NewToken):
+                    told.setdefault(one.id, []).append(one.token)
+        found.append(told)
+    assert found[0] == found[1]
+    assert guesses is not None
+    assert engine.counters.speculation.accepted > 10
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_path_is_kept_in_rings(tiny, family):
+    """Windows go round in a few pages: what is right of a tree lies there like everything else."""
+    windowed = Decoder(load(tiny(family)).model)
+    ids = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    (plain,) = generate(windowed, [ids], StopLimits(80))
+
+    def planted(_):
+        guesser = Planted([*ids, *plain])
+        guesser.most = 300  # tokens of its vocabulary
+        return guesser
+
+    drafting = GuessedDecoder(windowed, planted, 3, fixed=True)
+    options = EngineOptions(rows=2, tokens=128, chunk=24, token_budget=64)
+    engine = ServingEngine(windowed, options, drafting)
+    assert engine.cache.layout.rings
+    engine.submit(GenerationRequest("a", tuple(ids), 80))
+    finished = []
+    while not engine.idle:
+        finished += [one for one in engine.step() if isinstance(one, Finished)]
+    assert list(finished[0].tokens) == plain
+    assert engine.counters.speculation.accepted > 30

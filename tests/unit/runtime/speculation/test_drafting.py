@@ -11,6 +11,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.runtime.load import load
 from quantforge.runtime.speculation.own_draft import lower_bits, weight_of
 from tests.conftest import Tiny
+from tests.runs import quantize, recipe
 
 DEMO = Path(__file__).parents[4] / "models/demo"
 PROMPT = "import os, json, json, json"
@@ -44,6 +45,26 @@ def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
     error = (weight_of(one) - weight_of(two)).norm() / weight_of(one).norm()
     assert 0.1 < float(error) < 0.6  # two bits are coarse, and not nothing
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
+
+
+def test_a_packed_model_is_rounded_further(tmp_path) -> None:
+    quantize(DEMO, tmp_path / "q", recipe(scheme="int4:g64:sym", scales="absmax"))
+    model = load(tmp_path / "q").model
+    draft = lower_bits(model, "int2")
+    name = "model.layers.0.self_attn.q_proj"
+    one, two = (part.get_submodule(name) for part in (model, draft))
+    assert (one.problem.bits, two.problem.bits) == (4, 2)
+    error = (weight_of(one) - weight_of(two)).norm() / weight_of(one).norm()
+    assert 0.1 < float(error) < 0.6
+    options = {"raw": True, "max_tokens": 20}
+    plain = quantforge.generate(tmp_path / "q", PROMPT, **options)
+    for more in ({}, {"draft_tree": "2x2"}):
+        assert (
+            quantforge.generate(tmp_path / "q", PROMPT, draft="int2", **more, **options).tokens
+            == plain.tokens
+        )
+    with pytest.raises(InputError, match="no linear"):
+        lower_bits(model, "int4")
 
 
 @pytest.mark.parametrize(

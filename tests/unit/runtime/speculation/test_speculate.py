@@ -16,6 +16,7 @@ from quantforge.runtime.generate import StopLimits, generate, prefill
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler, Sampling
 from quantforge.runtime.speculation.draft import DraftGuesser
+from quantforge.runtime.speculation.guess_trees import chain
 from quantforge.runtime.speculation.guesses import Speculated, expected_tokens
 from quantforge.runtime.speculation.ngrams import NgramGuesser
 from quantforge.runtime.speculation.pace import GuessPace
@@ -55,7 +56,7 @@ class Scripted:
         for token in behind:
             self.asked += 1
             found.append(token if self.asked % self.wrong else (token + 1) % 100)
-        return found
+        return chain(found)
 
 
 def same_text(decoder, ids, found, plain, kind) -> None:
@@ -121,17 +122,20 @@ def test_draft_reads_along_after_wrong_guesses(decoder, ids):
     draft = DraftGuesser(decoder, len(ids) + 40)
     for end in (0, 5, 9):
         history = ids + plain[:end]
-        assert draft.guess(history, 3, RowSampler(Sampling())) == plain[end : end + 3]
+        assert draft.guess(history, 3, RowSampler(Sampling())).tokens == plain[end : end + 3]
         assert draft.guess([*history[:-1], 77], 1, RowSampler(Sampling())) is not None
 
 
 def test_copies_what_followed():
     guesser = NgramGuesser(longest=3, shortest=2)
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2], 3, RowSampler(Sampling())) == [3, 4, 9]
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, RowSampler(Sampling())) == []
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5, 1, 2], 2, RowSampler(Sampling())) == [5, 5]
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2], 3, RowSampler(Sampling())).tokens == [3, 4, 9]
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, RowSampler(Sampling())).tokens == []
+    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5, 1, 2], 2, RowSampler(Sampling())).tokens == [
+        5,
+        5,
+    ]
     again = NgramGuesser(longest=2, shortest=1)
-    assert again.guess([7, 8, 7], 5, RowSampler(Sampling())) == [8, 7, 8, 7, 8]
+    assert again.guess([7, 8, 7], 5, RowSampler(Sampling())).tokens == [8, 7, 8, 7, 8]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
@@ -151,14 +155,16 @@ def test_copies_are_those_of_a_search(history, most, data):
                     copied.append(copied[ends[-1] + step])
                 wanted = copied[place:]
                 break
-        assert guesser.guess(seen, most, RowSampler(Sampling())) == wanted
+        assert guesser.guess(seen, most, RowSampler(Sampling())).tokens == wanted
 
 
 def test_expected_tokens():
     assert expected_tokens(1, 4) == 5
     assert expected_tokens(0, 4) == 1
     assert expected_tokens(0.5, 1) == 1.5
-    counts = Speculated(passes=3, checked=2, guessed=8, accepted=5, tokens=8, came=7, parted=1)
+    counts = Speculated(
+        passes=3, checked=2, guessed=8, depths=8, accepted=5, tokens=8, came=7, parted=1
+    )
     assert counts.acceptance == 5 / 6
     assert counts.tokens_per_pass == 3.5
 

@@ -1,0 +1,40 @@
+"""Options that say who guesses tokens ahead, of every verb that decodes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def _speculation(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Speculation", **more)
+
+
+Draft = Annotated[
+    str,
+    _speculation(
+        "--draft",
+        metavar="WHAT",
+        help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
+    ),
+]
+StepDraft = Annotated[
+    str,
+    _speculation(
+        "--draft",
+        metavar="WHAT",
+        help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL.",
+    ),
+]
+DraftTokens = Annotated[
+    int, _speculation("--draft-tokens", metavar="N", help="Guesses in a row, at most.")
+]
+DraftTree = Annotated[
+    str,
+    _speculation(
+        "--draft-tree",
+        metavar="KxK...",
+        help="Guesses behind each token, place by place, as 3x2x1: the tree is checked in one pass.",
+    ),
+]

@@ -1,0 +1,50 @@
+"""Several processes that share a model, played by threads of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Lock
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from quantforge.runtime.load import Loaded, load
+from quantforge.runtime.weight_cuts import Share
+
+Found = TypeVar("Found")
+LOADING = (
+    Lock()
+)  # reading sources of transformers in two threads at once ends in an error of Python
+PATIENCE = 60  # seconds, of a thread that waits for another
+
+
+def on_ranks(count: int, work: Callable[[Share], Found]) -> list[Found]:
+    """Return what every rank made of its share; one that raises ends all."""
+    barrier, parts = Barrier(count, timeout=PATIENCE), [torch.empty(0)] * count
+
+    def run(rank: int) -> Found:
+        def total(part: Tensor) -> Tensor:
+            parts[rank] = part
+            barrier.wait()
+            found = sum(one.float() for one in parts)
+            barrier.wait()
+            assert isinstance(found, Tensor)
+            return found.to(part.dtype)
+
+        try:
+            return work(Share(rank, count, total))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        return [*pool.map(run, range(count))]
+
+
+def load_part(path: Path, share: Share) -> Loaded:
+    """Load what a rank holds of a model."""
+    with LOADING:
+        return load(path, share=share)

@@ -1,0 +1,99 @@
+"""Guided statistics of single experts: what each is rounded under, and that a run with them is as any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge import plan
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.execution import guide
+from quantforge.model import expert_statistics
+from quantforge.model.output_gradients import OutputGradients
+from quantforge.model.statistics import Statistics
+from quantforge.model.token_weights import TokenWeights
+from quantforge.quantizers import gptq
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+
+ROWS = replace(CALIBRATION, samples=12, length=32)
+
+
+def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients: dict[str, list[OutputGradients]] = {}
+    strips: dict[str, list[Tensor]] = {}
+    write, shared = TokenWeights.__call__, gptq.round_shared
+
+    def writing(weights: TokenWeights, one: OutputGradients) -> None:
+        gradients.setdefault(one.name, []).append(one)
+        write(weights, one)
+
+    def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
+        assert statistics.hessian is not None
+        for name in weights:
+            strips.setdefault(name.removesuffix(".weight"), []).append(statistics.hessian.clone())
+        return shared(weights, statistics, *rest)
+
+    monkeypatch.setattr(TokenWeights, "__call__", writing)
+    monkeypatch.setattr(gptq, "round_shared", rounding)
+    for name in ("WEIGHT", "DIAGONAL"):  # a prior that counts nothing
+        monkeypatch.setattr(expert_statistics, name, 1e-9)
+    wanted = recipe("gptq", bits=4, guide=2, calibration=ROWS)
+    quantize(tiny("qwen3-moe"), tmp_path / "out", wanted)
+    compared = 0
+    for name, hessians in strips.items():
+        seen = gradients[name]
+        if ".experts." not in name or sum(len(one.inputs) for one in seen) < 4:
+            continue
+        inputs = torch.cat([one.inputs for one in seen]).double()
+        rows = torch.cat([one.gradients for one in seen]).double().tensor_split(2, -1)
+        for found, own in zip(hessians, rows, strict=True):
+            weights = own.square().mean(1)
+            expected = (inputs * weights[:, None]).T @ inputs / weights.sum()
+            assert float((found - expected).norm() / expected.norm()) < 1e-4, name
+            compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    wanted = recipe("gptq", bits=4, guide=2, calibration=ROWS)
+    quantize(tiny(family), tmp_path / "whole", wanted, threads=1)
+    quantize(tiny(family), tmp_path / "threads", wanted, threads=3, activations="disk")
+    for part in ("guide", "block 0 expert 1"):
+        with pytest.raises(StopError):
+            quantize(tiny(family), tmp_path / part, wanted, progress=crash_after(part))
+        assert quantize(tiny(family), tmp_path / part, wanted).resumed
+    for name in ("threads", "guide", "block 0 expert 1"):
+        assert tree(tmp_path / name) == tree(tmp_path / "whole"), name
+    quantize(tiny(family), tmp_path / "plain", recipe("gptq", bits=4, calibration=ROWS))
+    guided, unguided = (open_checkpoint(tmp_path / name) for name in ("whole", "plain"))
+    packed = [name for name in guided.entries if ".experts." in name and "packed" in name]
+    assert any(not torch.equal(guided.read(name), unguided.read(name)) for name in packed)
+    report = verify(tmp_path / "whole", VerificationOptions(tiny(family)))
+    assert not [item for item in report.findings if item.level == "error"]
+
+
+def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    sizes, forecasts = [], []
+    for strips in (1, 3):
+        wanted = recipe("gptq", bits=4, guide=strips, calibration=ROWS)
+        out = tmp_path / str(strips)
+        with pytest.raises(StopError):
+            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("guide"))
+        sizes.append((tmp_path / f".{out.name}.qf" / "journal" / guide.FILE).stat().st_size)
+        work = plan(tiny("qwen3-moe"), wanted).work
+        assert work is not None
+        forecasts.append(work.guide_bytes)
+    assert sizes[1] - sizes[0] == forecasts[1] - forecasts[0]
+    assert sizes[0] < forecasts[0]

@@ -1,0 +1,319 @@
+"""Heads of Medusa and EAGLE-3: what they guess is what a plain computation of their papers says, the text stays."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+import quantforge
+from quantforge.errors import InputError, UsageError
+from quantforge.formats.sources.head_directory import open_heads
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, generate
+from quantforge.runtime.load import load
+from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.speculation.eagle3_files import read_eagle3
+from quantforge.runtime.speculation.feature_guesser import FeatureGuesser
+from quantforge.runtime.speculation.medusa import MedusaGuesser, read_medusa
+from quantforge.runtime.speculation.speculate import Speculation, speculate
+from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, tokens_of
+
+GENERATOR = torch.Generator().manual_seed(5)
+HEADS, SEEN, OWN = 3, [0, 2, 1], 500
+
+
+def noise(*shape, scale=0.05):
+    return torch.randn(*shape, generator=GENERATOR) * scale
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(DEMO).model
+
+
+@pytest.fixture(scope="module")
+def decoder(model):
+    return Decoder(model)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    draw = random.Random(3)
+    return [draw.randrange(5, 2000) for _ in range(33)]
+
+
+def write(path, config, tensors, name="model.safetensors"):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def medusa(tmp_path_factory, model):
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
+    tensors = {}
+    for head in range(HEADS):
+        for layer in range(2):
+            tensors[f"{head}.{layer}.linear.weight"] = noise(hidden, hidden)
+            tensors[f"{head}.{layer}.linear.bias"] = noise(hidden)
+        tensors[f"{head}.2.weight"] = noise(vocabulary, hidden)
+    config = {"medusa_num_heads": HEADS, "medusa_num_layers": 2}
+    return write(
+        tmp_path_factory.mktemp("heads") / "medusa", config, tensors, "medusa_lm_head.safetensors"
+    )
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory, model):
+    vocabulary, seen = model.get_input_embeddings().weight.shape
+    width, heads, kv, head, mlp = 48, 4, 2, 16, 80
+    targets = torch.randperm(vocabulary, generator=GENERATOR)[:OWN].sort().values
+    tensors = {
+        "d2t": targets - torch.arange(OWN),
+        "t2d": torch.zeros(vocabulary, dtype=torch.bool).scatter_(0, targets, True),
+        "embed_tokens.weight": noise(vocabulary, width, scale=1),
+        "fc.weight": noise(width, 3 * seen), "norm.weight": 1 + noise(width),
+        "lm_head.weight": noise(OWN, width, scale=1),
+        "midlayer.self_attn.q_proj.weight": noise(heads * head, 2 * width, scale=0.3),
+        "midlayer.self_attn.k_proj.weight": noise(kv * head, 2 * width, scale=0.3),
+        "midlayer.self_attn.v_proj.weight": noise(kv * head, 2 * width, scale=0.3),
+        "midlayer.self_attn.o_proj.weight": noise(width, heads * head, scale=0.3),
+        "midlayer.mlp.gate_proj.weight": noise(mlp, width, scale=0.3),
+        "midlayer.mlp.up_proj.weight": noise(mlp, width, scale=0.3),
+        "midlayer.mlp.down_proj.weight": noise(width, mlp, scale=0.3),
+        **{f"midlayer.{name}.weight": 1 + noise(width)
+           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+    }  # fmt: skip
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+        "num_hidden_layers": 1, "hidden_size": width,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "intermediate_size": mlp,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": vocabulary, "draft_vocab_size": OWN,
+        "hidden_act": "silu", "eagle_aux_hidden_state_layer_ids": SEEN,
+    }  # fmt: skip
+    return write(tmp_path_factory.mktemp("heads") / "eagle", config, tensors)
+
+
+class Recorded:
+    """Passes on to a guesser, and keeps what it guessed behind which text."""
+
+    def __init__(self, inner):
+        self.inner, self.blocks, self.guessed = inner, inner.blocks, []
+
+    def watch(self, computed):
+        self.inner.watch(computed)
+
+    def guess(self, history, most, sampler):
+        tree = self.inner.guess(history, most, sampler)
+        self.guessed.append((list(history), tree))
+        return tree
+
+
+def run(decoder, ids, guesser, most, sampling=None, tokens=12):
+    """Return what was guessed; the text is the plain loop's."""
+    limits, recorded = StopLimits(tokens), Recorded(guesser)
+    (plain,) = generate(decoder, [ids], limits, sampling)
+    speculation = Speculation(recorded, most=most, fixed=True)
+    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
+    assert len(recorded.guessed) > 3
+    return recorded.guessed
+
+
+def states(model, history):
+    """Return the last hidden states of transformers, and those that go into each block."""
+    with torch.inference_mode():
+        found = model(torch.tensor([history]), output_hidden_states=True).hidden_states
+    return found[-1][0], [part[0] for part in found]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 1)])
+def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
+    tensors = load_file(medusa / "medusa_lm_head.safetensors")
+    heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
+    for history, tree in run(decoder, ids, MedusaGuesser(heads, shape), 3):
+        hidden = states(model, history[:-1])[0][-1]
+        ends = [-1]
+        for head, count in zip(range(tree.depth), shape, strict=False):
+            x = hidden
+            for layer in range(2):
+                name = f"{head}.{layer}.linear"
+                x = x + silu(tensors[f"{name}.weight"] @ x + tensors[f"{name}.bias"])
+            best = (tensors[f"{head}.2.weight"] @ x).topk(count).indices.tolist()
+            for end in ends:
+                assert [tree.tokens[node] for node in tree.children(end)] == best
+            ends = [node for end in ends for node in tree.children(end)]
+
+
+def test_names_of_other_tools_are_known(model, medusa, tmp_path):
+    """Blocks and heads apart, as vLLM has them."""
+    tensors = load_file(medusa / "medusa_lm_head.safetensors")
+    other = {}
+    for name, value in tensors.items():
+        head, layer, *rest = name.split(".")
+        other[
+            f"blocks.{head}.layers.{layer}.{rest[-1]}"
+            if len(rest) > 1
+            else f"lm_heads.{head}.weight"
+        ] = value
+    config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": 2}
+    embedding = model.get_input_embeddings().weight
+    found = read_medusa(open_heads(write(tmp_path / "m", config, other)), embedding)
+    for one, two in zip(found, read_medusa(open_heads(medusa), embedding), strict=True):
+        x = noise(2, embedding.shape[1])
+        assert torch.equal(one.logits(x), two.logits(x))
+
+
+def rms(x, weight):
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def turned(x):
+    """Rotate ``[heads, tokens, 16]``, token t by t."""
+    angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    cosine, sine = angles.cos(), angles.sin()
+    first, second = x[..., :8], x[..., 8:]
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
+def eagle_says(tensors, features, tokens):
+    """Return states and logits behind the last of some tokens, computed as a whole text without a cache."""
+    embedded = tensors["embed_tokens.weight"][tokens]
+    layer = {name.removeprefix("midlayer."): value for name, value in tensors.items()}
+    x = torch.cat(
+        (
+            rms(embedded, layer["input_layernorm.weight"]),
+            rms(features, layer["hidden_norm.weight"]),
+        ),
+        -1,
+    )
+    q, k, v = (
+        (x @ layer[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, 16).transpose(0, 1)
+        for name in "qkv"
+    )
+    k, v = (part.repeat_interleave(2, 0) for part in (turned(k), v))
+    out = scaled_dot_product_attention(turned(q)[None], k[None], v[None], is_causal=True)[0]
+    y = features + out.transpose(0, 1).reshape(len(x), -1) @ layer["self_attn.o_proj.weight"].T
+    h = rms(y, layer["post_attention_layernorm.weight"])
+    gated = silu(h @ layer["mlp.gate_proj.weight"].T) * (h @ layer["mlp.up_proj.weight"].T)
+    y = y + gated @ layer["mlp.down_proj.weight"].T
+    return y[-1], rms(y[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 2)])
+def test_eagle_guesses_what_the_paper_says(model, decoder, eagle, ids, shape):
+    tensors = load_file(eagle / "model.safetensors")
+    network = read_eagle3(
+        open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
+    )
+    targets = tensors["d2t"] + torch.arange(OWN)
+    for history, tree in run(decoder, ids, FeatureGuesser(network, 100, shape), 3):
+        _, into = states(model, history[:-1])
+        text = torch.cat([into[block] for block in SEEN], -1) @ tensors["fc.weight"].T
+        ends = [(-1, history[1:], text)]
+        for count in shape[: tree.depth]:
+            following = []
+            for end, tokens, features in ends:
+                y, logits = eagle_says(tensors, features, torch.tensor(tokens))
+                best = targets[logits.topk(count).indices].tolist()
+                nodes = tree.children(end)
+                assert [tree.tokens[node] for node in nodes] == best
+                following += [
+                    (node, [*tokens, tree.tokens[node]], torch.cat((features, y[None])))
+                    for node in nodes
+                ]
+            ends = following
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_verb_recognises_heads(request, kind):
+    path = request.getfixturevalue(kind)
+    for options in ({}, {"temperature": 0.8, "seed": 3}):
+        given = {"raw": True, "max_tokens": 20, **options}
+        plain = quantforge.generate(DEMO, "import os, json", **given)
+        for more in ({}, {"draft_tree": "3x2"}):
+            found = quantforge.generate(DEMO, "import os, json", draft=str(path), **more, **given)
+            assert found.tokens == plain.tokens
+            assert found.speculation["guessed"] > 0
+
+
+def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
+    network = read_eagle3(
+        open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
+    )
+    run(decoder, ids, FeatureGuesser(network, 100, (2, 2)), 2, DRAWN)
+
+
+def changed(path, to, config=None, tensors=None, drop=()):
+    """Write heads with other values."""
+    (file,) = path.glob("*.safetensors")
+    held = {name: value for name, value in load_file(file).items() if name not in drop}
+    return write(
+        to,
+        {**json.loads((path / "config.json").read_text()), **(config or {})},
+        {**held, **(tensors or {})},
+        file.name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("medusa", {"drop": ["1.2.weight"]}, "no tensor"),
+        ("medusa", {"tensors": {"0.0.linear.weight": torch.zeros(8, 8)}}, "expected"),
+        ("medusa", {"tensors": {"0.2.weight": torch.zeros(7, 128)}}, "expected"),
+        ("medusa", {"config": {"medusa_num_heads": 0}}, "medusa_num_heads"),
+        ("medusa", {"config": {"medusa_num_heads": "3"}}, "medusa_num_heads"),
+        ("eagle", {"drop": ["midlayer.mlp.up_proj.weight"]}, "no tensor"),
+        ("eagle", {"drop": ["d2t"]}, "no tensor"),
+        ("eagle", {"drop": ["embed_tokens.weight"]}, "no tensor"),
+        ("eagle", {"config": {"vocab_size": 77}}, "vocab_size"),
+        ("eagle", {"config": {"num_hidden_layers": 2}}, "num_hidden_layers"),
+        ("eagle", {"config": {"hidden_act": ["silu"]}}, "hidden_act"),
+        ("eagle", {"config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 99]}}, "blocks"),
+        ("eagle", {"config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "blocks"),
+        ("eagle", {"config": {"quantization_config": {"bits": 4}}}, "quantized"),
+        ("eagle", {"config": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}, "rotary"),
+        ("eagle", {"tensors": {"d2t": torch.full((OWN,), 10**6)}}, "d2t"),
+        ("eagle", {"tensors": {"d2t": torch.zeros(OWN)}}, "d2t"),
+        ("eagle", {"tensors": {"fc.weight": torch.zeros(48, 3)}}, "expected"),
+    ],
+)
+def test_heads_of_another_model_are_refused(request, tmp_path, model, decoder, kind, change, says):
+    found = changed(request.getfixturevalue(kind), tmp_path / "h", **change)
+    with pytest.raises(InputError, match=says):
+        quantforge.generate(DEMO, "import", raw=True, max_tokens=2, draft=str(found))
+
+
+def test_pickles_and_other_heads_are_refused(tmp_path, medusa):
+    other = tmp_path / "pickled"
+    other.mkdir()
+    (other / "config.json").write_text((medusa / "config.json").read_text())
+    (other / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
+    with pytest.raises(InputError, match="pickle"):
+        open_heads(other)
+    (other / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
+    save_file({"a": torch.zeros(1)}, other / "model.safetensors")
+    with pytest.raises(InputError, match="not computed"):
+        open_heads(other)
+    assert open_heads(DEMO) is None
+    with pytest.raises(UsageError, match="3 heads"):
+        quantforge.generate(
+            DEMO, "import", raw=True, max_tokens=2, draft=str(medusa), draft_tree="1x1x1x1"
+        )
+
+
+def test_sampling_is_a_draw_of_each_place(decoder, model, medusa, ids):
+    heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
+    run(
+        decoder,
+        ids,
+        MedusaGuesser(heads, (2, 2, 1)),
+        3,
+        Sampling(temperature=0.7, seed=1, repetition_penalty=1.1),
+    )

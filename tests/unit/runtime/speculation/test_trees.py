@@ -1,0 +1,214 @@
+"""Trees of guesses: the text is that of the plain loop, whatever stands in them, and the cache holds it alone."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+import quantforge
+from quantforge.architectures.cache_kinds import WORDS
+from quantforge.errors import UsageError
+from quantforge.runtime.cache_rows import keep_path
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits, generate
+from quantforge.runtime.load import load
+from quantforge.runtime.ragged import Span
+from quantforge.runtime.sampling import RowSampler, Sampling
+from quantforge.runtime.speculation.draft_options import MOST_NODES, DraftOptions, shape_of
+from quantforge.runtime.speculation.draft_tree import DraftTreeGuesser
+from quantforge.runtime.speculation.guess_trees import ROOT, GuessTree, chain
+from quantforge.runtime.speculation.ngrams import NgramGuesser
+from quantforge.runtime.speculation.speculate import Speculation, speculate
+from tests.unit.runtime.speculation.test_speculate import (
+    DEMO,
+    DRAWN,
+    PENALISED,
+    same_text,
+    tokens_of,
+)
+
+SHAPE = (3, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder(load(DEMO).model)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    draw = random.Random(0)
+    return [draw.randrange(5, 2000) for _ in range(12)] * 4
+
+
+class Planted:
+    """Guesses full trees in which the true continuation stands anywhere, up to a depth drawn anew."""
+
+    def __init__(self, truth, shape=SHAPE, probes=0):
+        self.truth, self.shape, self.draw, self.probes = truth, shape, random.Random(1), probes
+        self.passes, self.most = [], 2000
+
+    def guess(self, history, most, sampler):
+        right = self.draw.randrange(len(self.shape) + 1)
+        tree, ends, on_path = GuessTree(), [ROOT], ROOT
+        for depth, count in enumerate(self.shape[:most]):
+            true = self.truth[len(history) + depth] if depth < right else None
+            grown, following = [], None
+            for node in ends:
+                tokens = self.draw.sample(range(5, self.most), count)
+                if node == on_path and true is not None:
+                    tokens[self.draw.randrange(count)] = true
+                for token in dict.fromkeys(tokens):
+                    grown.append(tree.add(node, token))
+                    if node == on_path and token == true:
+                        following = grown[-1]
+            ends, on_path = grown, following
+        for _ in range(self.probes):
+            tree.add(
+                self.draw.randrange(-1, len(tree.tokens)),
+                self.draw.randrange(5, self.most),
+                probe=True,
+            )
+        self.passes.append(tree)
+        return tree
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [(kind, Sampling()) for kind in (*WORDS, "k=int8,v=int4")] + [("", DRAWN), ("", PENALISED)],
+)
+def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
+    limits = StopLimits(40, cache=kind)
+    (plain,) = generate(decoder, [ids], limits, sampling)
+    for probes in (0, 5):
+        speculation = Speculation(Planted(ids + plain, probes=probes), most=3, fixed=True)
+        found = tokens_of(speculate(decoder, ids, speculation, limits, sampling))
+        same_text(decoder, ids, found, plain, kind)
+        counts = speculation.counts
+        if found == plain:
+            assert counts.tokens == len(plain) - 1
+            assert 1.5 < counts.tokens_per_pass < 3.5
+            assert counts.guessed > 2 * counts.depths
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "cohere", "mixtral", "qwen3"])
+def test_families(tiny, family):
+    """Windows, soft caps, several rotary bases, mixtures: positions follow the depth, not the place."""
+    decoder = Decoder(load(tiny(family)).model)
+    draw = random.Random(2)
+    ids = [draw.randrange(3, 300) for _ in range(40)]
+    limits = StopLimits(24)
+    (plain,) = generate(decoder, [ids], limits)
+    planted = Planted(ids + plain)
+    planted.most = 300
+    speculation = Speculation(planted, most=3, fixed=True)
+    assert tokens_of(speculate(decoder, ids, speculation, limits)) == plain
+    assert speculation.counts.accepted > 4
+
+
+@pytest.mark.parametrize("kind", [*WORDS, ""])
+def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind):
+    tree = GuessTree()
+    for parent, token in ((ROOT, 7), (ROOT, 8), (1, 9), (0, 10), (2, 11), (2, 12)):
+        tree.add(parent, token)
+    path = tree.path(5)
+    assert path == [1, 2, 5]
+    held, wanted = decoder.cache(1, 100, kind), decoder.cache(1, 100, kind)
+    for one in (held, wanted):
+        one.reserve(0, 100)
+    with torch.inference_mode():
+        decoder.hidden_of(torch.tensor(ids[:31]), [Span(0, 31)], held)
+        decoder.hidden_of(torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], held)
+        keep_path(held, 0, 31, path)
+        decoder.hidden_of(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], wanted)
+    assert held.length(0) == held.lengths[0] == 34
+    for layer in range(len(held.layers)):
+        for one, two in zip(
+            held.read(layer, held.table), wanted.read(layer, wanted.table), strict=True
+        ):
+            error = (one[0, :34] - two[0, :34]).abs().max() / two[0, :34].abs().max()
+            assert error < (1e-4 if kind in {"", "bf16"} else 0.15)  # else a code may flip
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"]
+)
+def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
+    limits = StopLimits(21)
+    (plain,) = generate(decoder, [ids], limits, sampling)
+    speculation = Speculation(DraftTreeGuesser(decoder, len(ids) + 21, SHAPE), most=3, fixed=True)
+    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
+    assert speculation.counts.acceptance == 1
+    assert speculation.counts.passes == 5
+
+
+def test_draft_keeps_the_path_that_was_right(decoder, ids):
+    """Guesses behind a text that followed an older tree are those of a draft that never saw the tree."""
+    reads = DraftTreeGuesser(decoder, 200, SHAPE)
+    history, sampler = list(ids), RowSampler(Sampling())
+    computed = []
+    compute = reads._compute
+    reads._compute = lambda tokens, tree: (
+        computed.append((len(tokens), tree)) or compute(tokens, tree)
+    )
+    for leaf in (5, 3, 0, 6):
+        tree = reads.guess(history, 3, sampler)
+        fresh = DraftTreeGuesser(decoder, 200, SHAPE).guess(history, 3, sampler)
+        assert (tree.tokens, tree.parents) == (fresh.tokens, fresh.parents)
+        history += [tree.tokens[node] for node in tree.path(leaf)] + [77]
+    texts = [count for count, tree in computed if tree is None]
+    assert texts[0] == len(ids)
+    assert max(texts[1:]) <= 2  # a leaf was never computed, and the last token; the path is there
+
+
+def test_copies_of_several_places():
+    guesser = NgramGuesser(longest=2, shortest=2, shape=(2, 1, 1))
+    tree = guesser.guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 3, RowSampler(Sampling()))
+    assert tree.tokens == [5, 6, 1, 3, 4, 1]
+    assert tree.parents == [ROOT, 0, 1, ROOT, 3, 4]
+    assert (tree.depth, tree.guesses, tree.is_chain) == (3, 6, False)
+    again = guesser.guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 6, 1, 2], 2, RowSampler(Sampling()))
+    assert again.tokens == [5, 6, 3, 4]  # what followed twice is there once
+    assert chain([5, 6]).is_chain
+
+
+def test_shapes():
+    assert shape_of("3x2x1") == (3, 2, 1)
+    assert DraftOptions("ngram", tree="8").most == 1
+    for bad in (
+        "",
+        "x",
+        "0",
+        "3x0",
+        "-1",
+        "3x",
+        "3,2",
+        "2x2x2x2x2x2",
+        "65",
+        "1" + "x1" * MOST_NODES,
+        "9" * 5000,
+        "²",
+    ):
+        with pytest.raises(UsageError):
+            shape_of(bad)
+    for given in ({"tree": "2x2"}, {"draft": "ngram", "tree": "2", "tokens": 4}, {"tokens": 4}):
+        with pytest.raises(UsageError):
+            DraftOptions(**given)
+
+
+@cache
+def loaded():
+    return quantforge.load(DEMO)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "int3", str(DEMO)])
+def test_text_is_the_same_with_any_tree(draft) -> None:
+    options = {"raw": True, "max_tokens": 30, "seed": 4}
+    plain = quantforge.generate(loaded(), "import os, json, json, json", **options)
+    drafted = quantforge.generate(
+        loaded(), "import os, json, json, json", draft=draft, draft_tree="3x2x1", **options
+    )
+    assert drafted.tokens == plain.tokens
