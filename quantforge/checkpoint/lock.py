@@ -235,8 +235,8 @@ def _read(descriptor: int) -> _Holder | None:
         return _Holder()
     try:
         found = json.loads(data)
-        names = [field.name for field in fields(_Holder)]  # another version may note more
-        holder = _Holder(**{name: found[name] for name in names})
+        names = [field.name for field in fields(_Holder)]  # another version may note more, or less
+        holder = _Holder(**{name: found[name] for name in names if name == "pid" or name in found})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return holder if type(holder.publishing) is int else None

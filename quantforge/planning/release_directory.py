@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantforge.errors import InputError
 
+EXAMPLE = 'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
 _MOST = 3
 
 
@@ -20,5 +21,5 @@ def is_directory(path: Path) -> InputError:
         return InputError(f"{path}: is a directory", hint)
     files = [own] if own.is_file() else sorted(path.glob("*.toml"))[:_MOST]
     named = " or ".join(shlex.quote(str(file)) for file in files)
-    hint = f"name the file: {named}" if named else "it holds no .toml file; name a release file"
+    hint = f"name the file: {named}" if named else f"it holds no .toml file; {EXAMPLE}"
     return InputError(f"{path}: is a directory", hint)

@@ -19,7 +19,7 @@ from quantforge.checkpoint.recipe_toml import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
 from quantforge.planning.quality_gates import QualityGates, checked
 from quantforge.planning.recipe_options import build_recipe
-from quantforge.planning.release_directory import is_directory
+from quantforge.planning.release_directory import EXAMPLE, is_directory
 from quantforge.planning.release_sets import variants_of
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
@@ -96,7 +96,6 @@ class ReleaseSpec:
 
 
 _SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
-EXAMPLE = 'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
 _KEYS = ("model", "sets", "variant", "calibration", "evaluation", "gates", "card")
 
 

@@ -67,6 +67,7 @@ def offered(
         with monkeypatch.context() as patch:
             for name, value in asking(words, shell).items():
                 patch.setenv(name, value)
+            patch.setenv("COLUMNS", "80")  # which answers set for themselves, and leave so
             ended = command(capsys)
         assert ended.code == 0, ended.err
         return words_of(ended.out)

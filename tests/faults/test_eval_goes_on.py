@@ -49,10 +49,10 @@ def loaded(monkeypatch, stop=lambda _: None):
     """Return the names of the models that are loaded from now on."""
     names, load = [], evaluation.load
 
-    def counting(path, *arguments):
+    def counting(path, *arguments, **options):
         stop(path)
         names.append(path.name)
-        return load(path, *arguments)
+        return load(path, *arguments, **options)
 
     monkeypatch.setattr(evaluation, "load", counting)
     return names
