@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from quantforge.checkpoint.disk import Disk, folder, free_bytes, fresh, no_space, writing
 from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.reader import role_of
+from quantforge.errors import RefusedError
 from quantforge_files import Stamp, roles, system
 
 _COPY_BYTES = 2**20
+PART = ".part"  # ends the name of a file that is not whole
 
 
 class StagedFiles:
@@ -24,6 +28,7 @@ class StagedFiles:
     def __init__(self, path: Path, disk: Disk) -> None:
         self.path = path
         self._disk = disk
+        self._written: set[str] = set()
 
     def check_space(self, needed: int, hint: str = "") -> None:
         """Refuse to begin when ``needed`` bytes, less those already staged, do not fit; ``hint``: what to do.
@@ -43,7 +48,7 @@ class StagedFiles:
             ResourceError: the disk is full or fails.
         """
         target = self._target(relative)
-        part = target.with_name(target.name + ".part")
+        part = target.with_name(target.name + PART)
         with writing(target, len(data)):
             self._make_folders(relative)
             descriptor = fresh(part)
@@ -53,6 +58,7 @@ class StagedFiles:
             finally:
                 os.close(descriptor)
             self._disk.rename(part, target)
+        self._written.add(relative)
 
     def copy_file(self, source: Path, relative: str, root: Path | None = None) -> str:
         """Copy a file of a model byte for byte, under the rules of `quantforge.checkpoint.files`; return its SHA-256.
@@ -63,7 +69,7 @@ class StagedFiles:
             ResourceError: the disk is full or fails.
         """
         target = self._target(relative)
-        part = target.with_name(target.name + ".part")
+        part = target.with_name(target.name + PART)
         digest = hashlib.sha256()
         with FILES.opened(
             source, role_of(relative) or roles.WEIGHTS, root or source.parent
@@ -88,7 +94,30 @@ class StagedFiles:
                 raise changed(source)
             with writing(target, 0):
                 self._disk.rename(part, target)
+        self._written.add(relative)
         return digest.hexdigest()
+
+    def check_whole(self, others: Collection[str]) -> None:
+        """Refuse files that this run has not written, but for ``others``: they would be published with the result.
+
+        What an interrupted run has left half written is removed.
+
+        Raises:
+            RefusedError: naming one, and where it lies.
+        """
+        known = {*self._written, *others}
+        for path in sorted(self.path.rglob("*")):
+            name = path.relative_to(self.path).as_posix()
+            if name in known or (path.is_dir() and not path.is_symlink()):
+                continue
+            if name.endswith(PART) and name.removesuffix(PART) in known:
+                path.unlink()
+                continue
+            raise RefusedError(
+                f"{path}: is no file of the result, and would be published with it",
+                f"the same command goes on without it: mv {shlex.quote(str(path))} ELSEWHERE",
+                file=str(path),
+            )
 
     @property
     def empty(self) -> bool:

@@ -97,6 +97,8 @@ class Handover:
                 self._shards[name] = {"bytes": size, "sha256": sha256(path, self._stage)}
                 self._write()
             self._call(path)
+            if path.is_symlink():  # to where the command has moved it: no result holds links
+                path.unlink()
             if not os.path.lexists(path):
                 self.gone.add(name)
         self._shards[name]["handed"] = True

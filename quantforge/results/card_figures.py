@@ -107,6 +107,14 @@ def read_card(folder: Path) -> str:
     return text
 
 
+def has_figures(folder: Path) -> bool:
+    """Return whether the card of a folder holds figures; True where a person has taken their place out of it."""
+    try:
+        return bool(_SECTION.content(read_card(folder)))
+    except InputError:
+        return True
+
+
 def of_folder(model: Path, folder: Path) -> bool:
     """Return whether a model is a folder, or a file in it."""
     place = model.parent if model.is_file() else model

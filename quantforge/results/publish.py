@@ -108,6 +108,7 @@ def publish(
 
     Raises:
         IntegrityError: such a file is there and was changed.
+        RefusedError: somebody's file lies among those of the result.
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
     """
     if format_of(plan.format).ABOUT.one_file:
@@ -138,6 +139,9 @@ def publish(
     stage.write_file(card_figures.CARD, text)
     if settings.provenance:
         _write_provenance(stage, document, "", handed)
+    if settings.sign is None:  # that of an interrupted run, which was to be signed
+        (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
+    stage.check_whole({stage.manifest, OF_DIRECTORY, *(stage.place(file.name) for file in files)})
     _finish(stage, document, settings.sign, handed, one_file=False)
 
 

@@ -22,7 +22,7 @@ from quantforge.planning.release_spec import REPORTS, ReleaseSpec, ReleaseVarian
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card import loading
-from quantforge.results.card_figures import CARD, HERE, write_figures, write_loading
+from quantforge.results.card_figures import CARD, HERE, has_figures, write_figures, write_loading
 from quantforge.results.handed import away
 from quantforge.results.publish import chats
 from quantforge.settings import Settings
@@ -154,7 +154,9 @@ def _scored(
     beside = [out.with_name(CARD) for out in outs if out.is_file()]
     try:
         earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
-        if earlier["key"] == key and all(path.is_file() for path in (*reports, *beside)):
+        cards = [out for out in outs if out.is_dir()]
+        whole = all(path.is_file() for path in (*reports, *beside)) and all(map(has_figures, cards))
+        if earlier["key"] == key and whole:
             return dict(earlier["figures"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet

@@ -20,7 +20,7 @@ from quantforge import verbs
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.cli.app import main
-from quantforge.errors import IntegrityError, ResourceError, UsageError
+from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
 from quantforge.execution import handover
 from quantforge.execution.handover import held_bytes
 from quantforge.execution.journal import Workspace
@@ -109,6 +109,29 @@ def test_it_is_called_once_for_each_in_order_when_it_is_complete(model, out, awa
     assert [name for name, _ in said] == shards(whole)
     assert [(out / name).stat().st_size for name, _ in said] == [int(size) for _, size in said]
     assert tree(out) == whole  # what is left where it was is published
+
+
+def test_a_link_to_where_it_was_moved_is_none_of_the_result(model, out, away, whole):
+    lines = (
+        "import shutil\nshutil.move(shard, place)\nshard.symlink_to(place.resolve() / shard.name)\n"
+    )
+    quantize(model, out, WANTED, on_shard=script(away, lines))
+    assert tree(out) | {name: tree(away)[name] for name in shards(whole)} == whole
+    assert not [path for path in out.iterdir() if path.is_symlink()]
+
+
+def test_what_it_leaves_beside_a_shard_is_not_published(model, out, tmp_path, whole):
+    settings = {"on_shard": "cp {} {}.copy"}
+    with pytest.raises(RefusedError, match=r"\.copy: is no file of the result") as raised:
+        quantize(model, out, WANTED, **settings)
+    assert f"mv {out.parent / STAGE}" in raised.value.hint
+    (out.parent / STAGE / "mine.txt").write_text("of somebody")
+    for name in ["mine.txt", *(f"{name}.copy" for name in shards(whole))]:
+        with pytest.raises(RefusedError, match=name):
+            quantize(model, out, WANTED)
+        (out.parent / STAGE / name).rename(tmp_path / name)
+    assert quantize(model, out, WANTED).resumed
+    assert tree(out) == whole
 
 
 def test_what_it_says_does_not_come_on_stdout(model, out, capfd):

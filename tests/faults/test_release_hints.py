@@ -15,6 +15,7 @@ samples = 4
 length = 16
 """
 Q8 = '[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+SCORED = '[evaluation]\ntext = "builtin"\nwindows = 2\nlength = 16\n'
 INT4 = """[[variant]]
 name = "int4"
 recipe = {method = "rtn", scheme = "int4:g32:sym"}
@@ -96,8 +97,9 @@ def test_a_file_that_was_deleted_is_made_again_as_the_hint_says(
     assert tree(tmp_path / "an out") == before
 
 
-def test_a_file_that_was_deleted_is_made_again_with_overwrite(model, tmp_path, capsys):
-    written(tmp_path / "x.toml", model, Q8, INT4)
+@pytest.mark.parametrize("scored", ["", SCORED])
+def test_a_file_that_was_deleted_is_made_again_with_overwrite(model, tmp_path, capsys, scored):
+    written(tmp_path / "x.toml", model, scored, Q8, INT4)
     asked = ("release", "x.toml", "-o", "out")
     assert command(capsys, *asked).code == 0
     before = tree(tmp_path / "out")
@@ -106,3 +108,6 @@ def test_a_file_that_was_deleted_is_made_again_with_overwrite(model, tmp_path, c
     again = command(capsys, *asked, "--overwrite")
     assert again.code == 0, again.err
     assert tree(tmp_path / "out") == before
+    assert ("KL" in (tmp_path / "out/compressed-tensors/int4/README.md").read_text()) == bool(
+        scored
+    )

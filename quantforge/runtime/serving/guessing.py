@@ -16,7 +16,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.serving.choosing import Followed
 from quantforge.runtime.serving.entries import ServedEntry, Work
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
-from quantforge.runtime.speculation.guesses import Guesser, Speculated
+from quantforge.runtime.speculation.guesses import Guesser, Speculated, WatchingGuesser
 from quantforge.runtime.speculation.pace import GuessPace
 
 
@@ -44,7 +44,7 @@ class StepGuesses:
     def __init__(
         self, drafting: GuessedDecoder, cache: PagedCache, budget: int, counts: Speculated
     ) -> None:
-        if drafting.watches:
+        if isinstance(drafting.guesser(1), WatchingGuesser):
             raise UsageError(
                 "lookahead and heads guess for a single text",
                 "take --draft ngram, int2, int3, int4 or a model, or `quantforge generate`",

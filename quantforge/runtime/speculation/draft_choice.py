@@ -45,7 +45,6 @@ class GuessedDecoder:
         most: guesses in a row at most.
         costs: of passes, for all texts.
         cache: kind of the model's cache, as that of `StopLimits`.
-        watches: guessers are `WatchingGuesser`.
         fixed: always guess as many, instead of as many as pay.
     """
 
@@ -54,7 +53,6 @@ class GuessedDecoder:
     most: int = DRAFT_TOKENS
     costs: PassCosts = field(default_factory=PassCosts)
     cache: str = ""
-    watches: bool = False
     fixed: bool = False
 
     def begin(self, room: int) -> Speculation:
@@ -81,7 +79,7 @@ def drafting(
     if options.draft == NGRAM:
         return GuessedDecoder(decoder, lambda _: NgramGuesser(shape=shape), options.most)
     if options.draft == LOOKAHEAD:
-        return GuessedDecoder(decoder, lambda _: LookaheadGuesser(), LENGTH - 1, watches=True)
+        return GuessedDecoder(decoder, lambda _: LookaheadGuesser(), LENGTH - 1)
     if options.draft in SCHEMES:
         return _reading_along(decoder, Decoder(lower_bits(loaded.model, options.draft)), options)
     if options.draft == MTP:
@@ -124,7 +122,7 @@ def _heads(
             "a guess for each place needs a head: leave the last ones out",
         )
     return GuessedDecoder(
-        decoder, lambda _: MedusaGuesser(heads, shape), min(len(shape), len(heads)), watches=True
+        decoder, lambda _: MedusaGuesser(heads, shape), min(len(shape), len(heads))
     )
 
 
@@ -132,6 +130,4 @@ def _by_features(
     decoder: Decoder, network: FeatureNetwork, options: DraftOptions
 ) -> GuessedDecoder:
     shape = options.shape or (1,) * options.tokens
-    return GuessedDecoder(
-        decoder, lambda room: FeatureGuesser(network, room, shape), options.most, watches=True
-    )
+    return GuessedDecoder(decoder, lambda room: FeatureGuesser(network, room, shape), options.most)

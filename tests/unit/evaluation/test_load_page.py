@@ -11,6 +11,7 @@ from quantforge.evaluation.report_page.load_page import assemble_load
 from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
 from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
 from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
+from quantforge.runtime.speculation.draft_options import DraftOptions
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.unit.evaluation.test_report_page import COLLIDING, OVERFLOWING, TOUCHING
 
@@ -37,7 +38,12 @@ def row(name: str, rate: float) -> LoadRow:
 def ladder() -> LoadFound:
     stream = RequestStream(3, prompt=LengthRange(8, 8), new=LengthRange(4, 6), shared=2, share=0.5)
     asked = LoadOptions(
-        stream, slo=Slo(ttft=1.0, e2e=0.5), price=2.0, ladder=True, cache="k=int8,v=int4"
+        stream,
+        slo=Slo(ttft=1.0, e2e=0.5),
+        price=2.0,
+        ladder=True,
+        cache="k=int8,v=int4",
+        drafts=DraftOptions("/somewhere/small", 5),
     )
     rows = [row(name, 2.0**place) for place, name in enumerate(RUNGS)]
     forecast = {"static": 0.5, "continuous": 0.9, "contiguous_waste": 0.4, "paged_waste": 0.03}
@@ -73,7 +79,7 @@ def test_the_command_makes_it_again_and_no_path_is_told(page: Path) -> None:
     told = "quantforge bench &#39;demo&lt;b&gt;&#39; demo-int4 --requests 3 --prompt-tokens 8 --new-tokens 4..6"
     assert told in text
     assert "--shared-tokens 2 --share 50% --slo ttft=1s,e2e=0.5s --price 2/h" in text
-    assert "--cache k=int8,v=int4 --input-bits 8 --ladder" in text
+    assert "--cache k=int8,v=int4 --draft small --draft-tokens 5 --input-bits 8 --ladder" in text
 
 
 def test_models_are_named_by_the_last_part_of_their_paths(ladder: LoadFound) -> None:

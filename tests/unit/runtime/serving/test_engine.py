@@ -20,6 +20,7 @@ from quantforge.runtime.serving.generation_requests import (
     PromptScored,
 )
 from quantforge.runtime.speculation.guess_trees import chain
+from quantforge.runtime.speculation.lookahead import LookaheadGuesser
 from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, following, guessed
 
 
@@ -284,7 +285,11 @@ def test_guesses_change_no_answer(options, shape):
 
 def test_guesses_of_one_text_are_refused():
     with pytest.raises(UsageError, match="single text"):
-        ServingEngine(FakeDecoder(), EngineOptions(**ROOM), replace(guessed((1,)), watches=True))
+        ServingEngine(
+            FakeDecoder(),
+            EngineOptions(**ROOM),
+            replace(guessed((1,)), guesser=lambda room: LookaheadGuesser()),
+        )
 
 
 def test_guesses_that_do_not_pay_stop():

@@ -21,6 +21,7 @@ from quantforge.runtime.speculation.eagle3_files import read_eagle3
 from quantforge.runtime.speculation.feature_guesser import FeatureGuesser
 from quantforge.runtime.speculation.medusa import MedusaGuesser, read_medusa
 from quantforge.runtime.speculation.speculate import Speculation, speculate
+from tests.runs import command
 from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, tokens_of
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -240,6 +241,13 @@ def test_verb_recognises_heads(request, kind):
             found = quantforge.generate(DEMO, "import os, json", draft=str(path), **more, **given)
             assert found.tokens == plain.tokens
             assert found.speculation["guessed"] > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_heads_guess_for_no_server(request, kind, capsys):
+    path = request.getfixturevalue(kind)
+    ended = command(capsys, "bench", DEMO, "--requests", 2, "--draft", path)
+    assert (ended.code, "single text" in ended.err) == (2, True)
 
 
 def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
