@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.results.card_figures import CARD
+from quantforge.verbs.release_place import SUMS
 
 _FILES = "GGUF"  # ends the name of the repository of all files
 
@@ -79,6 +80,9 @@ def upload_script(begun: str, variants: Sequence[ReleasedVariant]) -> str:
     ]
     lines += [
         'CDPATH= cd -- "$(dirname -- "$0")"',
+        f"cut -c 67- {SUMS} | while IFS= read -r file; do",
+        '    test -f "$file" || { echo "$file is missing: put it back first" >&2; exit 1; }',
+        "done",
         f"repository={named}",
         "begun=${repository##*/}-",
     ]

@@ -143,6 +143,20 @@ def test_a_text_that_cannot_be_scored_is_refused_before_any_work(
     assert {*tmp_path.iterdir()} - {spec} == before - {spec}
 
 
+def test_nothing_is_uploaded_while_a_file_is_missing(model, tmp_path):
+    release(written(tmp_path, model, Q8), tmp_path / "out")
+    (tmp_path / "hf").write_text("#!/bin/sh\necho uploaded\n")
+    (tmp_path / "hf").chmod(0o755)
+    (tmp_path / "out/gguf/q8.gguf").rename(tmp_path / "away")
+    words, path = ["sh", "out/upload.sh", "me/it"], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for said, code in (("", 1), ("uploaded\n", 0)):
+        ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=path)  # fmt: skip
+        assert (ran.stdout, ran.returncode) == (said, code)
+        if code:
+            assert "gguf/q8.gguf is missing: put it back first" in ran.stderr
+            (tmp_path / "away").rename(tmp_path / "out/gguf/q8.gguf")
+
+
 def test_the_script_uploads_its_own_directory_wherever_shells_look_for_others(model, tmp_path):
     release(written(tmp_path, model, Q8), tmp_path / "out")
     (tmp_path / "others/out").mkdir(parents=True)
