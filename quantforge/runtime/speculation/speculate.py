@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quantforge.errors import InputError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, check_prompts
 from quantforge.runtime.sampling import Chosen, Sampling
@@ -48,7 +49,7 @@ def speculate(
     """Yield the tokens that `generate` gives for one prompt, each pass's as soon as they are known.
 
     Raises:
-        InputError: as `generate`.
+        InputError: as `generate`; or what a draft computes is no number.
     """
     limits, sampling = limits or StopLimits(), sampling or Sampling()
     check_prompts(decoder, [prompt], limits.new_tokens)
@@ -63,7 +64,7 @@ def speculate(
     while left and one.token not in limits.stop:
         began = time.perf_counter()
         most = min(pace.guesses(), left - 1)
-        tree = guesser.guess(text.history, most, text.sampler) if most else GuessTree()
+        tree = _guessed(guesser, text, most)
         found, parted = text.advance(tree)
         pace.took(most if tree.probes else tree.depth, time.perf_counter() - began)
         empty = tree.probes > 0 and not tree.guesses and not tree.early
@@ -74,3 +75,14 @@ def speculate(
             left -= 1
             if one.token in limits.stop:
                 break
+
+
+def _guessed(guesser: Guesser, text: GrowingText, most: int) -> GuessTree:
+    if not most:
+        return GuessTree()
+    try:
+        return guesser.guess(text.history, most, text.sampler)
+    except InputError as error:  # in the words of a model, which is not to blame
+        raise InputError(
+            f"the draft: {error.message}", "it is damaged: take another one, or leave --draft out"
+        ) from error

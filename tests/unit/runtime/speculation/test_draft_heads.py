@@ -269,6 +269,15 @@ def changed(path, to, config=None, tensors=None, drop=()):
     )
 
 
+def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
+    name = "0.2.weight"
+    (file,) = medusa.glob("*.safetensors")
+    found = changed(medusa, tmp_path / "h", tensors={name: load_file(file)[name] * torch.nan})
+    with pytest.raises(InputError, match=r"^the draft: ") as raised:
+        quantforge.generate(DEMO, "import", raw=True, max_tokens=8, draft=str(found))
+    assert "--draft" in raised.value.hint
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
