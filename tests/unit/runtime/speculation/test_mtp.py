@@ -17,7 +17,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.speculation.feature_guesser import FeatureGuesser
 from quantforge.runtime.speculation.mtp import read_mtp
 from tests.runs import quantize, recipe
-from tests.unit.runtime.speculation.test_heads import rms, run
+from tests.unit.runtime.speculation.test_draft_heads import rms, run
 
 JOINS = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
 
