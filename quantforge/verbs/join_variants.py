@@ -94,15 +94,15 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
         ResourceError: it cannot be made.
     """
     lock, quiet = Lock(place_of_run(place)), QuietHolders(note)
-    while True:
-        try:
-            with writing(place.parent, 0):
-                lock.take()
-            break
-        except BusyError as error:
-            quiet.meet(error)
-            time.sleep(POLL_SECONDS)
-    try:
+    try:  # a signal may come between the lock and what is inside
+        while True:
+            try:
+                with writing(place.parent, 0):
+                    lock.take()
+                break
+            except BusyError as error:
+                quiet.meet(error)
+                time.sleep(POLL_SECONDS)
         yield
     finally:
         lock.release()
