@@ -26,6 +26,9 @@ LACKS = 2  # starlette and uvicorn, which an extra brings
 WORDS = {"q": "quantize", "quantize --method aw": "awq", "plan --recipe vllm-": "vllm-8bit"}
 
 
+RELEASE = 'model = "demo"\nsets = ["gguf-ladder"]\n'
+
+
 class TrialError(Exception):
     """What a new user was promised does not happen."""
 
@@ -111,6 +114,9 @@ def main() -> None:
     begun = time.monotonic()
     check_package()
     check_help()
+    Path("release.toml").write_text(
+        RELEASE
+    )  # that of the example, as the refusal of a missing one says
     for line in examples():
         run(*line[1:], expected={"diff": DIFFERS, "serve": LACKS}.get(line[1], 0))
     check_recipes()
