@@ -19,6 +19,19 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.plans import StoredTensor
 from quantforge.results.manifest import SCHEMA, finish
 
+TWO_VARIANTS = """model = "{model}"
+[calibration]
+samples = 4
+length = 16
+[[variant]]
+name = "int4"
+recipe = {{method = "gptq", scheme = "int4:g32:sym"}}
+format = "compressed-tensors"
+[[variant]]
+name = "q8"
+method = "rtn"
+type = "Q8_0"
+"""
 SHARDS = ((StoredTensor("a", "U8", (5,)),), (StoredTensor("b", "F32", (2, 2)),))
 CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
 

@@ -21,21 +21,9 @@ from quantforge.execution.unit_output import UnitOutput
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs import join_variants, make_release, release
+from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
 
-SPEC = """model = "{model}"
-[calibration]
-samples = 4
-length = 16
-[[variant]]
-name = "int4"
-recipe = {{method = "gptq", scheme = "int4:g32:sym"}}
-format = "compressed-tensors"
-[[variant]]
-name = "q8"
-method = "rtn"
-type = "Q8_0"
-"""
 Stopped = Callable[[object, str, Callable[[], object]], int]
 
 
@@ -97,7 +85,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
     model: Path, tmp_path: Path, stopped: Stopped, place: object, name: str, number: signal.Signals
 ) -> None:
     spec, out = tmp_path / "release.toml", tmp_path / "out"
-    spec.write_text(SPEC.format(model=model))
+    spec.write_text(TWO_VARIANTS.format(model=model))
     child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
     said, note = told(child, number)
     release(spec, out, Settings(join=True, note=note))
@@ -130,7 +118,7 @@ def test_nothing_is_said_of_one_that_works(
 ) -> None:
     """It takes longer than one that is not heard of is waited for."""
     spec, out, said = tmp_path / "release.toml", tmp_path / "out", tmp_path / "said"
-    spec.write_text(SPEC.format(model=model))
+    spec.write_text(TWO_VARIANTS.format(model=model))
     said.touch()
 
     def work() -> None:
@@ -153,7 +141,7 @@ def test_a_process_of_another_version_does_not_take_part(
     model: Path, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, out = tmp_path / "release.toml", tmp_path / "out"
-    spec.write_text(SPEC.format(model=model))
+    spec.write_text(TWO_VARIANTS.format(model=model))
     child = stopped(UnitOutput, "finish", lambda: release(spec, out, Settings(join=True)))
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "__version__", "9.9.9")

@@ -19,21 +19,9 @@ from quantforge.execution import claims, leases, quiet_holders
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.settings import Settings
 from quantforge.verbs import release
+from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
 
-SPEC = """model = "{model}"
-[calibration]
-samples = 4
-length = 16
-[[variant]]
-name = "int4"
-recipe = {{method = "gptq", scheme = "int4:g32:sym"}}
-format = "compressed-tensors"
-[[variant]]
-name = "q8"
-method = "rtn"
-type = "Q8_0"
-"""
 HOUR = 3600.0
 Work = Callable[[Path, Settings], object]
 
@@ -51,7 +39,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def work(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Work:
     """What processes share: a result, or a release."""
     spec = tmp_path / "m-release.toml"
-    spec.write_text(SPEC.format(model=model))
+    spec.write_text(TWO_VARIANTS.format(model=model))
 
     def quantized(out: Path, settings: Settings) -> object:
         named = {name: getattr(settings, name) for name in ("join", "note")}
