@@ -53,7 +53,7 @@ class RoutedExperts(ExpertWeights):
 
         def keep(*args: Any, **kwargs: Any) -> Tensor:
             states, index, weights = self._arguments(args, kwargs)
-            self._check(states, "what reaches the experts")
+            self._check(states, tokens)
             tokens.keep(self._row.first, states, index, weights)
             return torch.full_like(states, torch.nan)
 
@@ -129,10 +129,11 @@ class RoutedExperts(ExpertWeights):
             tensor=self.name,
         )
 
-    def _check(self, values: Tensor, what: str) -> None:
-        if not finite(values):
+    def _check(self, states: Tensor, tokens: RoutedTokens) -> None:
+        if not finite(states):
+            row = tokens.row_of(tokens.in_rows(self._row.first))
             raise InputError(
-                f"{self.name}: {what} is not finite in calibration row {self._row.first}",
+                f"{self.name}: what reaches the experts is not finite in calibration row {row}",
                 "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",
                 tensor=self.name,
             )

@@ -74,6 +74,12 @@ class ExpertWeights:
         """Let go of an expert; it is read anew when it is needed again."""
         self._held.pop(number, None)
 
+    def read_with(self, load: Load) -> Load:
+        """Let ``load`` read experts from now on; return what did. Experts that are held are let go."""
+        self._held.clear()
+        before, self._load = self._load, load
+        return before
+
     def restore_with(self, restore: Callable[[int], None]) -> None:
         """Call ``restore`` with the number of every expert that is read from now on, to write into it what was rounded.
 

@@ -8,7 +8,7 @@ transformers does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,17 @@ class RoutedTokens:
     Args:
         shape: how many calibration rows there are, and how long they are.
         store: makes room for states ``[rows, length, width]``.
+        numbers: of the rows in the calibration text, where they are others than these.
     """
 
-    def __init__(self, shape: tuple[int, int], store: Callable[[int], TokenStates]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        store: Callable[[int], TokenStates],
+        numbers: Sequence[int] = (),
+    ) -> None:
         (self._rows, self._length), self._make = shape, store
+        self._numbers = numbers or range(self._rows)
         self._lock = threading.Lock()
         self._stores: list[TokenStates] = []
         self._index = torch.empty(0, dtype=torch.int32)
@@ -44,7 +51,7 @@ class RoutedTokens:
 
     def row_of(self, token: int) -> int:
         """Return the calibration row of a token."""
-        return token // self._length
+        return self._numbers[token // self._length]
 
     def in_rows(self, rows: int) -> int:
         """Return how many tokens so many rows have."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from quantforge.architectures import Absorbs
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_weights import TORCH_DTYPES
+from quantforge.model.tuned_experts import TunedExperts, Visit
+from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -61,15 +64,19 @@ class TunedBlock:
 
     Attributes:
         part: with its kept parameters; linears are empty between two visits.
-        tensors: of its quantized linears.
+        tensors: of its quantized linears, those of experts too.
         scales: of the same.
         gains: of its norms, by the name of the weight.
+        own: the linears that are modules of their own.
+        experts: those of a mixture, None without one.
     """
 
     part: BlockPart
     tensors: dict[str, QuantizedTensor]
     scales: dict[str, Learned]
     gains: dict[str, Learned]
+    own: tuple[str, ...]
+    experts: TunedExperts | None = field(init=False, default=None)
 
     @classmethod
     def of(cls, part: BlockPart, tensors: dict[str, QuantizedTensor]) -> TunedBlock:
@@ -83,9 +90,12 @@ class TunedBlock:
             name: Learned.of(part.parameter(name), TORCH_DTYPES[part.dtype_of(name)], least, offset)
             for name, offset in gains_of(part).items()
         }
-        for name in (*(f"{name}.weight" for name in tensors), *gains):
+        own = tuple(name for name in part.own_linears if name in tensors)
+        for name in (*(f"{name}.weight" for name in own), *gains):
             part.module.get_parameter(name).requires_grad_()
-        block = cls(part, tensors, scales, gains)
+        block = cls(part, tensors, scales, gains, own)
+        if part.experts is not None:
+            block.experts = TunedExperts(part.experts, tensors, block.weight, block.run)
         block.release()
         return block
 
@@ -100,47 +110,104 @@ class TunedBlock:
         scales = self.scales[linear].stored()
         return replace(tensor, parameters={**tensor.parameters, "scales": scales})
 
+    def weight(self, linear: str) -> Tensor:
+        """Return the weight ``[out_features, in_features]`` of a linear as it is now."""
+        return self.result(linear).decode()
+
+    def run(self, number: int, row: Batch) -> Tensor:
+        """Run the block, filled, on a row, given its place among those that pass together."""
+        if self.part.experts is not None:
+            self.part.experts.at(number)
+        return row.run(self.part.module, note=False)
+
+    def forward(self, rows: Sequence[Batch]) -> list[Tensor]:
+        """Return what the block makes of rows; errors as `Experts.run`."""
+
+        def passed(numbered: tuple[int, Batch]) -> Tensor:
+            with one_thread(), torch.no_grad():
+                return self.run(*numbered)
+
+        self.fill()
+        with self.experts.returning(rows) if self.experts else nullcontext():
+            found = side_by_side(passed, [*enumerate(rows)])
+        self.release()
+        return found
+
+    def backward(
+        self, rows: Sequence[Batch], behind: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Go back through the block.
+
+        Args:
+            rows: what reaches it.
+            behind: gradients of what the block returns for each.
+
+        Returns:
+            Gradients of the states of each row, and of all factors as sums over the rows in their order; None for those
+            of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`.
+        """
+        found: dict[str, Tensor] = {}
+
+        def add(name: str, gradient: Tensor) -> None:
+            found[name] = found[name] + gradient if name in found else gradient
+
+        def visit(linear: str, gradient: Tensor) -> None:
+            add(linear, self._of_scales(linear, gradient))
+
+        self.fill()
+        with self._without_experts(rows, behind, visit):
+            passed = side_by_side(self._back, [*enumerate(zip(rows, behind, strict=True))])
+        self.release()
+        for _, own in passed:
+            for name, gradient in zip((*self.own, *self.gains), own, strict=True):
+                add(name, gradient)
+        factors = [found.get(name) for name in (*self.scales, *self.gains)]
+        return [first for first, _ in passed], factors
+
     def fill(self) -> None:
-        """Give the module the weights that are meant now."""
-        for name in self.tensors:
-            weight = self.result(name).decode()
-            self.part.module.get_parameter(f"{name}.weight").data = self._matrix(
-                weight
-            ).contiguous()
+        """Give the module the weights that are meant now; experts are filled when they compute."""
+        for name in self.own:
+            weight = self._matrix(self.weight(name)).contiguous()
+            self.part.module.get_parameter(f"{name}.weight").data = weight
         for name, gains in self.gains.items():
             self.part.module.get_parameter(name).data = gains.stored().float()
+
+    def release(self) -> None:
+        """Let go of the weights of the linears."""
+        for name in self.own:
+            self.part.module.get_parameter(f"{name}.weight").data = torch.empty(0)
 
     def _matrix(self, value: Tensor) -> Tensor:
         """Return a weight of the module as ``[out, in]``, or the other way round."""
         return value.T if self.part.architecture.transposed else value
 
-    def release(self) -> None:
-        """Let go of the weights of the linears."""
-        for name in self.tensors:
-            self.part.module.get_parameter(f"{name}.weight").data = torch.empty(0)
+    def _without_experts(
+        self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
+    ) -> AbstractContextManager[None]:
+        return self.experts.known(rows, behind, visit) if self.experts else nullcontext()
 
-    def back(self, passed: tuple[Batch, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the states that reach the block, and of all factors.
-
-        ``passed``: one row that reaches it, and the gradients of what the block returns for it.
-        """
-        row, behind = passed
-        names = [*(f"{name}.weight" for name in self.tensors), *self.gains]
+    def _back(self, numbered: tuple[int, tuple[Batch, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the states of a row, and of the factors that the module itself holds."""
+        number, (row, behind) = numbered
+        names = [*(f"{name}.weight" for name in self.own), *self.gains]
         values = [self.part.module.get_parameter(name) for name in names]
         with one_thread(), torch.enable_grad():
             states = row.states.detach().requires_grad_()
-            outputs = row._replace(states=states).run(self.part.module, note=False)
+            outputs = self.run(number, row._replace(states=states))
             first, *others = torch.autograd.grad(outputs, [states, *values], behind)
-        matrices, vectors = others[: len(self.tensors)], others[len(self.tensors) :]
-        found = []
-        for (name, tensor), gradient in zip(self.tensors.items(), matrices, strict=True):
-            scales = self.scales[name]
-            shape = scales.start.shape
-            products = (self._matrix(gradient) * _unscaled(tensor)).reshape(*shape, -1)
-            found.append(scales.gradient(products.sum(-1)))
-        for gains, gradient in zip(self.gains.values(), vectors, strict=True):
-            found.append(gains.gradient(gradient))
-        return first, found
+        matrices, vectors = others[: len(self.own)], others[len(self.own) :]
+        found = [
+            self._of_scales(name, self._matrix(gradient))
+            for name, gradient in zip(self.own, matrices, strict=True)
+        ]
+        pairs = zip(self.gains.values(), vectors, strict=True)
+        return first, [*found, *(gains.gradient(gradient) for gains, gradient in pairs)]
+
+    def _of_scales(self, linear: str, gradient: Tensor) -> Tensor:
+        """Return the gradient of the factors of scales, given that of the matrix ``[out_features, in_features]``."""
+        scales = self.scales[linear]
+        products = (gradient * _unscaled(self.tensors[linear])).reshape(*scales.start.shape, -1)
+        return scales.gradient(products.sum(-1))
 
 
 def gains_of(part: BlockPart) -> Mapping[str, float]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import cos, pi
 
 import torch
@@ -67,7 +66,8 @@ class TuningStream(ModelStream):
 
         Raises:
             InputError: a gradient is not finite, or there is one row only.
-            RefusedError: a block holds experts, or reads of earlier blocks more than the states behind the last.
+            RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states
+                behind the last.
         """
         count = len(self._rows)
         held = max(1, count // HELD)
@@ -90,7 +90,8 @@ class TuningStream(ModelStream):
         for part in self:
             if not first:
                 first.append(self._copy())
-            refuse_experts(part)
+            if part.experts is None:
+                refuse_experts(part)
             part.advance()
             replay = self._around.replay
             if replay is not None and replay.at(part.index + 1).remembers:
@@ -145,10 +146,7 @@ class TuningStream(ModelStream):
         states = [start.read(row, row + 1).to(self._device) for row in rows]
         found = [states]
         for index, block in enumerate(blocks):
-            block.fill()
-            passed = partial(_passed, block.part)
-            states = side_by_side(passed, self._single(index, rows, states))
-            block.release()
+            states = block.forward(self._single(index, rows, states))
             found.append(states)
         return found
 
@@ -170,26 +168,18 @@ class TuningStream(ModelStream):
 
     def _gradients(
         self, blocks: list[TunedBlock], states: tuple[HiddenStates, HiddenStates], rows: list[int]
-    ) -> list[Tensor]:
-        """Return the gradients of all factors for the mean divergence over rows."""
+    ) -> list[Tensor | None]:
+        """Return the gradients of all factors for the mean divergence over rows; see `TunedBlock.backward`."""
         reached = self._forward(blocks, states[0], rows)
         behind = [gradient for _, gradient in self._behind(rows, reached.pop(), states[1])]
-        found: list[list[Tensor]] = []
+        scale = 1 / (len(rows) * self._rows.shape[1])
+        found: list[list[Tensor | None]] = []
         for index in reversed(range(len(blocks))):
             block = blocks[index]
-            block.fill()
             batches = self._single(index, rows, reached.pop())
-            back = [*zip(batches, behind, strict=True)]
-            passed = side_by_side(block.back, back)
-            block.release()
-            behind = [gradients for gradients, _ in passed]
+            behind, sums = block.backward(batches, behind)
             _check(block.part, behind, rows)
-            scale = 1 / (len(rows) * self._rows.shape[1])
-            sums = [
-                sum(each[1:], each[0]) * scale
-                for each in zip(*(own for _, own in passed), strict=True)
-            ]
-            found.append(sums)
+            found.append([one if one is None else one * scale for one in sums])
         return [gradient for own in reversed(found) for gradient in own]
 
     def _behind(
@@ -219,11 +209,6 @@ class TuningStream(ModelStream):
         for first in range(0, len(pairs), together):
             found += side_by_side(one, pairs[first : first + together])
         return found
-
-
-def _passed(part: BlockPart, row: Batch) -> Tensor:
-    with one_thread(), torch.no_grad():
-        return row.run(part.module, note=False)
 
 
 def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:

@@ -31,6 +31,11 @@ def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, Tens
     }
 
 
+def unstacked(tensors: Iterable[TensorPlan], matched: Matched) -> bool:
+    """Return whether experts among tensors are in blocks that do not compute them as one stack."""
+    return any(one.expert >= 0 and not matched.layers[one.part].stacks for one in tensors)
+
+
 def disk_bytes(
     strips: int,
     tensors: Sequence[TensorPlan],
@@ -108,13 +113,11 @@ def refuse_guide(
     linears = guided(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
-    stacked = {index for index, kind in enumerate(matched.layers) if kind.stacks}
-    routed = {tensor.part for tensor in linears.values() if tensor.expert >= 0}
-    if routed - stacked:
+    if unstacked(linears.values(), matched):
         raise RefusedError(
             f"{said}: the model has experts, which it computes otherwise than as one stack", hint
         )
-    if routed and everyone:
+    if everyone and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
             f"{said}: --experts all sends every token through every expert, and only those that the router"
             " sends have gradients",

@@ -8,7 +8,7 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
 from quantforge.grids import PerTensor
-from quantforge.planning.guidance import guided
+from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
@@ -47,7 +47,8 @@ def refuse_tune(
 
     Raises:
         UsageError: the method or the format takes none, nothing of a block is quantized, or there is one row.
-        RefusedError: the model has experts, or a scheme has no scales that could be tuned.
+        RefusedError: the model has experts that it does not compute in stacks, or a scheme has no scales that could
+            be tuned.
     """
     if not epochs:
         return
@@ -66,8 +67,10 @@ def refuse_tune(
     linears = guided(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", HINT)
-    if any(kind.stacks for kind in matched.layers) or any(t.expert >= 0 for t in linears.values()):
-        raise RefusedError(f"{said}: the model has experts, which nothing is learned of", HINT)
+    if unstacked(linears.values(), matched):
+        raise RefusedError(
+            f"{said}: the model has experts, which it computes otherwise than as one stack", HINT
+        )
     for name, tensor in linears.items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight
