@@ -1,4 +1,4 @@
-"""Tuning of a run: the unit behind its blocks, which learns scales and gains and writes them over what was written.
+"""Tuning of a run: the unit behind its blocks, which learns and writes what it learned over what was written.
 
 What it learned lies in a file beside the journal before the journal says that it is done, and is only then written into
 the weight files. A run that goes on later writes it again: a kill in between loses nothing.
@@ -117,8 +117,11 @@ class Tuning:
             before = self._output.read(tensor)
             after = self._output.storage.pack(tensor, block.result(linear))
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
-            change = float(block.scales[linear].factor.abs().max())
-            merge(record, {"figures": {tensor.name: {"tuned": change}}})
+            figures = {"tuned": float(block.scales[linear].factor.abs().max())}
+            if block.codes:
+                steps = block.codes[linear].snapshot()
+                figures["recoded"] = float(steps.count_nonzero()) / steps.numel()
+            merge(record, {"figures": {tensor.name: figures}})
         kept = self._restoring.kept(block.part)
         for name, gains in block.gains.items():
             tensor = kept[name]

@@ -1,4 +1,4 @@
-"""A block whose linears are codes, under scales that are learned together with the gains of its norms."""
+"""A block whose linears are codes under scales that are learned, with the gains of its norms and maybe the codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quantforge.architectures import Absorbs
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_weights import TORCH_DTYPES
+from quantforge.model.learned_codes import LearnedCodes
 from quantforge.model.tuned_experts import TunedExperts, Visit
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
@@ -68,6 +69,7 @@ class TunedBlock:
         scales: of the same.
         gains: of its norms, by the name of the weight.
         own: the linears that are modules of their own.
+        codes: of the linears; none where they are frozen.
         experts: those of a mixture, None without one.
     """
 
@@ -76,11 +78,18 @@ class TunedBlock:
     scales: dict[str, Learned]
     gains: dict[str, Learned]
     own: tuple[str, ...]
+    codes: dict[str, LearnedCodes]
     experts: TunedExperts | None = field(init=False, default=None)
 
     @classmethod
-    def of(cls, part: BlockPart, tensors: dict[str, QuantizedTensor]) -> TunedBlock:
-        """Begin with a block as it was written; its linears are let go of."""
+    def of(cls, part: BlockPart, tensors: dict[str, QuantizedTensor], rate: float) -> TunedBlock:
+        """Begin with a block as it was written; its linears are let go of.
+
+        Args:
+            part: the block.
+            tensors: its quantized linears.
+            rate: with which codes are learned at first, 0 for frozen ones.
+        """
         scales = {
             name: Learned.of(value := tensor.parameters["scales"], value.dtype, _rate(tensor))
             for name, tensor in tensors.items()
@@ -93,7 +102,8 @@ class TunedBlock:
         own = tuple(name for name in part.own_linears if name in tensors)
         for name in (*(f"{name}.weight" for name in own), *gains):
             part.module.get_parameter(name).requires_grad_()
-        block = cls(part, tensors, scales, gains, own)
+        codes = {name: LearnedCodes.of(tensor, rate) for name, tensor in tensors.items() if rate}
+        block = cls(part, tensors, scales, gains, own, codes)
         if part.experts is not None:
             block.experts = TunedExperts(part.experts, tensors, block.weight, block.run)
         block.release()
@@ -101,14 +111,15 @@ class TunedBlock:
 
     @property
     def learned(self) -> list[Learned]:
-        """Return everything that is learned, in a fixed order."""
+        """Return everything that is learned but codes, in a fixed order."""
         return [*self.scales.values(), *self.gains.values()]
 
     def result(self, linear: str) -> QuantizedTensor:
         """Return a linear as it is now."""
         tensor = self.tensors[linear]
-        scales = self.scales[linear].stored()
-        return replace(tensor, parameters={**tensor.parameters, "scales": scales})
+        codes = self.codes[linear].stored() if self.codes else tensor.codes
+        parameters = {**tensor.parameters, "scales": self.scales[linear].stored()}
+        return replace(tensor, codes=codes, parameters=parameters)
 
     def weight(self, linear: str) -> Tensor:
         """Return the weight ``[out_features, in_features]`` of a linear as it is now."""
@@ -134,35 +145,43 @@ class TunedBlock:
         return found
 
     def backward(
-        self, rows: Sequence[Batch], behind: Sequence[Tensor]
+        self, rows: Sequence[Batch], behind: Sequence[Tensor], share: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Go back through the block.
+        """Go back through the block, and move its codes.
 
         Args:
             rows: what reaches it.
             behind: gradients of what the block returns for each.
+            share: of the rate of codes that is left.
 
         Returns:
             Gradients of the states of each row, and of all factors as sums over the rows in their order; None for those
             of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`.
         """
         found: dict[str, Tensor] = {}
+        moves: dict[str, Tensor] = {}
 
-        def add(name: str, gradient: Tensor) -> None:
-            found[name] = found[name] + gradient if name in found else gradient
+        def add(sums: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+            sums[name] = sums[name] + gradient if name in sums else gradient
 
         def visit(linear: str, gradient: Tensor) -> None:
-            add(linear, self._of_scales(linear, gradient))
+            add(found, linear, self._of_scales(linear, gradient))
+            if self.codes:
+                add(moves, linear, self._of_codes(linear, gradient))
 
         self.fill()
         with self._without_experts(rows, behind, visit):
             passed = side_by_side(self._back, [*enumerate(zip(rows, behind, strict=True))])
         self.release()
-        for _, own in passed:
-            for name, gradient in zip((*self.own, *self.gains), own, strict=True):
-                add(name, gradient)
+        for _, matrices, vectors in passed:
+            for name, gradient in zip(self.own, matrices, strict=True):
+                visit(name, gradient)
+            for name, gradient in zip(self.gains, vectors, strict=True):
+                add(found, name, gradient)
+        for name, move in moves.items():
+            self.codes[name].step(move, share)
         factors = [found.get(name) for name in (*self.scales, *self.gains)]
-        return [first for first, _ in passed], factors
+        return [first for first, _, _ in passed], factors
 
     def fill(self) -> None:
         """Give the module the weights that are meant now; experts are filled when they compute."""
@@ -186,8 +205,10 @@ class TunedBlock:
     ) -> AbstractContextManager[None]:
         return self.experts.known(rows, behind, visit) if self.experts else nullcontext()
 
-    def _back(self, numbered: tuple[int, tuple[Batch, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the states of a row, and of the factors that the module itself holds."""
+    def _back(
+        self, numbered: tuple[int, tuple[Batch, Tensor]]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return the gradients of the states of a row, of the matrices that the module holds, and of gains' factors."""
         number, (row, behind) = numbered
         names = [*(f"{name}.weight" for name in self.own), *self.gains]
         values = [self.part.module.get_parameter(name) for name in names]
@@ -195,19 +216,20 @@ class TunedBlock:
             states = row.states.detach().requires_grad_()
             outputs = self.run(number, row._replace(states=states))
             first, *others = torch.autograd.grad(outputs, [states, *values], behind)
-        matrices, vectors = others[: len(self.own)], others[len(self.own) :]
-        found = [
-            self._of_scales(name, self._matrix(gradient))
-            for name, gradient in zip(self.own, matrices, strict=True)
-        ]
-        pairs = zip(self.gains.values(), vectors, strict=True)
-        return first, [*found, *(gains.gradient(gradient) for gains, gradient in pairs)]
+        matrices = [self._matrix(gradient) for gradient in others[: len(self.own)]]
+        pairs = zip(self.gains.values(), others[len(self.own) :], strict=True)
+        return first, matrices, [gains.gradient(gradient) for gains, gradient in pairs]
 
     def _of_scales(self, linear: str, gradient: Tensor) -> Tensor:
         """Return the gradient of the factors of scales, given that of the matrix ``[out_features, in_features]``."""
         scales = self.scales[linear]
-        products = (gradient * _unscaled(self.tensors[linear])).reshape(*scales.start.shape, -1)
+        products = (gradient * _unscaled(self.result(linear))).reshape(*scales.start.shape, -1)
         return scales.gradient(products.sum(-1))
+
+    def _of_codes(self, linear: str, gradient: Tensor) -> Tensor:
+        """Return the gradient of the offsets of codes, given that of the matrix."""
+        scales = self.scales[linear].stored().float()
+        return (gradient.reshape(*scales.shape, -1) * scales[..., None]).reshape_as(gradient)
 
 
 def gains_of(part: BlockPart) -> Mapping[str, float]:

@@ -1,9 +1,10 @@
-"""Tuning: scales of groups and gains of norms learned on what the whole model predicts, with the codes frozen.
+"""Tuning: scales of groups, gains of norms and codes learned on what the whole model predicts.
 
 The loss is the divergence of the quantized model from its source at every position of some rows, in nats. Every scale
 and gain is multiplied with a factor that Adam fits; the product is rounded to the stored type before it is used, and
-its gradient taken as if it were not (straight through). Rows that nothing is learned on decide which epoch is kept, the
-start among them.
+its gradient taken as if it were not (straight through). From two epochs on codes are learned as well
+(`quantforge.model.learned_codes`); in one there are too few steps to tell a gradient from its noise. Rows that nothing
+is learned on decide which epoch is kept, the start among them.
 
 A step takes a few rows forward through all blocks and back again. Only what reaches each block is kept on the way
 forward; on the way back a block is computed once more with gradients. The weights of linears exist in floating point in
@@ -29,7 +30,7 @@ from quantforge.model.block_samples import refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.tuned_block import TunedBlock
-from quantforge.model.tuning_bounds import MOST, ROWS
+from quantforge.model.tuning_bounds import MOST, ROWS, learns_codes
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
@@ -37,6 +38,8 @@ from quantforge.packers.tensor import QuantizedTensor
 
 HELD = 8  # one row of so many decides which epoch is kept, and nothing is learned on it
 BETAS = (0.9, 0.99)
+RATE = 0.035  # of the codes' offsets, at most
+REACH = 1.4  # steps of its grid that a code goes in all epochs where every gradient agrees
 LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
 
 Read = Callable[[BlockPart], dict[str, QuantizedTensor]]
@@ -73,10 +76,12 @@ class TuningStream(ModelStream):
         held = max(1, count // HELD)
         if count <= held:
             raise InputError("tuning: one calibration row", "--samples 8, or more")
+        steps = epochs * -(-(count - held) // ROWS)
+        rate = min(RATE, 2 * REACH / steps) if learns_codes(epochs) else 0.0
         with one_thread():
             start, targets = self._source()
             blocks = [
-                TunedBlock.of(part := self.block(index), read(part))
+                TunedBlock.of(part := self.block(index), read(part), rate)
                 for index in range(len(self._blocks))
             ]
             with self._filled_head():
@@ -114,7 +119,7 @@ class TuningStream(ModelStream):
         learned = [one for block in blocks for one in block.learned]
         optimizer = torch.optim.Adam([{"params": [one.factor]} for one in learned], betas=BETAS)
         before = best = self._divergence(blocks, states, held)
-        kept = [one.factor.detach().clone() for one in learned]
+        kept = _Snapshot(blocks)
         generator = torch.Generator().manual_seed(seed)
         steps, step = epochs * -(-held.start // ROWS), 0
         for _ in range(epochs):
@@ -123,7 +128,7 @@ class TuningStream(ModelStream):
                 share = 0.5 + 0.5 * cos(pi * step / steps)
                 for group, one in zip(optimizer.param_groups, learned, strict=True):
                     group["lr"] = one.rate * share
-                gradients = self._gradients(blocks, states, order[first : first + ROWS])
+                gradients = self._gradients(blocks, states, order[first : first + ROWS], share)
                 for one, gradient in zip(learned, gradients, strict=True):
                     one.factor.grad = gradient
                 optimizer.step()
@@ -133,10 +138,9 @@ class TuningStream(ModelStream):
                 told(step / steps, best)
             found = self._divergence(blocks, states, held)
             if found < best:
-                best, kept = found, [one.factor.detach().clone() for one in learned]
+                best, kept = found, _Snapshot(blocks)
             told(step / steps, best)
-        for one, factor in zip(learned, kept, strict=True):
-            one.factor.data.copy_(factor)
+        kept.restore()
         return Tuned(blocks, before, best)
 
     def _forward(
@@ -167,9 +171,13 @@ class TuningStream(ModelStream):
         return total / (len(rows) * self._rows.shape[1])
 
     def _gradients(
-        self, blocks: list[TunedBlock], states: tuple[HiddenStates, HiddenStates], rows: list[int]
+        self,
+        blocks: list[TunedBlock],
+        states: tuple[HiddenStates, HiddenStates],
+        rows: list[int],
+        share: float,
     ) -> list[Tensor | None]:
-        """Return the gradients of all factors for the mean divergence over rows; see `TunedBlock.backward`."""
+        """Move codes, and return the gradients of all factors for the mean divergence over rows; see `TunedBlock`."""
         reached = self._forward(blocks, states[0], rows)
         behind = [gradient for _, gradient in self._behind(rows, reached.pop(), states[1])]
         scale = 1 / (len(rows) * self._rows.shape[1])
@@ -177,7 +185,7 @@ class TuningStream(ModelStream):
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             batches = self._single(index, rows, reached.pop())
-            behind, sums = block.backward(batches, behind)
+            behind, sums = block.backward(batches, behind, share)
             _check(block.part, behind, rows)
             found.append([one if one is None else one * scale for one in sums])
         return [gradient for own in reversed(found) for gradient in own]
@@ -209,6 +217,25 @@ class TuningStream(ModelStream):
         for first in range(0, len(pairs), together):
             found += side_by_side(one, pairs[first : first + together])
         return found
+
+
+class _Snapshot:
+    """What blocks have learned at one moment."""
+
+    def __init__(self, blocks: list[TunedBlock]) -> None:
+        """Take it."""
+        self._blocks = blocks
+        self._factors = [one.factor.detach().clone() for block in blocks for one in block.learned]
+        self._codes = [one.snapshot() for block in blocks for one in block.codes.values()]
+
+    def restore(self) -> None:
+        """Go back to it."""
+        learned = [one for block in self._blocks for one in block.learned]
+        for one, factor in zip(learned, self._factors, strict=True):
+            one.factor.data.copy_(factor)
+        codes = [one for block in self._blocks for one in block.codes.values()]
+        for own, steps in zip(codes, self._codes, strict=True):
+            own.restore(steps)
 
 
 def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:

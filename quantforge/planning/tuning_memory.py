@@ -1,4 +1,4 @@
-"""Memory that tuning takes: the codes of all blocks, one block with its gradients, states of the rows of a step."""
+"""Memory that tuning takes: codes of all blocks and what is learned, a block with its gradients, states of a step."""
 
 from __future__ import annotations
 
