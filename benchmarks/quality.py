@@ -1,9 +1,10 @@
-"""KL divergence and seconds of our methods and of llm-compressor, on the same rows, several seeds.
+"""KL divergence and seconds of our methods, of llm-compressor and of AutoRound, on the same rows, several seeds.
 
     python benchmarks/quality.py --model MODEL --calibration cal.txt --evaluation eval.txt --peer PYTHON --out PREFIX
 
 Writes PREFIX.json (everything) and PREFIX.md (a table for each scheme and evaluation text: mean over the seeds, ratio
-to the peer). Seconds are those of quantizing alone, imports excluded, on both sides.
+to llm-compressor's GPTQ). Seconds are those of quantizing alone, imports excluded, on all sides. Each peer runs where
+it is installed: ``--peer`` is the python of llm-compressor, ``--autoround`` that of AutoRound.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ OURS = {
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),
 }
-PEERS = {"llm-compressor rtn": "rtn", "llm-compressor gptq": "gptq"}
+# Of a peer: its option, its script, and what the script is told.
+PEERS = {
+    "llm-compressor rtn": ("peer", "llm_compressor.py", "rtn"),
+    "llm-compressor gptq": ("peer", "llm_compressor.py", "gptq"),
+    "AutoRound, 200 iterations": ("autoround", "autoround.py", "200"),
+}
 
 
 def main() -> None:
@@ -56,12 +62,11 @@ def main() -> None:
             np.save(f"{scratch}/rows.npy", sample.ids.numpy())
             for scheme in options.schemes:
                 found = [ours(options, name, scheme, seed, Path(scratch)) for name in options.ours]
-                if options.peer:
-                    found += [
-                        peer(options, name, method, scheme, seed, Path(scratch))
-                        for name, method in PEERS.items()
-                        if name in options.peers
-                    ]
+                found += [
+                    peer(options, name, scheme, seed, Path(scratch))
+                    for name, (where, _, _) in PEERS.items()
+                    if name in options.peers and getattr(options, where)
+                ]
                 paths = [run.pop("path") for run in found]
                 for text in options.evaluation:
                     scores = evaluate(options, text, paths)
@@ -91,6 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--evaluation", type=Path, nargs="+", required=True)
     parser.add_argument("--peer", type=Path, help="python of an environment with llm-compressor")
+    parser.add_argument("--autoround", type=Path, help="python of one with AutoRound")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--ours", nargs="+", default=tuple(OURS))
@@ -118,15 +124,14 @@ def ours(
 
 
 def peer(
-    options: argparse.Namespace, name: str, method: str, scheme: str, seed: int, scratch: Path
+    options: argparse.Namespace, name: str, scheme: str, seed: int, scratch: Path
 ) -> dict[str, object]:
-    """One run of the peer."""
-    out = scratch / f"peer-{seed}-{scheme}-{method}".replace(":", "-")
-    grid, group, zero = scheme.split(":")
-    script = Path(__file__).parent / "peers" / "llm_compressor.py"
+    """One run of a peer."""
+    where, script, told = PEERS[name]
+    out = scratch / f"peer-{seed}-{scheme}-{told}".replace(":", "-")
     command = [
-        options.peer, script, options.model, scratch / "rows.npy", out, method,
-        grid.removeprefix("int"), group.removeprefix("g"), zero,
+        getattr(options, where), Path(__file__).parent / "peers" / script,
+        options.model, scratch / "rows.npy", out, told, scheme,
     ]  # fmt: skip
     done = subprocess.run(
         [str(item) for item in command],
@@ -136,7 +141,8 @@ def peer(
         env=os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"},
     )
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"tool": name, "scheme": scheme, "seed": seed, "path": out, **result}
+    (made,) = {path.parent for path in out.rglob("config.json")}  # AutoRound adds a folder
+    return {"tool": name, "scheme": scheme, "seed": seed, "path": made, **result}
 
 
 def evaluate(

@@ -126,7 +126,7 @@ def peer(options: argparse.Namespace, model: Path, scratch: Path) -> dict[str, f
     """Seconds of one run of the peer: ``whole``, and ``seconds`` of it in ``oneshot``."""
     script = Path(__file__).parent / "peers" / "llm_compressor.py"
     out = scratch / "peer"
-    command = [options.peer, script, model, scratch / "rows.npy", out, "gptq", 4, 128, "sym"]
+    command = [options.peer, script, model, scratch / "rows.npy", out, "gptq", "int4:g128:sym"]
     done = subprocess.run(
         [str(item) for item in command],
         check=True,

@@ -1,6 +1,8 @@
 """One run of llm-compressor, in its own environment: quantize a model on given token rows and save it.
 
-    python benchmarks/peers/llm_compressor.py MODEL ROWS.npy OUT METHOD BITS GROUP sym|asym
+    python benchmarks/peers/llm_compressor.py MODEL ROWS.npy OUT METHOD SCHEME
+
+SCHEME: ``int4:g128:sym`` and the like, or the name of a scheme without choices (``nvfp4``, ``mxfp4``; weights alone).
 
 Of a mixture every token passes every expert while calibrating, which is the peer's default; routers and the gates of
 shared experts stay as they are. Prints one JSON line with the seconds of ``oneshot`` alone, and of the whole run:
@@ -29,18 +31,25 @@ KEPT = ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]
 
 def main() -> None:
     """Quantize and save."""
-    model_path, rows_path, out, method, bits, group, zero = sys.argv[1:]
+    model_path, rows_path, out, method, scheme = sys.argv[1:]
     begun = time.monotonic()
     model = linearize_moe(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     rows = np.load(rows_path)
     ones = [[1] * rows.shape[1]] * len(rows)
     data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": ones})
-    args = QuantizationArgs(
-        num_bits=int(bits), symmetric=zero == "sym", strategy="group", group_size=int(group)
-    )
     kind = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[method]
-    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
-    recipe = kind(config_groups=groups, ignore=KEPT)
+    if ":" in scheme:
+        bits, group, zero = scheme.split(":")
+        args = QuantizationArgs(
+            num_bits=int(bits.removeprefix("int")),
+            symmetric=zero == "sym",
+            strategy="group",
+            group_size=int(group.removeprefix("g")),
+        )
+        groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
+        recipe = kind(config_groups=groups, ignore=KEPT)
+    else:
+        recipe = kind(scheme=f"{scheme.upper()}A16", targets="Linear", ignore=KEPT)
     start = time.monotonic()
     oneshot(
         model=model,
