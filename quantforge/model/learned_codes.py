@@ -6,7 +6,8 @@ which it takes many steps that agree. A code that changed on noise costs more th
 fallen the divergence is above what it began with.
 
 The optimizer is Adam with the second moment kept by row and column, as in Adafactor (Shazeer and Stern, arXiv
-1804.04235): with offsets and first moments in 16 bits a weight takes four bytes beside its code.
+1804.04235), and steps no longer than the rate: with offsets and first moments in 16 bits a weight takes four bytes
+beside its code.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class LearnedCodes:
         size = seen.sqrt_().clamp_(min=torch.finfo(torch.float32).tiny)
         rate = self.rate * share / (1 - FIRST**self._steps)
         least, most = (limit - self.start.float() for limit in self.limits)
-        moved = self.offsets.float().sub_(moment.div_(size), alpha=rate)
+        moved = self.offsets.float().sub_(moment.div_(size).clamp_(-1, 1), alpha=rate)
         moved = torch.maximum(moved, least.clamp_(min=-MOST_STEPS) - BESIDE)
         self.offsets.copy_(torch.minimum(moved, most.clamp_(max=MOST_STEPS) + BESIDE))
 

@@ -1,0 +1,65 @@
+"""Learned codes: a change takes many gradients that agree, is one step at most, and stays within the grid."""
+
+from __future__ import annotations
+
+import torch
+
+from quantforge.model.learned_codes import LearnedCodes
+
+RATE = 0.05  # half a step takes ten steps that agree
+
+
+def made(codes: list[list[int]], limits: tuple[int, int] = (-4, 3)) -> LearnedCodes:
+    return LearnedCodes(torch.tensor(codes, dtype=torch.int8), limits, RATE)
+
+
+def test_codes_go_against_gradients_that_agree_and_one_step_at_most() -> None:
+    codes = made([[0, 0], [-4, 3]])
+    gradient = torch.tensor([[1.0, -1.0], [1.0, -1.0]])
+    for _ in range(8):
+        codes.step(gradient, 1.0)
+    assert not codes.snapshot().any()
+    for _ in range(100):
+        codes.step(gradient, 1.0)
+    assert codes.stored().tolist() == [
+        [-1, 1],
+        [-4, 3],
+    ]  # the second row is at the ends of its grid
+    assert codes.stored().dtype == torch.int8
+
+
+def test_noise_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = LearnedCodes(torch.zeros(64, 64, dtype=torch.uint8), (0, 7), 0.01)
+    for step in range(100):
+        codes.step(torch.randn(64, 64, generator=generator), 1 - step / 100)
+    assert float(codes.snapshot().count_nonzero()) < 0.01 * 64 * 64
+
+
+def test_the_size_of_gradients_does_not_matter() -> None:
+    """By row and by column: neither a loud output nor a loud input moves its codes faster."""
+    codes = made([[0] * 4] * 3)
+    loud = torch.tensor([1.0, 100.0, 1e-6])[:, None] * torch.tensor([1.0, 1e3, 1e-3, 1.0])
+    for _ in range(5):
+        codes.step(loud, 1.0)
+    assert float(codes.offsets.max()) - float(codes.offsets.min()) < 0.01
+    assert float(codes.offsets.max()) < -0.2
+
+
+def test_without_gradients_nothing_moves() -> None:
+    codes = made([[1, -2]])
+    codes.step(torch.zeros(1, 2), 1.0)
+    assert codes.stored().tolist() == [[1, -2]]
+    codes.step(torch.tensor([[1.0, 0.0]]), 1.0)  # a column that nothing reaches
+    assert codes.offsets[0, 1] == 0
+    assert bool(codes.offsets.isfinite().all())
+
+
+def test_a_snapshot_brings_codes_back() -> None:
+    codes = made([[0, 1, 2]])
+    before = codes.snapshot()
+    for _ in range(40):
+        codes.step(torch.ones(1, 3), 1.0)
+    assert codes.stored().tolist() == [[-1, 0, 1]]
+    codes.restore(before)
+    assert codes.stored().tolist() == [[0, 1, 2]]
