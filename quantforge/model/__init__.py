@@ -49,6 +49,7 @@ In this folder:
     token_weights      Weights of calibration tokens: how much the loss minds an error at the output of a linear
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
     tuned_block        A block whose linears are codes
+    tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes
     tuning             Tuning: scales of groups and gains of norms learned on what the whole model predicts
     tuning_bounds      Bounds of tuning, which forecasts and `verify` go by
     whole_checkpoint   Check that a checkpoint of a family without declarations is whole

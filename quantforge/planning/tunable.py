@@ -14,16 +14,22 @@ from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
 HINT = "leave --tune out"
+DENSE, MIXED = 4, 6  # forward passes that take as long as an epoch
 
 
-def tune_notes(epochs: int, calibration: CalibrationOptions) -> tuple[str, ...]:
+def epoch_passes(matched: Matched) -> int:
+    """Return how many forward passes take as long as an epoch: blocks with experts run as far as these first."""
+    return MIXED if any(kind.stacks for kind in matched.layers) else DENSE
+
+
+def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -> tuple[str, ...]:
     """Say what tuning takes; nothing without it."""
     if not epochs:
         return ()
     tokens = calibration.samples * calibration.length
     return (
-        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as four forward passes;"
-        " the codes of all blocks are in memory meanwhile",
+        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as"
+        f" {epoch_passes(matched)} forward passes; the codes of all blocks are in memory meanwhile",
     )
 
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable
 
 from quantforge.architectures.match import Matched, declared
+from quantforge.model.statistics import EXPERT_TOKENS
 from quantforge.model.tuning_bounds import ROWS
 from quantforge.planning import expert_memory
 from quantforge.plans import TensorPlan
 
 FLOAT = 4
 COPIES = 6  # of logits of a row, and floats of everything that is learned
+MIXED = 4  # states of the tokens of a step: what reaches the experts, what they return, and both gradients
 FLOATS = frozenset({"BF16", "F16", "F32"})
 
 
@@ -38,4 +40,8 @@ def tuning_bytes(
     states = count * length * sizes.hidden * (matched.blocks + 1)
     states += side * length * max(passing, COPIES * sizes.vocab)
     block = expert_memory.block_bytes(matched) * (1 + 2 * side)
+    if expert_memory.states(matched) > 1:
+        states += MIXED * count * length * sizes.hidden
+        states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        block += expert_memory.routing_bytes(matched, count * length)
     return codes + block + FLOAT * (COPIES * learned + states + sizes.vocab * sizes.hidden)
