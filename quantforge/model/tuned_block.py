@@ -166,8 +166,11 @@ class TunedBlock:
 
         def visit(linear: str, gradient: Tensor) -> None:
             add(found, linear, self._of_scales(linear, gradient))
-            if self.codes:
-                add(moves, linear, self._of_codes(linear, gradient))
+            if not self.codes:
+                return
+            if moves and _owner(linear) != _owner(next(iter(moves))) and linear not in self.own:
+                self._move(moves, share)  # of an expert whose turn is over
+            add(moves, linear, self._of_codes(linear, gradient))
 
         self.fill()
         with self._without_experts(rows, behind, visit):
@@ -178,8 +181,7 @@ class TunedBlock:
                 visit(name, gradient)
             for name, gradient in zip(self.gains, vectors, strict=True):
                 add(found, name, gradient)
-        for name, move in moves.items():
-            self.codes[name].step(move, share)
+        self._move(moves, share)
         factors = [found.get(name) for name in (*self.scales, *self.gains)]
         return [first for first, _, _ in passed], factors
 
@@ -226,10 +228,20 @@ class TunedBlock:
         products = (gradient * _unscaled(self.result(linear))).reshape(*scales.start.shape, -1)
         return scales.gradient(products.sum(-1))
 
+    def _move(self, moves: dict[str, Tensor], share: float) -> None:
+        """Move codes by their gradients, which are let go of."""
+        for name in [*moves]:
+            self.codes[name].step(moves.pop(name), share)
+
     def _of_codes(self, linear: str, gradient: Tensor) -> Tensor:
         """Return the gradient of the offsets of codes, given that of the matrix."""
         scales = self.scales[linear].stored().float()
         return (gradient.reshape(*scales.shape, -1) * scales[..., None]).reshape_as(gradient)
+
+
+def _owner(linear: str) -> str:
+    """Return the module that a linear is part of."""
+    return linear.rpartition(".")[0]
 
 
 def gains_of(part: BlockPart) -> Mapping[str, float]:

@@ -81,7 +81,8 @@ def _tuning(
 ) -> tuple[float, float]:
     """Return what tuning takes: while the source passes, the states in front of its first block kept, and then."""
     states, (_, sizes) = _hidden(run, matched), declared(matched)
-    taken = tuning_memory.tuning_bytes(tensors, matched, (run.rows, run.length), run.workers)
+    rows = (run.rows, run.length)
+    taken = tuning_memory.tuning_bytes(tensors, matched, rows, run.workers, run.tune)
     return held + states + _activations(matched, sizes, run), taken + 2 * states
 
 

@@ -8,6 +8,7 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
 from quantforge.grids import PerTensor
+from quantforge.model.tuning_bounds import learns_codes
 from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
@@ -27,9 +28,14 @@ def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -
     if not epochs:
         return ()
     tokens = calibration.samples * calibration.length
+    what = (
+        "the codes of all blocks, and six bytes more for each"
+        if learns_codes(epochs)
+        else "the codes of all blocks"
+    )
     return (
         f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as"
-        f" {epoch_passes(matched)} forward passes; the codes of all blocks are in memory meanwhile",
+        f" {epoch_passes(matched)} forward passes; in memory meanwhile are {what}",
     )
 
 
