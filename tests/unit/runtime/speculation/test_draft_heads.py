@@ -67,9 +67,9 @@ def write_medusa(path, vocabulary, hidden):
     return write(path, config, tensors, "medusa_lm_head.safetensors")
 
 
-def write_eagle(path, vocabulary, seen, width=48):
+def write_eagle(path, vocabulary, seen, width=48, mlp=80):
     """Write an EAGLE-3 head of a width for a model; return its directory."""
-    heads, kv, head, mlp = 4, 2, 16, 80 * width // 48
+    heads, kv, head = 4, 2, 16
     targets = torch.randperm(vocabulary, generator=GENERATOR)[:OWN].sort().values
     tensors = {
         "d2t": targets - torch.arange(OWN),

@@ -35,7 +35,7 @@ def heads(tmp_path_factory, embedding):
     """Return a directory of each kind."""
     place = tmp_path_factory.mktemp("heads")
     return {
-        "eagle": write_eagle(place / "eagle", *embedding.shape, width=128),
+        "eagle": write_eagle(place / "eagle", *embedding.shape, width=128, mlp=256),
         "medusa": write_medusa(place / "medusa", *embedding.shape),
     }
 
@@ -118,11 +118,12 @@ def test_an_export_restates_heads_or_refuses(heads, tmp_path):
 
 
 def test_engines_are_told_of_heads(heads):
-    found = quantforge.plan(heads["eagle"], recipe(bits=4))
+    wanted = {"scheme": "int4:g64:sym"}
+    found = quantforge.plan(heads["eagle"], recipe(**wanted))
     loads = {one.engine: one.loads for one in found.engines}
     assert [engine for engine, there in loads.items() if there] == ["vllm"]
-    mixed = quantforge.plan(heads["eagle"], recipe(bits=4, head="int8:row:sym"))
-    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(bits=4))):
+    mixed = quantforge.plan(heads["eagle"], recipe(**wanted, head="int8:row:sym"))
+    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**wanted))):
         assert not any(one.loads for one in plan.engines)
 
 
