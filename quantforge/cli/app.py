@@ -40,7 +40,7 @@ from quantforge.cli import (
 )
 from quantforge.cli.console import Console
 from quantforge.cli.error_types import as_ours, saved
-from quantforge.cli.ranks import check_ranks
+from quantforge.cli.ranks import check_ranks, said_already
 from quantforge.cli.stopping import Stopped, stop
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
@@ -50,12 +50,7 @@ from quantforge_files import system
 from quantforge_kernels.cpu import features
 
 DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
-RESUMED = {
-    "allocate",
-    "quantize",
-    "release",
-    "sweep",
-}  # the verbs that keep what an interrupted run has finished
+RESUMED = {"allocate", "quantize", "release", "sweep"}  # keep what an interrupted run has finished
 
 app = typer.Typer(
     name="quantforge",
@@ -188,7 +183,7 @@ def _fail(console: Console, arguments: list[str], error: Exception) -> NoReturn:
     typed = as_ours(error, arguments, _group())
     if typed is None:
         console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {saved()}")
-    else:
+    elif not said_already(str(typed)):
         console.error(typed)
     for note in getattr(error, "__notes__", ()):
         console.note(note)

@@ -5,16 +5,20 @@ They share the run (`--join`), or a model that answers: each holds a part of it.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
+from quantforge.checkpoint.disk import create
 from quantforge.errors import UsageError
 
 STARTED = (
     "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
 )
+OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
 VERBS = ("quantize", "release", "sweep", "generate")
 
 
@@ -36,6 +40,20 @@ def one_speaks() -> Iterator[None]:
         return
     with redirect_stdout(io.StringIO()):
         yield
+
+
+def said_already(text: str) -> bool:
+    """Return whether another of the processes on this machine has said the same; from now on this one has."""
+    if not shared() or OWN_FILE not in os.environ:
+        return False
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        os.close(create(Path(os.environ[OWN_FILE]).parents[1] / name))
+    except FileExistsError:
+        return True
+    except (OSError, IndexError):
+        pass
+    return False
 
 
 def own_device(asked: str) -> str:

@@ -235,6 +235,11 @@ def round_inputs(model: nn.Module, bits: int) -> list[Event]:
     kept = {name: one.weights for name, one in packed.items() if not one.round_inputs(bits)}
     if packed and not kept:
         return []
+    if not packed:
+        detail = (
+            f"no linear is quantized, and with no others are activations rounded to {bits} bits"
+        )
+        return [Event("kernel-fallback", "model", detail)]
     whole = sum(one.weights for one in packed.values())
     detail = f"{sum(kept.values()):,} of {whole:,} packed weights keep activations of {EXACT} bits"
-    return [Event("kernel-fallback", next(iter(kept), "model"), detail)]
+    return [Event("kernel-fallback", next(iter(kept)), detail)]

@@ -149,3 +149,28 @@ def test_ranks_share_a_model_that_answers(
         refused = command(capsys, *more)
         assert refused.code == 2
         assert said in refused.err
+
+
+def test_an_error_that_all_ranks_have_is_told_once(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun gives each process a file for its error, in directories side by side."""
+    monkeypatch.setenv(ranks.STARTED, "x")
+    told = []
+    for rank in ("1", "0"):
+        place = out.with_name("m") / "attempt" / rank
+        place.mkdir(parents=True)
+        for name, value in (
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            (ranks.OWN_FILE, str(place / "error.json")),
+        ):
+            monkeypatch.setenv(name, value)
+        told += [
+            command(capsys, "generate", out, "x"),
+            command(capsys, "generate", out, "x", "-n", 0),
+        ]
+    assert [one.code for one in told] == [3, 2, 3, 2]
+    assert [bool(one.err) for one in told] == [True, True, False, False]
+    monkeypatch.setenv(ranks.OWN_FILE, "error.json")  # of nobody else
+    assert command(capsys, "generate", out, "x").err

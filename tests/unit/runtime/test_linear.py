@@ -216,6 +216,12 @@ def test_activations_of_eight_bits_are_a_choice(quantized):
     assert [event.kind for event in kept.events] == ["kernel-fallback"]
 
 
+def test_eight_bits_without_packed_weights_are_an_event(tiny):
+    (event,) = load(tiny("llama"), input_bits=8).events
+    assert (event.kind, event.where) == ("kernel-fallback", "model")
+    assert "no linear is quantized" in event.detail
+
+
 def test_bits_per_weight_counts_scales(quantized):
     loaded = load(quantized("llama-tied", "gptq", "int8:g32:sym"))
     # 16 scale bits and 8 zero bits per 32 weights; g_idx adds an int32 per column
