@@ -85,7 +85,9 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     """What transformers' model takes for the picture."""
     case = CASES[name]
     pixels = torch.tensor(picture(name)).permute(2, 0, 1).float() / 255
-    pixels = (pixels - torch.tensor(case.mean)[:, None, None]) / torch.tensor(case.deviation)[:, None, None]
+    pixels = (pixels - torch.tensor(case.mean)[:, None, None]) / torch.tensor(case.deviation)[
+        :, None, None
+    ]
     if name == "gemma3":
         return {"pixel_values": pixels[None]}
     size = case.config["vision_config"]["patch_size"]
@@ -97,7 +99,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def features(name: str, model: Any) -> np.ndarray:
-    """What transformers' tower makes of the picture: float32 ``[tokens, width]``, features of early layers behind it."""
+    """What transformers' tower makes of the picture: ``[tokens, width]``, features of early layers behind it."""
     with torch.no_grad():
         found = model.get_image_features(**inputs(name))
     whole = _joined(found.pooler_output)
@@ -115,7 +117,9 @@ def png(pixels: np.ndarray) -> bytes:
     height, width, _ = pixels.shape
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     rows = b"".join(b"\0" + row.tobytes() for row in pixels)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

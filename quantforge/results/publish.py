@@ -66,14 +66,16 @@ def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint
 
 
 def stage_side_files(
-    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any]
+    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any], settings: Settings
 ) -> None:
     """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
 
     Raises:
         IntegrityError: a file is not the one that was digested.
+        RefusedError, InputError: as `ProjectorFile.values`.
     """
     if format_of(plan.format).ABOUT.one_file:
+        _write_tower(stage, checkpoint, wanted=settings.mmproj)
         return
     for path in checkpoint.side_files:
         name = str(path.relative_to(checkpoint.path))
@@ -120,8 +122,6 @@ def publish(
 
             first = stage.path / stage.place(files[0].name)
             stage.write_file(f"{stage.out.stem}{MODELFILE}", text_of(first).encode())
-        if settings.mmproj:
-            _write_tower(stage, checkpoint)
         if settings.provenance:
             _write_provenance(stage, document, f"{stage.out.name}.", handed)
         _finish(stage, document, settings.sign, handed, one_file=True)
@@ -162,11 +162,15 @@ def _finish(
     stage.publish()
 
 
-def _write_tower(stage: Stage, checkpoint: Checkpoint) -> None:
-    """Write the vision tower of a source into a file of its own, one tensor after the other."""
+def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
+    """Write the vision tower of a source into a file of its own, one tensor after the other; else leave none there."""
+    name = projector_name(stage.out)
+    if not wanted:
+        (stage.path / name).unlink(missing_ok=True)  # of an interrupted run, which was to write it
+        return
     from quantforge.formats.gguf.projector_file import projector_file
 
-    file = projector_file(checkpoint, projector_name(stage.out))
+    file = projector_file(checkpoint, name)
     with WeightsWriter(stage.path, [file.plan]) as writer:
         for name, value in file.values(checkpoint):
             writer.write(name, value)

@@ -118,7 +118,7 @@ def move(
             if goes_on:
                 wanted = fingerprint_of(asked, origin, None, settings.device, None)
                 work = begun(stage, Claims(stage.units, ()), wanted, settings)
-            stage_side_files(stage, checkpoint, plan, origin)
+            stage_side_files(stage, checkpoint, plan, origin, settings)
             with phase("writing", 0.9):
                 handed = _write(stage, conversion, work, settings, allow_inexact=allow_inexact)
             document = _document(checkpoint, conversion, origin)
