@@ -72,7 +72,7 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
-    """Configuration of a tower, read with checks; ``place`` is its name in messages."""
+    """Configuration of a tower, read with checks; ``place`` is its name in messages, "" of the whole."""
 
     values: Mapping[str, Any]
     place: str = "vision_config"
@@ -87,7 +87,7 @@ class TowerConfig:
         most = _MOST.get(key, _LIMIT)
         if type(value) is not int or not 0 < value <= most:
             raise InputError(
-                f"config.json: {self.place}.{key} = {str(value)[:40]!r}",
+                f"config.json: {self._called(key)} = {str(value)[:40]!r}",
                 f"an integer from 1 to {most}",
             )
         return value
@@ -97,7 +97,7 @@ class TowerConfig:
         value = self.values.get(key, otherwise)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise InputError(
-                f"config.json: {self.place}.{key} = {str(value)[:40]!r}", "a number from 0 to 1"
+                f"config.json: {self._called(key)} = {str(value)[:40]!r}", "a number from 0 to 1"
             )
         return float(value)
 
@@ -108,7 +108,10 @@ class TowerConfig:
             RefusedError: naming both.
         """
         if (value := self.values.get(key, computed)) != computed:
-            raise not_carried(f"{self.place}.{key} = {str(value)[:40]}", f"{key} = {computed}")
+            raise not_carried(f"{self._called(key)} = {str(value)[:40]}", f"{key} = {computed}")
+
+    def _called(self, key: str) -> str:
+        return f"{self.place}.{key}" if self.place else key
 
 
 def not_carried(what: str, instead: str) -> RefusedError:

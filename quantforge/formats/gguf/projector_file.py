@@ -95,6 +95,7 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
         if _is_of_tower(checkpoint.config, one)
     }
     named = {declared.canonical(one): one for one in entries}
+    _check_names("has twice", entries.keys() - named.values())
     wanted = {tensor.name: tensor for tensor in declared.tensors}
     unread = {one for one in named if one not in wanted and matches(declared.unread, one)}
     _check_names("misses", wanted.keys() - named.keys())

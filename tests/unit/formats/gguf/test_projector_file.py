@@ -139,6 +139,7 @@ GONE = "vision_tower.encoder.layers.1.mlp.fc1.weight"
 CHANGES = {
     "missing": (lambda t: {k: v for k, v in t.items() if k != GONE}, f"misses {GONE}"),
     "extra": (lambda t: {**t, "vision_tower.extra.weight": torch.zeros(2)}, r"no place for, vision_tower\.extra"),
+    "twice": (lambda t: {**t, f"model.{GONE}": t[GONE]}, f"has twice (model.)?{GONE}"),
     "another shape": (lambda t: {**t, GONE: torch.zeros(3, 32)}, rf"{GONE}: F32 \[3, 32\]"),
     "not finite": (lambda t: {**t, GONE: t[GONE] * float("inf")}, GONE),
 }  # fmt: skip
@@ -161,6 +162,12 @@ def test_a_value_beyond_float16_is_refused(models, tmp_path):
     with pytest.raises(RefusedError, match="beyond the range of float16"):
         written(model, out)
     assert not out.exists()
+
+
+def test_tokens_that_are_no_square_are_refused(models, tmp_path):
+    model = changed(models["gemma3"], tmp_path / "m", "config.json", mm_tokens_per_image=5)
+    with pytest.raises(RefusedError, match="mm_tokens_per_image = 5"):
+        projector_file(open_checkpoint(model), "x")
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), [
