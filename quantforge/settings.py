@@ -48,6 +48,7 @@ class Settings:
     )  # before the work, and before a measurement
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
+    mmproj: bool = False  # also write the vision tower beside a GGUF file, as llama.cpp reads it
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = False  # share the work with processes that give the same command
     on_shard: str | None = (

@@ -18,7 +18,11 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 def export(model: Path, out: Path, kind: str | None = "Q8_0", **values: object) -> Path:
     settings = Settings(
-        **{key: values.pop(key) for key in ("overwrite", "progress", "policy") if key in values}
+        **{
+            key: values.pop(key)
+            for key in ("overwrite", "progress", "policy", "mmproj")
+            if key in values
+        }
     )
     again = {
         key: values.pop(key) for key in ("source", "requantize", "allow_inexact") if key in values

@@ -82,6 +82,7 @@ In this folder:
     phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     phimoe            Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
     positions         Positions of a model: how many tokens it can see at once
+    projector         Vision towers as llama.cpp reads them from a file of their own: names, shapes and keys
     qwen2             Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
     qwen2_5_vl        Qwen 2 and 2.5 VL: a qwen2 that reads pictures; files name its tensors as those of a decoder alone
     qwen2_moe         Qwen 1.5 and 2 mixtures: a qwen2 with experts and a shared expert, whose output a gate weighs
@@ -91,6 +92,7 @@ In this folder:
     qwen3_moe         Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
     qwen3_next        Qwen 3 Next: gated delta nets in three layers of four, gated attention in the others
     qwen3_vl          Qwen 3 VL: a qwen3 that reads pictures, whose features are added to the states of early layers too
+    qwen_tower        Towers of Qwen's models that read pictures, as llama.cpp reads them: what 2.5 and 3 have in common
     routers           Routers of mixtures of experts, by what they are
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size

@@ -55,6 +55,8 @@ class Architecture:
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
         windows: which of its layers look at the last tokens alone.
+        projector: by ``model_type``, the dotted path of a function that returns, for a whole configuration, the tower
+            and the projector as llama.cpp reads them (`quantforge.architectures.projector`).
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
             model's code around the blocks runs for every row.
@@ -98,6 +100,7 @@ class Architecture:
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
     windows: WindowRule = NONE
+    projector: Mapping[str, str] = field(default_factory=dict)
     graph: DecoderGraph | None = None
 
     @property

@@ -32,7 +32,8 @@ class Family:
         used: key of the configuration that counts the experts which a token is sent to.
         sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
         numbers, reals, flags: keys of the file, each with the key of the configuration that holds its value, or with
-            the value itself; one that the configuration leaves out, or null, is left out.
+            the value itself; one that the configuration leaves out, or null, is left out. A number may have the
+            dotted path of a function, as ``lists``.
         graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
         obstacle: dotted path of a function that returns, for a configuration with the family's defaults, what
             llama.cpp's graph does not compute and what it does; None where it computes all.
@@ -41,7 +42,7 @@ class Family:
             expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
             whose last dimension alternates between them.
         lists: keys of the file with a number for each layer, each with the dotted path of a function that returns them
-            for a configuration with the family's defaults.
+            for a configuration with the family's defaults, and with that of its vision tower.
         squeezed: endings of canonical names of tensors whose dimensions of one are left out.
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.

@@ -29,6 +29,7 @@ from quantforge.errors import InputError, IntegrityError, RefusedError
 from quantforge_files.roles import JOURNAL
 
 SIDE = ".quantforge.json"
+MODELFILE = ".Modelfile"
 _MOVING = ".moving.json"  # in a stage that is being published
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
 
@@ -165,7 +166,7 @@ class FileStage(Stage):
     def _own(self, name: str) -> bool:
         """Return whether a file beside the output can be one of its result."""
         return Path(name).name == name and (
-            name in {self.out.name, f"{self.out.stem}.Modelfile"}
+            name in {self.out.name, f"{self.out.stem}{MODELFILE}", projector_name(self.out)}
             or name.startswith(f"{self.out.name}.")
             or self._is_part(name)
         )
@@ -180,6 +181,11 @@ def placed(out: Path, name: str) -> str:
     """Return the name of a weight file of a plan: that of the output, with the number of the part."""
     part = _PART.search(name)
     return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
+
+
+def projector_name(out: Path) -> str:
+    """Return the name of the file of a GGUF result's vision tower, which programs know by its first word."""
+    return f"mmproj-{side_of(out, '').stem}-F16.gguf"
 
 
 def set_of(file: Path) -> list[Path]:

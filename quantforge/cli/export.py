@@ -42,6 +42,7 @@ def export(
     form: choices.Given,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
+    mmproj: options.Mmproj = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     base_model: options.BaseModel = "",
@@ -79,9 +80,8 @@ def export(
     start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
-        serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, provenance=provenance,
-        sign=sign, base_model=base_model, on_shard=on_shard,
-        progress=run_log.progress, announce=run_log.announce, note=console.note,
+        serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, mmproj=mmproj,
+        provenance=provenance, sign=sign, base_model=base_model, on_shard=on_shard, **run_log.listeners(),
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:

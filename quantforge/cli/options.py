@@ -146,6 +146,9 @@ Requantize = Annotated[
 Modelfile = Annotated[
     bool, _result("--modelfile", help="GGUF: also write NAME.Modelfile for Ollama.")
 ]
+Mmproj = Annotated[
+    bool, _result("--mmproj", help="GGUF: also write the vision tower, mmproj-NAME-F16.gguf.")
+]
 ImatrixFile = Annotated[
     Path | None,
     typer.Option(

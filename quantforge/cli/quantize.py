@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.checkpoint.hub import repository_name
+from quantforge.checkpoint.publish_file import MODELFILE, projector_name
 from quantforge.cli import choices, options, ranks
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
@@ -52,6 +53,7 @@ def quantize(
     size: Size,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
+    mmproj: options.Mmproj = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     base_model: options.BaseModel = "",
@@ -86,10 +88,9 @@ def quantize(
     given = {**given, **size}
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=build_policy(strict, allow), progress=run_log.progress, announce=run_log.announce, note=console.note,
+        policy=build_policy(strict, allow), join=join or ranks.shared(), on_shard=on_shard, **run_log.listeners(),
         serving=serving_of(context, cache, draft, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
-        modelfile=modelfile, provenance=provenance, sign=sign, base_model=base_model,
-        join=join or ranks.shared(), on_shard=on_shard,
+        modelfile=modelfile, mmproj=mmproj, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome:
@@ -180,7 +181,8 @@ def upload(out: Path) -> str:
             return said
         return f"{said}\nits card names no base_model: --base-model ORG/NAME states one"
     weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"
-    extra = [text for text in (f"{out.stem}.Modelfile",) if out.with_name(text).exists()]
+    names = (f"{out.stem}{MODELFILE}", projector_name(out))
+    extra = [text for text in names if out.with_name(text).exists()]
     chosen = (f"--include {shlex.quote(text)}" for text in (weights, f"{out.name}.*", *extra))
     repository = repository_name(f"{out.stem}-GGUF")
     place = shlex.quote(str(out.parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli.console import Console
@@ -39,6 +40,10 @@ class RunLog:
             return
         self._check_outside(Path(model), "model")
         check_new(log, "--log", overwrite=_is_log(log), adds=True)
+
+    def listeners(self) -> dict[str, Any]:
+        """Return the settings of a run by which it tells of itself."""
+        return {"progress": self.progress, "announce": self.announce, "note": self._console.note}
 
     def announce(self, plan: Plan, out: Path) -> None:
         """Take what was decided for a user who left it open, to be said when the work begins: not before a refusal.

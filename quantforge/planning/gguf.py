@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge.architectures import architecture_of
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
@@ -25,6 +26,7 @@ from quantforge.formats.gguf.families import Named, family_of, names, read_famil
 from quantforge.formats.gguf.metadata import general, merged, provenance
 from quantforge.formats.gguf.nearest_mixture import file_type
 from quantforge.formats.gguf.parameters import parameters
+from quantforge.formats.gguf.projector_file import OPTION, has_projector
 from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
 from quantforge.grids import SUPERBLOCKS
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
 LANGUAGE_ONLY = (
-    "only the language model is written: llama.cpp keeps other towers in files of their own"
+    "the file holds the language model alone: llama.cpp reads other towers from files of their own"
 )
 UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not read them back"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
@@ -64,8 +66,9 @@ def draft(
         RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
-    family = family_of(matched.config)
-    found = parameters(matched.config, family)
+    config = _with_tower(matched.config, checkpoint.config)
+    family = family_of(config)
+    found = parameters(config, family)
     kept, sizes = _written(matched), found.dimensions
     named = names(family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
@@ -73,8 +76,7 @@ def draft(
     types = MixtureTypes(wanted, named, kept, shape) if given is None else GivenTypes(given)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
-    if given is None and not observed:
-        _refuse_unobserved(targets)
+    _refuse_unobserved(targets if given is None and not observed else ())
     rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint.path, rows, matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
@@ -98,7 +100,7 @@ def draft(
         notes=(
             f"{label}: {_summary(targets)}",
             *choices.notes,
-            *([LANGUAGE_ONLY] if len(matched.foreign) > len(matched.heads) else []),
+            *(_of_towers(checkpoint) if len(matched.foreign) > len(matched.heads) else ()),
             *([] if family in read_families().values() else [UNREAD]),
             *tokens.notes,
         ),
@@ -107,6 +109,21 @@ def draft(
             if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
     )  # fmt: skip
+
+
+def _with_tower(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a decoder under the name of the whole, with that of its tower: keys depend on it."""
+    vision = whole.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return text
+    known = text if architecture_of(text) is not None else whole
+    return {**text, "model_type": known.get("model_type"), "vision_config": vision}
+
+
+def _of_towers(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what is said of the towers of a model, which the file does not hold."""
+    written = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
+    return (LANGUAGE_ONLY + written,)
 
 
 def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:

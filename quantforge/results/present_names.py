@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.publish_file import placed, side_of
-
-MODELFILE = ".Modelfile"
+from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name, side_of
 
 
 def recorded_name(outputs: Iterable[str], result: Path) -> str:
@@ -27,23 +25,30 @@ def recorded_name(outputs: Iterable[str], result: Path) -> str:
     """
     own = side_of(result, "").name
     wholes = {_whole(name) for name in outputs if not name.endswith(MODELFILE)}
-    # What lies beside the file of a result begins with its name.
-    wholes = {one for one in wholes if not any(one.startswith(f"{other}.") for other in wholes)}
+    # What lies beside the file of a result has its name in its own.
+    wholes = {one for one in wholes if not any(_beside(one, other) for other in wholes)}
     return wholes.pop() if len(wholes) == 1 and own not in wholes else own
 
 
 def present_names(outputs: Mapping[str, Any], result: Path, recorded: str) -> dict[str, Any]:
     """Return the outputs of a manifest under the names that follow from that of the file which it lies beside."""
     own, stem = side_of(result, ""), Path(recorded).stem
+    tower = projector_name(Path(recorded))
 
     def present(name: str) -> str:
         if _whole(name) == recorded:
             return placed(own, name)
         if name.startswith(f"{recorded}."):
             return own.name + name.removeprefix(recorded)
+        if name == tower:
+            return projector_name(own)
         return own.stem + MODELFILE if name == stem + MODELFILE else name
 
     return {present(name): entry for name, entry in outputs.items()}
+
+
+def _beside(name: str, whole: str) -> bool:
+    return name.startswith(f"{whole}.") or name == projector_name(Path(whole))
 
 
 def _whole(name: str) -> str:

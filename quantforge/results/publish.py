@@ -1,7 +1,7 @@
 """Publication of a result: the files beside its weights, and the step that makes it the output.
 
 A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
-file gets its manifest beside it, and a ``Modelfile`` on request.
+file gets its manifest beside it, and on request a ``Modelfile`` and the vision tower in a file of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.publish_file import placed
+from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.formats import format_of
 from quantforge.formats.configuration import untied
 from quantforge.formats.decoded import plain_config
@@ -65,14 +66,16 @@ def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint
 
 
 def stage_side_files(
-    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any]
+    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any], settings: Settings
 ) -> None:
     """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
 
     Raises:
         IntegrityError: a file is not the one that was digested.
+        RefusedError, InputError: as `ProjectorFile.values`.
     """
     if format_of(plan.format).ABOUT.one_file:
+        _write_tower(stage, checkpoint, wanted=settings.mmproj)
         return
     for path in checkpoint.side_files:
         name = str(path.relative_to(checkpoint.path))
@@ -86,7 +89,9 @@ def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozen
     """Return the names of the files of a GGUF result, but for those that every such result may have (manifest ...)."""
     names = {placed(out, file.name) for file in files}
     if settings.modelfile:
-        names.add(f"{out.stem}.Modelfile")
+        names.add(f"{out.stem}{MODELFILE}")
+    if settings.mmproj:
+        names.add(projector_name(out))
     if settings.provenance:
         names |= {f"{out.name}.{name}" for name in (STATEMENT, BILL)}
     return frozenset(names)
@@ -116,7 +121,7 @@ def publish(
             from quantforge.formats.gguf.modelfile import modelfile as text_of
 
             first = stage.path / stage.place(files[0].name)
-            stage.write_file(f"{stage.out.stem}.Modelfile", text_of(first).encode())
+            stage.write_file(f"{stage.out.stem}{MODELFILE}", text_of(first).encode())
         if settings.provenance:
             _write_provenance(stage, document, f"{stage.out.name}.", handed)
         _finish(stage, document, settings.sign, handed, one_file=True)
@@ -155,6 +160,20 @@ def _finish(
         left_out = unsigned(stage.out.name, one_file=one_file)
         stage.write_file(name, signature(stage.path, key, unsigned=left_out))
     stage.publish()
+
+
+def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
+    """Write the vision tower of a source into a file of its own, one tensor after the other; else leave none there."""
+    name = projector_name(stage.out)
+    if not wanted:
+        (stage.path / name).unlink(missing_ok=True)  # of an interrupted run, which was to write it
+        return
+    from quantforge.formats.gguf.projector_file import projector_file
+
+    file = projector_file(checkpoint, name)
+    with WeightsWriter(stage.path, [file.plan]) as writer:
+        for name, value in file.values(checkpoint):
+            writer.write(name, value)
 
 
 def _write_provenance(

@@ -141,7 +141,7 @@ def wanted_of(
         propagate, prunes = recipe.calibration.propagate, recipe.prune_experts is not None
         check_shareable(planned.plan, propagate, overwrite=settings.overwrite, prunes=prunes)
     check_command(planned.plan, recipe.calibration.propagate, settings)
-    stage = stage_for(planned.plan, planned.files, out, settings, checkpoint.path)
+    stage = stage_for(planned.plan, planned.files, out, settings, checkpoint)
     return AskedResult(source, checkpoint, before, planned, stage)
 
 

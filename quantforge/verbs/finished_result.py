@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from quantforge.checkpoint.publish_file import MODELFILE, projector_name
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError
@@ -17,7 +18,6 @@ from quantforge.execution.journal import recorded_fingerprint
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
-from quantforge.results.present_names import MODELFILE
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.publish import source_of
 from quantforge.results.signing import signature_of
@@ -85,7 +85,8 @@ def is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
 def _is_what_is_asked(document: Mapping[str, Any], stage: Stage, settings: Settings) -> bool:
     """Return whether a result has the files beside it that the settings ask for."""
     names = tuple(document["outputs"])
-    beside = {STATEMENT: settings.provenance, MODELFILE: settings.modelfile}
+    tower = projector_name(stage.out)
+    beside = {STATEMENT: settings.provenance, MODELFILE: settings.modelfile, tower: settings.mmproj}
     return all(
         not asked or any(name.endswith(ending) for name in names)
         for ending, asked in beside.items()

@@ -96,7 +96,7 @@ def move(
     """
     checkpoint, plan = conversion.checkpoint, conversion.plan
     check_command(plan, "source", settings)
-    stage = stage_for(plan, conversion.files, out, settings, checkpoint.path)
+    stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     asked = f"allow_inexact = {allow_inexact}\n{asked}"
     if _is_published(stage, conversion, asked, before, settings):
         verdict = settle_all(conversion, allow_inexact=allow_inexact)
@@ -108,7 +108,7 @@ def move(
         goes_on = settings.on_shard is not None or bool(recorded(stage.journal))
         if not goes_on:
             stage.clear()
-        stage.check_space(_held(conversion, settings) + side_bytes(checkpoint), beyond_disk(plan))
+        stage.check_space(_held(conversion, settings), beyond_disk(plan))
         work = None
         try:
             conversion.checkpoint, origin = taken(checkpoint, before)
@@ -118,7 +118,7 @@ def move(
             if goes_on:
                 wanted = fingerprint_of(asked, origin, None, settings.device, None)
                 work = begun(stage, Claims(stage.units, ()), wanted, settings)
-            stage_side_files(stage, checkpoint, plan, origin)
+            stage_side_files(stage, checkpoint, plan, origin, settings)
             with phase("writing", 0.9):
                 handed = _write(stage, conversion, work, settings, allow_inexact=allow_inexact)
             document = _document(checkpoint, conversion, origin)
@@ -192,17 +192,17 @@ def _write(
 
 
 def _held(conversion: Conversion, settings: Settings) -> int:
-    """Return the bytes of the weight files that lie on the disk at a time, at most."""
-    plan = conversion.plan
+    """Return the bytes that lie on the disk at a time, at most: of the weight files, and of what is beside them."""
+    plan, beside = conversion.plan, side_bytes(conversion.checkpoint, settings)
     if settings.on_shard is None:
-        return plan.output_bytes
+        return beside + plan.output_bytes
     order = {
         stored.name: number
         for number, tensor in enumerate(plan.tensors)
         for stored in tensor.stored
     }
     times = [[order[name] for name in names] for names in plan.shards]
-    return most_held(times, [file.size for file in conversion.files])
+    return beside + most_held(times, [file.size for file in conversion.files])
 
 
 def _is_published(

@@ -12,6 +12,7 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
 from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
+from quantforge.formats.gguf.projector_file import OPTION, projector_file
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
@@ -24,14 +25,20 @@ SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside w
 
 
 def stage_for(
-    plan: Plan, files: Sequence[FilePlan], out: Path | None, settings: Settings, source: Path
+    plan: Plan,
+    files: Sequence[FilePlan],
+    out: Path | None,
+    settings: Settings,
+    checkpoint: Checkpoint,
 ) -> Stage:
     """Return the stage of a directory, or of a file.
 
     Raises:
-        UsageError: a Modelfile is wanted without a GGUF file, or a signature without its library.
-        InputError: the key cannot sign.
+        UsageError: what lies beside a GGUF file is wanted without one, or a signature without its library.
+        InputError: the key cannot sign; as `projector_file`.
+        RefusedError: as `projector_file`.
     """
+    source = checkpoint.path
     if settings.sign is not None:
         check_key(settings.sign)
     one_file = format_of(plan.format).ABOUT.one_file
@@ -40,6 +47,13 @@ def stage_for(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
             "add --format gguf, or leave --modelfile out",
         )
+    if settings.mmproj and not one_file:
+        raise UsageError(
+            f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {plan.format},"
+            " which holds it",
+            f"add --format gguf, or leave {OPTION} out",
+        )
+    tower_bytes(checkpoint, settings)  # what cannot be written is refused now
     out = out or naming.place(plan.name, source)
     if not one_file:
         return Stage(out, settings.overwrite, source)
@@ -77,9 +91,15 @@ def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
     return [replace(file, name=stage.place(file.name)) for file in files]
 
 
-def side_bytes(checkpoint: Checkpoint) -> int:
+def side_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
     """Return how many bytes the files beside the weights take at most."""
-    return SPARE_BYTES + sum(path.stat().st_size for path in checkpoint.side_files)
+    carried = sum(path.stat().st_size for path in checkpoint.side_files)
+    return SPARE_BYTES + carried + tower_bytes(checkpoint, settings)
+
+
+def tower_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    """Return the bytes of the file of the vision tower, 0 where none is asked for; errors as `projector_file`."""
+    return projector_file(checkpoint, "").plan.size if settings.mmproj else 0
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
@@ -93,4 +113,4 @@ def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
     output = planned.plan.output_bytes
     if settings.on_shard:
         output = held_bytes(planned.plan, [file.size for file in planned.files])
-    return output + side_bytes(checkpoint) + states
+    return output + side_bytes(checkpoint, settings) + states

@@ -163,7 +163,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
     work = begun(stage, claims, prepared.fingerprint, settings)
     try:
-        stage_side_files(stage, checkpoint, plan, source)
+        stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)
         final = dict(zip((file.name for file in files), writers(plan), strict=True))
         handover = Handover(settings.on_shard or "", stage, work.directory, final)

@@ -21,6 +21,7 @@ from quantforge.verification.beside.gguf_keys import check_gguf_keys
 from quantforge.verification.beside.model_configuration import check_configuration
 from quantforge.verification.beside.processors import check_processors, is_processor
 from quantforge.verification.beside.templates import PLACES, check_templates
+from quantforge.verification.beside.tower_file import check_tower
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report
 from quantforge.verification.structure import tokens_of
@@ -34,6 +35,7 @@ def check_side_files(report: Report, artifact: Artifact, source: Original) -> No
     pair = Pair(beside(artifact), beside(source), report.format)
     if not report.path.is_dir():
         check_gguf_keys(report, artifact, source)
+        check_tower(report, source)
     if not report.path.is_dir() or not source.checkpoint.path.is_dir():
         _check_restated(report, pair)
         return

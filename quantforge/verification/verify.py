@@ -23,6 +23,7 @@ from quantforge.verification.artifact import (
 )
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.foreign import check_foreign
+from quantforge.verification.beside.tower_file import check_tower
 from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
@@ -66,8 +67,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     Raises:
         InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
         IntegrityError: the adapter is not the one that the manifest states, or it states none.
-        UsageError: an adapter is given without a source, no engine has that name, or the library for signatures is
-            not installed.
+        UsageError: an adapter without a source, an engine that nobody knows, or no library for signatures.
     """
     options = options or VerificationOptions()
     if not path.exists():
@@ -82,8 +82,9 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     derive = options.source is not None and (not document or _folds(document))
     artifact = open_artifact(report, derive=derive)
     if artifact is None:
-        if options.source:  # what is wrong with it is said all the same
-            open_source(options.source, stated, options.adapter, derive=derive)
+        if options.source:  # what is wrong with it, or with a tower, is said all the same
+            original = open_source(options.source, stated, options.adapter, derive=derive)
+            check_tower(report, original)
         return report
     named = check_source(report, artifact, document, options.source) if options.source else None
     if named is RecordedAs.SWAPPED:

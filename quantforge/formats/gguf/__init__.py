@@ -22,6 +22,7 @@ In this folder:
     parameters          Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
     parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
+    projector_file      The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
     rope                Rotary embeddings: bases and scaling
     scan                Reader of a header in order
     sentencepiece       BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces

@@ -20,6 +20,7 @@ from typing import Any
 
 from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, QKV_BIASES, Family
+from quantforge.architectures.tower_names import WITHIN
 from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -157,6 +158,8 @@ def _named(
     for name in canonical:
         expert = _EXPERT.fullmatch(name)
         base = f"{expert[1]}.{expert[3]}" if expert else name
+        if base.startswith(f"{WITHIN}."):  # gguf's map knows a decoder alone
+            base = f"model.{base.removeprefix(f'{WITHIN}.')}"
         inner = _INNER.fullmatch(base)
         own = family.names.get(inner[2]) if inner else None
         if inner and own:

@@ -70,7 +70,7 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
         scaling, "rope_theta", config.get("rope_theta", 1e6 if arch == "gemma3" else _DEFAULT_BASE)
     )
     kind = str(scaling.get("rope_type", scaling.get("type", "")) or "")
-    kind = {"su": "longrope"}.get(kind, kind)
+    kind = {"su": "longrope", "mrope": ""}.get(kind, kind)  # of the latter the sections are a key
     if kind not in {*_PLAIN, "linear", "yarn", "llama3", "longrope"} or (kind == "longrope") > (
         arch == "phi3"
     ):

@@ -23,6 +23,7 @@ from quantforge.formats.gguf import KEY, QUANTIZATION
 from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.families import original_names, read_families
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
+from quantforge.formats.gguf.projector_file import check_no_tower
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
 from quantforge.formats.gguf.storing import halves
 from quantforge.formats.gguf.tensor_types import TYPES
@@ -83,9 +84,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
     Raises:
         InputError: damaged, or with tensors that are not of its architecture.
-        NotReadError: as `config_of`.
+        NotReadError: as `config_of`, and of the file of a tower.
     """
     file = read_gguf(path)
+    check_no_tower(file)
     config = config_of(file)
     family = read_families()[config["model_type"]]
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))

@@ -25,7 +25,7 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
     """
     found = {key: u32(sizes.size(size)) for key, size in family.sizes.items()}
     for key, place in family.numbers.items():
-        number = place if isinstance(place, int) else config.get(place)
+        number = place if isinstance(place, int) else _found(place, config)
         if number is not None:
             found[key] = u32(_number(place, number, int))
     for key, place in family.reals.items():
@@ -55,6 +55,10 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
             raise refused(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
+
+
+def _found(place: str, config: Mapping[str, Any]) -> Any:
+    return _called(place, config) if "." in place else config.get(place)
 
 
 def _called(path: str, config: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ In this folder:
     reasons               The one table of what may differ from the source beside the weights, why
     templates             Chat templates: every place that a loader takes one from, against the source's
     tokenizer_tree        The tokenizer against the source's: ``tokenizer.json`` as a tree
+    tower_file            The file of a vision tower beside a GGUF file, against the source: keys and tensors
     trees                 Differences of two JSON documents, leaf by leaf and both ways
     within                Contradictions between configuration, settings and tokenizer of one model
 """

@@ -1,0 +1,124 @@
+"""Vision towers in the engine that they are for: llama.cpp makes of a picture what transformers makes of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import vision_models
+from tests.gguf_exports import export
+
+xllamacpp = pytest.importorskip("xllamacpp")
+NAMES = sorted(vision_models.CASES)
+BEFORE, BEHIND = "the weights", " are rounded"
+# What llama.cpp puts around a picture of its own accord.
+AROUND = {
+    "gemma3": ("<start_of_image>", "<end_of_image>"),
+    "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>"),
+    "qwen3_vl": ("<|vision_start|>", "<|vision_end|>"),
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path]:
+    """A family's name, a model of it, and its file, beside which lies that of the tower."""
+    root = tmp_path_factory.mktemp(request.param)
+    model = vision_models.make(request.param, root / "m")
+    return request.param, model, export(model, root / "x.gguf", "F32", mmproj=True)
+
+
+def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
+    made: tuple[str, Path, Path],
+) -> None:
+    from tests.mtmd import embeddings
+
+    name, model, file = made
+    expected = vision_models.features(name, vision_models.load(model))
+    tower = file.with_name(f"mmproj-{file.stem}-F16.gguf")
+    found = embeddings(file, tower, vision_models.picture(name), expected.shape[1])
+    assert found.shape == expected.shape
+    assert np.linalg.norm(found - expected) < 3e-3 * np.linalg.norm(expected)
+
+
+class Server:
+    """llama.cpp's server of a model with its tower, for requests about pictures."""
+
+    def __init__(self, file: Path) -> None:
+        settings = xllamacpp.CommonParams()
+        settings.model.path = str(file)
+        settings.mmproj.path = str(file.with_name(f"mmproj-{file.stem}-F16.gguf"))
+        settings.hostnames, settings.port = ["127.0.0.1"], 0
+        settings.n_ctx, settings.n_parallel = 256, 1
+        settings.cpuparams.n_threads = 1
+        settings.warmup, settings.verbosity = False, -1
+        self._server = xllamacpp.Server(settings)
+        self.marker = self.get("/props").get("media_marker", "<__media__>")
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer to a question."""
+        with urllib.request.urlopen(self._server.listening_address + path) as answer:
+            return json.loads(answer.read())
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request."""
+        request = urllib.request.Request(
+            self._server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )  # fmt: skip
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    def ids(self, text: str, *, first: bool = False) -> list[int]:
+        """The tokens of a text."""
+        body = {"content": text, "add_special": first, "parse_special": True}
+        return self.post("/tokenize", body)["tokens"]
+
+    def likeliest(self, prompt: str, pixels: np.ndarray) -> dict[int, float]:
+        """The likeliest tokens behind a prompt with a picture, and their log-probabilities."""
+        picture = base64.b64encode(vision_models.png(pixels)).decode()
+        answer = self.post("/completion", {
+            "prompt": {"prompt_string": prompt, "multimodal_data": [picture]},
+            "n_predict": 1, "n_probs": 40, "temperature": 0, "cache_prompt": False,
+        })  # fmt: skip
+        (step,) = answer["completion_probabilities"]
+        return {item["id"]: item["logprob"] for item in step["top_logprobs"]}
+
+
+@pytest.fixture
+def server(made: tuple[str, Path, Path]) -> Server:
+    return Server(made[2])
+
+
+def expected(name: str, model: Path, before: list[int], behind: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token, from transformers."""
+    whole = vision_models.load(model)
+    count = len(vision_models.features(name, whole))
+    ids = torch.tensor([[*before, *[vision_models.PICTURE] * count, *behind]])
+    kinds = (ids == vision_models.PICTURE).int()
+    key = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    with torch.no_grad():
+        found = whole(input_ids=ids, **vision_models.inputs(name), **{key: kinds})
+    return torch.log_softmax(found.logits[0, -1].double(), -1)
+
+
+def test_the_model_continues_a_text_with_a_picture_as_in_transformers(
+    made: tuple[str, Path, Path], server: Server
+) -> None:
+    name, model, _ = made
+    start, end = AROUND[name]
+    before = [*server.ids(BEFORE, first=True), *server.ids(start)]
+    wanted = expected(name, model, before, [*server.ids(end), *server.ids(BEHIND)])
+    found = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", vision_models.picture(name))
+    worst = max(abs(value - wanted[token].item()) for token, value in found.items())
+    assert worst < 2e-2
+    assert max(found, key=found.get) == wanted.argmax()
+    other = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", 255 - vision_models.picture(name))
+    assert max(abs(other.get(token, 0.0) - value) for token, value in found.items()) > 5 * worst

@@ -1,0 +1,260 @@
+"""The file of a vision tower: names, values and keys as llama.cpp reads them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import verbs
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.formats.gguf.projector_file import projector_file
+from quantforge.recipe import Recipe
+from quantforge.results import manifest
+from quantforge.settings import Settings
+from quantforge.verification.verify import VerificationOptions, verify
+from tests import gguf_models, vision_models
+from tests.gguf_exports import NO_DATA, changed, export, refused
+
+gguf = pytest.importorskip("gguf")
+NAMES = sorted(vision_models.CASES)
+TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "model.visual.")
+NORMS = {
+    "visual.merger.norm": "v.post_ln",
+    "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+}
+MERGERS = {"visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("towers")
+    return {name: vision_models.make(name, root / name) for name in NAMES}
+
+
+def written(model: Path, out: Path) -> Path:
+    """The tower's file beside an exported model."""
+    export(model, out, mmproj=True)
+    return out.with_name(f"mmproj-{out.stem}-F16.gguf")
+
+
+def known(name: str) -> str:
+    """What gguf's own map calls a tensor of a checkpoint, "" where it has no name for it."""
+    module, _, end = name.removeprefix("model.").rpartition(".")
+    module = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
+    mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    found = {**NORMS, **MERGERS}.get(module) or mapping.get_name(module)
+    return f"{found}.{end}" if found else ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source(
+    name, models, tmp_path
+):
+    file = read_gguf(written(models[name], tmp_path / "x.gguf"))
+    source = open_checkpoint(models[name])
+    found = {one: read(entry) for one, entry in file.tensors.items()}
+    left = set(found)
+    for tensor in source.entries:
+        if not tensor.startswith(TOWERS) or "head." in tensor or not (held := known(tensor)):
+            continue
+        value = source.read(tensor).float()
+        if "soft_emb_norm" in tensor:
+            value = value + 1
+        parts = {held: value}
+        if name == "qwen2_5_vl" and ".attn.qkv." in tensor:
+            parts = {
+                held.replace("qkv", one): part
+                for one, part in zip("qkv", value.chunk(3), strict=True)
+            }
+        if value.dim() == 5:
+            parts = {held: value[:, :, 0], f"{held}.1": value[:, :, 1]}
+        for one, part in parts.items():
+            torch.testing.assert_close(found[one], part, rtol=1e-3, atol=1e-6, msg=one)
+            left.discard(one)
+    assert all(one.startswith(("v.deepstack", "mm.input_projection")) for one in left), left
+
+
+def read(entry) -> torch.Tensor:
+    from quantforge.checkpoint.safetensors import read_tensor
+
+    return read_tensor(entry.raw()).float()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name, models, tmp_path):
+    file = read_gguf(written(models[name], tmp_path / "x.gguf"))
+    forms = {re.escape(form).replace(r"\{bid\}", r"\d+") for form in gguf.TENSOR_NAMES.values()}
+    for one, entry in file.tensors.items():
+        assert any(re.fullmatch(rf"{form}\.(weight(\.1)?|bias)", one) for form in forms), one
+        wide = len(entry.shape) == 1 or "_embd" in one
+        assert entry.type == ("F32" if wide else "F16"), one
+    own = {*vars(gguf.Keys.Clip).values(), *vars(gguf.Keys.ClipVision).values(),
+           *vars(gguf.Keys.ClipVision.Attention).values(), *vars(gguf.Keys.ClipVision.Projector).values()}  # fmt: skip
+    assert {key for key in file.metadata if key.startswith("clip.")} <= own
+    assert file.value("general.architecture", str) == "clip"
+    kinds = {"gemma3": "GEMMA3", "qwen2_5_vl": "QWEN25VL", "qwen3_vl": "QWEN3VL"}
+    assert file.value("clip.projector_type", str) == getattr(gguf.VisionProjectorType, kinds[name])
+
+
+def test_colours_are_those_of_the_processor(models, tmp_path):
+    model = changed(models["gemma3"], tmp_path / "m", "config.json")
+    (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3]}))
+    file = read_gguf(written(model, tmp_path / "x.gguf"))
+    assert file.metadata["clip.vision.image_mean"].value == pytest.approx([0.1, 0.2, 0.3])
+    assert file.metadata["clip.vision.image_std"].value == [0.5, 0.5, 0.5]
+    (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [1, 2]}))
+    refused(InputError, "image_mean", model, tmp_path, mmproj=True)
+
+
+def test_names_of_published_files_are_known_too(models, tmp_path):
+    """Gemma's files hold the tower one module deeper, and transformers has saved all of it below ``model``."""
+    first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()
+    for old, new in (
+        ("vision_tower.", "vision_tower.vision_model."),
+        ("vision_tower.", "model.vision_tower."),
+    ):
+        model = retold(
+            models["gemma3"], tmp_path / new, lambda name, old=old, new=new: name.replace(old, new)
+        )
+        second = written(model, tmp_path / f"{new}gguf").read_bytes()
+        assert second[-5000:] == first[-5000:]
+
+
+def retold(model: Path, place: Path, name, change=lambda tensors: tensors) -> Path:
+    """A copy of a model whose tensors have other names, or are others."""
+    place = changed(model, place, "config.json")
+    tensors = {name(key): value for key, value in load_file(place / "model.safetensors").items()}
+    save_file(change(tensors), place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+GONE = "vision_tower.encoder.layers.1.mlp.fc1.weight"
+CHANGES = {
+    "missing": (lambda t: {k: v for k, v in t.items() if k != GONE}, f"misses {GONE}"),
+    "extra": (lambda t: {**t, "vision_tower.extra.weight": torch.zeros(2)}, r"no place for, vision_tower\.extra"),
+    "twice": (lambda t: {**t, f"model.{GONE}": t[GONE]}, f"has twice (model.)?{GONE}"),
+    "another shape": (lambda t: {**t, GONE: torch.zeros(3, 32)}, rf"{GONE}: F32 \[3, 32\]"),
+    "not finite": (lambda t: {**t, GONE: t[GONE] * float("inf")}, GONE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", sorted(CHANGES))
+def test_a_tower_that_is_not_whole_is_refused_by_names(what, models, tmp_path):
+    change, words = CHANGES[what]
+    model = retold(models["gemma3"], tmp_path / "m", lambda name: name, change)
+    refused(InputError, words, model, tmp_path, mmproj=True)
+
+
+def test_a_value_beyond_float16_is_refused(models, tmp_path):
+    def change(tensors):
+        tensors[GONE][0, 0] = 1e6
+        return tensors
+
+    model = retold(models["gemma3"], tmp_path / "m", lambda name: name, change)
+    out = tmp_path / "x.gguf"
+    with pytest.raises(RefusedError, match="beyond the range of float16"):
+        written(model, out)
+    assert not out.exists()
+
+
+def test_tokens_that_are_no_square_are_refused(models, tmp_path):
+    model = changed(models["gemma3"], tmp_path / "m", "config.json", mm_tokens_per_image=5)
+    with pytest.raises(RefusedError, match="mm_tokens_per_image = 5"):
+        projector_file(open_checkpoint(model), "x")
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("gemma3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+    ("gemma3", {"intermediate_size": 32}, "exchanges up and down"),
+    ("gemma3", {"image_size": 40}, "patches"),
+    ("qwen2_5_vl", {"fullatt_block_indexes": [0, 3]}, "fullatt_block_indexes"),
+    ("qwen2_5_vl", {"window_size": 56}, "window_size"),
+    ("qwen3_vl", {"deepstack_visual_indexes": [2, 1]}, "deepstack_visual_indexes"),
+    ("qwen3_vl", {"num_position_embeddings": 17}, "num_position_embeddings"),
+    ("qwen3_vl", {"num_heads": 3}, "3 heads"),
+])  # fmt: skip
+def test_what_llama_cpp_does_not_compute_is_refused(name, changes, words, models, tmp_path):
+    config = json.loads((models[name] / "config.json").read_text())
+    vision = {**config["vision_config"], **changes}
+    model = changed(models[name], tmp_path / "m", "config.json", vision_config=vision)
+    with pytest.raises(RefusedError, match=words):
+        projector_file(open_checkpoint(model), "x")
+
+
+def test_a_size_that_is_none_is_refused(models, tmp_path):
+    config = json.loads((models["gemma3"] / "config.json").read_text())
+    vision = {**config["vision_config"], "num_hidden_layers": "many"}
+    model = changed(models["gemma3"], tmp_path / "m", "config.json", vision_config=vision)
+    with pytest.raises(InputError, match=r"vision_config\.num_hidden_layers = 'many'"):
+        projector_file(open_checkpoint(model), "x")
+
+
+def test_models_without_such_a_tower_are_refused(tmp_path):
+    model = gguf_models.make("llama-tied", tmp_path / "m")
+    refused(RefusedError, "describes no vision tower", model, tmp_path, mmproj=True)
+    other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
+    with pytest.raises(RefusedError, match="'llama' is not written") as found:
+        written(other, tmp_path / "x.gguf")
+    assert "gemma3, qwen2_5_vl, qwen3_vl" in found.value.hint
+
+
+def test_another_format_holds_the_tower_itself(models, tmp_path):
+    with pytest.raises(UsageError, match="--mmproj"):
+        export(models["gemma3"], tmp_path / "x", None, mmproj=True, format="plain")
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
+    out = tmp_path / "x.gguf"
+    tower = written(models["gemma3"], out)
+    assert set(manifest.read(out)["outputs"]) == {out.name, tower.name}
+    source = VerificationOptions(source=models["gemma3"], forward=False)
+    assert not verify(out, source).findings
+    for path in (out, tower, out.with_name("x.gguf.quantforge.json")):
+        path.rename(path.with_name(path.name.replace("x", "y", 1)))
+    renamed = out.with_name("y.gguf")
+    assert not verify(renamed, source).findings
+    place = tower.with_name("mmproj-y-F16.gguf")
+    data = bytearray(place.read_bytes())
+    data[-100] ^= 1
+    place.write_bytes(data)
+    found = {(item.check, item.where) for item in verify(renamed, source).findings}
+    assert found == {("manifest", place.name), ("kept-changed", place.name)}
+    assert "no model" in verify(place).unjudged
+
+
+def test_it_is_made_again_with_the_result(models, tmp_path):
+    out = tmp_path / "x.gguf"
+    written(models["gemma3"], out)
+    again = verbs.reproduce(out, models["gemma3"])
+    assert (again.files, again.differing) == (2, ())
+
+
+def test_the_tower_of_a_quantized_model_is_written_too(models, tmp_path):
+    verbs.quantize(
+        str(models["gemma3"]), Recipe(bits=8, calibration=NO_DATA), tmp_path / "q", Settings()
+    )
+    settings = Settings(mmproj=True)
+    verbs.export(
+        str(tmp_path / "q"), None, tmp_path / "y.gguf", settings, format="gguf", allow_inexact=True
+    )
+    first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()
+    assert (tmp_path / "mmproj-y-F16.gguf").read_bytes()[-5000:] == first[-5000:]
+
+
+def test_an_earlier_file_is_replaced_and_anothers_is_kept(models, tmp_path):
+    out = tmp_path / "x.gguf"
+    tower = written(models["gemma3"], out)
+    export(models["gemma3"], out, "BF16", overwrite=True)
+    assert not tower.exists()  # of the earlier result, and not asked for
+    tower.write_text("mine")
+    with pytest.raises(RefusedError, match="mmproj-x-F16"):
+        export(models["gemma3"], out, "Q8_0", overwrite=True, mmproj=True)
+    assert tower.read_text() == "mine"

@@ -1,0 +1,127 @@
+"""Tiny models that read pictures, of the families whose towers llama.cpp reads from a file of its own."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.conftest import GEMMA3, QWEN_VISION, SIZES, VISION, randomise, tiny_tokenizer
+
+PICTURE = 319  # the token that stands for a part of a picture
+_SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
+_TOWER = {**QWEN_VISION, "depth": 4, "intermediate_size": 64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and a picture that it reads as it is: height and width in pixels, and how colours become numbers."""
+
+    model_type: str
+    config: dict[str, Any]
+    size: tuple[int, int]
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*sections]}
+
+
+CASES = {
+    "gemma3": Case("gemma3", {
+        "text_config": {**GEMMA3, "num_hidden_layers": 6, "layer_types": _SLIDING},
+        "vision_config": {**VISION, "intermediate_size": 64, "num_hidden_layers": 2},
+        "mm_tokens_per_image": 4, "image_token_index": PICTURE,
+    }, (32, 32)),
+    "qwen2_5_vl": Case("qwen2_5_vl", {
+        "text_config": {**SIZES, "rope_parameters": _rope(2, 3, 3)},
+        "vision_config": {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"}
+        | {"fullatt_block_indexes": [1, 3], "patch_size": 14},
+        "image_token_id": PICTURE,
+    }, (14 * 12, 14 * 20), (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "qwen3_vl": Case("qwen3_vl", {
+        "text_config": {**SIZES, "head_dim": 32, "rope_parameters": _rope(6, 5, 5)},
+        "vision_config": {**_TOWER, "patch_size": 16, "num_position_embeddings": 16,
+                          "deepstack_visual_indexes": [1, 2]},
+        "image_token_id": PICTURE,
+    }, (16 * 8, 16 * 12)),
+}  # fmt: skip
+
+
+def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Build, fill and save one model with its tokenizer; ``changes`` are those of its tower."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    case = CASES[name]
+    config = {**case.config, "vision_config": {**case.config["vision_config"], **changes}}
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(case.model_type, **config), dtype=torch.float32
+    )
+    randomise(model)
+    model.to(dtype).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path) -> Any:
+    """The whole model in transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def picture(name: str) -> np.ndarray:
+    """A picture of noise, uint8 ``[height, width, 3]``."""
+    return np.random.default_rng(0).integers(0, 256, (*CASES[name].size, 3), dtype=np.uint8)
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    """What transformers' model takes for the picture."""
+    case = CASES[name]
+    pixels = torch.tensor(picture(name)).permute(2, 0, 1).float() / 255
+    pixels = (pixels - torch.tensor(case.mean)[:, None, None]) / torch.tensor(case.deviation)[
+        :, None, None
+    ]
+    if name == "gemma3":
+        return {"pixel_values": pixels[None]}
+    size = case.config["vision_config"]["patch_size"]
+    rows, columns = (side // size for side in case.size)
+    frames = pixels[None].expand(2, -1, -1, -1)
+    blocks = frames.reshape(1, 2, 3, rows // 2, 2, size, columns // 2, 2, size)
+    patches = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(rows * columns, -1)
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+
+
+def features(name: str, model: Any) -> np.ndarray:
+    """What transformers' tower makes of the picture: ``[tokens, width]``, features of early layers behind it."""
+    with torch.no_grad():
+        found = model.get_image_features(**inputs(name))
+    whole = _joined(found.pooler_output)
+    deep = [_joined(one) for one in getattr(found, "deepstack_features", None) or ()]
+    return torch.cat([whole, *deep], 1).numpy()
+
+
+def _joined(value: Any) -> torch.Tensor:
+    value = torch.cat([*value]) if isinstance(value, list | tuple) else value
+    return value.reshape(-1, value.shape[-1])
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """A picture as a PNG file."""
+    height, width, _ = pixels.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
