@@ -220,7 +220,7 @@ class TuningStream(ModelStream):
 
 
 class _Snapshot:
-    """What blocks have learned at one moment."""
+    """Factors and codes of blocks, as they were learned at one moment."""
 
     def __init__(self, blocks: list[TunedBlock]) -> None:
         """Take it."""
