@@ -139,7 +139,7 @@ GONE = "vision_tower.encoder.layers.1.mlp.fc1.weight"
 CHANGES = {
     "missing": (lambda t: {k: v for k, v in t.items() if k != GONE}, f"misses {GONE}"),
     "extra": (lambda t: {**t, "vision_tower.extra.weight": torch.zeros(2)}, r"no place for, vision_tower\.extra"),
-    "twice": (lambda t: {**t, f"model.{GONE}": t[GONE]}, f"has twice (model.)?{GONE}"),
+    "twice": (lambda t: {**t, f"model.{GONE}": t[GONE].clone()}, f"has twice (model.)?{GONE}"),
     "another shape": (lambda t: {**t, GONE: torch.zeros(3, 32)}, rf"{GONE}: F32 \[3, 32\]"),
     "not finite": (lambda t: {**t, GONE: t[GONE] * float("inf")}, GONE),
 }  # fmt: skip
