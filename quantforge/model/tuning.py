@@ -8,7 +8,8 @@ is learned on decide which epoch is kept, the start among them.
 
 A step takes a few rows forward through all blocks and back again. Only what reaches each block is kept on the way
 forward; on the way back a block is computed once more with gradients. The weights of linears exist in floating point in
-one block at a time: of the others there are codes and scales.
+one block at a time, and of its experts in one of them: of the others there are codes and scales. Nothing of an expert
+moves in a step that has no token for it, nor what Adam remembers of its gradients.
 
 Each row passes by itself, on a CPU on one thread, and gradients of rows are added in their order, so that the result
 does not depend on the number of threads.
