@@ -36,6 +36,7 @@ from quantforge.model.standins import Call
 from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
+from quantforge_calibration import SourceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +135,7 @@ def decoder_calls(
         device: where the model runs.
 
     Raises:
-        InputError: transformers cannot run a row with its images, or a tower's parameters are in no file.
+        InputError: transformers cannot run a row with its images, an image changed, or a tower is in no file.
         RefusedError: the text tower of the whole model is another one.
     """
     ids, inputs = rows.ids, rows.images
@@ -152,7 +153,7 @@ def decoder_calls(
         _fill(whole, checkpoint, matched, ids, device, held)
 
         def noted(row: int) -> Call:
-            given = {name: value.to(device) for name, value in inputs(row).items()}
+            given = {name: value.to(device) for name, value in _inputs(inputs, row).items()}
             with cutting():
                 call = _run(whole, row, ids[row : row + 1].to(device), given)
             return Call(*leaves.put(tuple(call)))
@@ -164,6 +165,13 @@ def decoder_calls(
                 many = side_by_side if device.type == "cpu" else _one_by_one
                 calls += many(noted, part)
     return DecoderCalls(decoder, calls, leaves, device)
+
+
+def _inputs(inputs: RowInputs, row: int) -> Mapping[str, Tensor]:
+    try:
+        return inputs(row)
+    except SourceError as error:  # an image that is not what it was
+        raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
 def _one_by_one(work: Callable[[int], Call], rows: range) -> list[Call]:
