@@ -55,6 +55,7 @@ IMATRIX = FileRole(
 TEXT = FileRole("text", 256 * _MB)
 LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
 TABLE = FileRole("table of text", 8 * _GB)
+IMAGE = FileRole("image", 64 * _MB)
 STATES = FileRole("hidden states", NO_LIMIT)
 TUNED = FileRole("results of tuning", NO_LIMIT)
 JOURNAL = FileRole("journal", 128 * _MB, 1_000_000)

@@ -10,18 +10,22 @@ package, parsing a source and reading documents import neither torch nor tokeniz
 
 In this folder:
 
-    chat          Rendering chat messages through a model's template, in a process that may be killed
-    chat_worker   The child process of `chat`: one request on stdin, as JSON; one answer on stdout
-    citation      Names and digests under which a SOURCE is cited in a file that is published: never where it lies
-    draw          Rows of token ids from a SOURCE, in one call
-    hub_datasets  Datasets of the hub, through the optional ``datasets`` library
-    opening       The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
-    readers       Reading documents out of files, never more of them than asked for
-    row_count     Rows that texts give a model, counted without drawing them, and so without torch
-    sampler       Rows of one length from documents of token ids, with an account of what was used
-    source_error  The one error of this package: a source of text that cannot be used
-    sources       A SOURCE, as it is typed, and the documents behind it
-    tokenizer     The tokenizer of a model directory, read with the ``tokenizers`` library alone
+    chat             Rendering chat messages through a model's template, in a process that may be killed
+    chat_worker      The child process of `chat`: one request on stdin, as JSON; one answer on stdout
+    citation         Names and digests under which a SOURCE is cited in a file that is published: never where it lies
+    draw             Rows of token ids from a SOURCE, in one call
+    hub_datasets     Datasets of the hub, through the optional ``datasets`` library
+    image_documents  Documents of text with images, out of ``.jsonl``: a text or chat messages
+    image_rows       Rows of one length from documents with images: whole documents as long as their images fit
+    images           Images of calibration rows, read with Pillow: files of few formats
+    opening          The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
+    readers          Reading documents out of files, never more of them than asked for
+    row_count        Rows that texts give a model, counted without drawing them, and so without torch
+    row_processor    The processor of a model: token ids of a text with images, pixel values
+    sampler          Rows of one length from documents of token ids, with an account of what was used
+    source_error     The one error of this package: a source of text that cannot be used
+    sources          A SOURCE, as it is typed, and the documents behind it
+    tokenizer        The tokenizer of a model directory, read with the ``tokenizers`` library alone
 """
 
 from quantforge_calibration.source_error import SourceError

@@ -7,25 +7,32 @@ and a huge file costs no more than a small one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from pathlib import Path
 
 from torch import Tensor
 
 from quantforge_calibration.chat import ChatTemplate, render
+from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
+from quantforge_calibration.image_rows import pack_images
 from quantforge_calibration.row_count import BYTES_PER_TOKEN, share_rows
+from quantforge_calibration.row_processor import load_processor
 from quantforge_calibration.sampler import (
     Choice,
     Sample,
     combine,
     given_rows,
     pack_rows,
+    sample_of_images,
 )
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer
 
+AT_ONCE = 64  # conversations that one process renders
 OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 
 
@@ -50,6 +57,7 @@ def draw(
     *,
     chat: ChatTemplate | None = None,
     own_rows: OwnRows | None = None,
+    model: Path | None = None,
 ) -> Sample:
     """Read, tokenize and sample.
 
@@ -58,6 +66,7 @@ def draw(
         tokenizer: of the model.
         chat: renders ``messages``; None leaves them an error.
         own_rows: makes the rows of the source ``self``.
+        model: the directory whose processor reads the images that rows name; None takes these rows as texts.
 
     Returns:
         ``request.rows`` rows; fewer only where ``builtin`` (or, with ``allow_fewer``, any
@@ -71,6 +80,8 @@ def draw(
     samples = [
         _own(source, rows, request.length, own_rows)
         if source.kind == "self"
+        else _read_images(source, rows, request, tokenizer, chat, model, named)
+        if model and (named := first_image(source))
         else _read(source, rows, request, tokenizer, chat)
         for source, rows in zip(sources, shares, strict=True)
     ]
@@ -81,6 +92,41 @@ def _own(source: Source, rows: int, length: int, own_rows: OwnRows | None) -> Sa
     if own_rows is None:
         raise SourceError(f"'{source.name}' needs a model that writes the text", "use builtin")
     return given_rows(own_rows(rows, length), source.name)
+
+
+def _read_images(
+    source: Source,
+    rows: int,
+    request: Request,
+    tokenizer: TextTokenizer,
+    chat: ChatTemplate | None,
+    model: Path,
+    named: str,
+) -> Sample:
+    most = rows * request.length * BYTES_PER_TOKEN
+    found = image_documents(source, most, request.column, chat=chat is not None)
+    processor = load_processor(model, named)
+    packed = pack_images(_rendered(found, chat), rows, request.length, processor, tokenizer)
+    there = len(packed.ids)
+    if there < (1 if request.allow_fewer else rows):
+        raise SourceError(
+            f"{source.name} fills {there} rows of {request.length} tokens, {rows} are asked for",
+            f"give more rows, or --samples {there}" if there else "give rows with text",
+        )
+    return sample_of_images(packed, rows, source.name)
+
+
+def _rendered(
+    documents: Iterator[ImageDocument], chat: ChatTemplate | None
+) -> Iterator[ImageDocument]:
+    """Yield documents with the texts of their messages, those without any text left out."""
+    while batch := list(islice(documents, AT_ONCE)):
+        chats = [each.record for each in batch if not isinstance(each.record, str)]
+        texts = iter(render(chat, chats) if chats and chat is not None else [])
+        for each in batch:
+            text = each.record if isinstance(each.record, str) else next(texts)
+            if text.strip():
+                yield replace(each, record=text)
 
 
 def _read(

@@ -89,6 +89,16 @@ def read_jsonl(path: Path, column: str, chat: bool) -> Iterator[Record]:
     Raises:
         SourceError: a line is too long, is not a JSON object, or lacks the field.
     """
+    for where, fields in json_lines(path):
+        yield from record(where, fields, column, chat)
+
+
+def json_lines(path: Path, having: bytes = b"") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the object of every line that holds some bytes, with the words for its place.
+
+    Raises:
+        SourceError: a line is too long, or is not a JSON object.
+    """
     with FILES.stream(path, TABLE, None) as file:
         _refuse_compressed(path, file.read(8))
         file.seek(0)
@@ -100,8 +110,8 @@ def read_jsonl(path: Path, column: str, chat: bool) -> Iterator[Record]:
                 raise SourceError(
                     f"{where} is longer than {LINE.limit} bytes", "write one document per line"
                 )
-            if line.strip():
-                yield from record(where, _json_object(where, line), column, chat)
+            if line.strip() and having in line:
+                yield where, _json_object(where, line)
 
 
 def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from quantforge_calibration.chat import ChatTemplate, load_chat_template, render
+from quantforge_calibration.image_documents import check_images, first_image
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
@@ -60,7 +61,10 @@ def check_rows(
     for source, share in zip(sources, shares, strict=True):
         if source.kind not in _ONLY_THE_RUN_KNOWS:
             wanted = 1 if source.kind == BUILTIN else share
-            _check_source(source, share, wanted, length, column, tokenizer, chat)
+            if first_image(source) is None:
+                _check_source(source, share, wanted, length, column, tokenizer, chat)
+            else:
+                check_images(source, share, column, model, chat=chat_template)
 
 
 def _check_source(

@@ -20,13 +20,14 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from quantforge_calibration.image_rows import ImageRows, PackedImages, combined
 from quantforge_calibration.row_count import too_short
 from quantforge_calibration.source_error import SourceError
 
@@ -56,10 +57,16 @@ class DrawReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Token ids, int64 ``[rows, length]``, and where they came from."""
+    """Token ids, int64 ``[rows, length]``, where they came from, and what else a model takes of rows with images."""
 
     ids: Tensor
     report: DrawReport
+    images: ImageRows | None = None
+
+    def part(self, rows: slice) -> Sample:
+        """Return some of the rows; the report stays that of all."""
+        images = None if self.images is None else self.images.part(rows)
+        return replace(self, ids=self.ids[rows].contiguous(), images=images)
 
 
 def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the rows
@@ -141,6 +148,7 @@ def given_rows(ids: Tensor, source: str = "self") -> Sample:
 def combine(samples: Sequence[Sample]) -> Sample:
     """Stack samples of one length; counts add up, duplicates and the digest are taken anew."""
     ids = torch.cat([sample.ids for sample in samples])
+    images = combined([(sample.images, len(sample.ids)) for sample in samples])
     reports = [sample.report for sample in samples]
     return Sample(
         ids,
@@ -152,18 +160,39 @@ def combine(samples: Sequence[Sample]) -> Sample:
             tokens_available=sum(report.tokens_available for report in reports),
             tokens_used=sum(report.tokens_used for report in reports),
             tokens_truncated=sum(report.tokens_truncated for report in reports),
-            duplicated_rows=_duplicated(ids),
-            digest=digest(ids),
+            duplicated_rows=_duplicated(ids, images),
+            digest=digest(ids, images),
         ),
+        images,
     )
 
 
-def digest(ids: Tensor) -> str:
-    """Return the SHA-256 (hex) of the shape, then the ids in order, all as little-endian int64."""
+def sample_of_images(packed: PackedImages, asked: int, source: str) -> Sample:
+    """Wrap rows with images, of which ``asked`` were wanted."""
+    ids, images = packed.ids, packed.images
+    rows, length = ids.shape
+    report = DrawReport(
+        sources=(source,),
+        rows=rows,
+        rows_asked=asked,
+        length=length,
+        tokens_available=packed.available,
+        tokens_used=rows * length - images.filled,
+        tokens_truncated=packed.dropped,
+        duplicated_rows=_duplicated(ids, images),
+        digest=digest(ids, images),
+    )
+    return Sample(ids, report, images)
+
+
+def digest(ids: Tensor, images: ImageRows | None = None) -> str:
+    """Return the SHA-256 (hex) of the shape and the ids in order, as little-endian int64, then of what images make."""
     shape = torch.tensor(ids.shape, dtype=torch.int64)
     hasher = hashlib.sha256()
     for part in (shape, ids):
         hasher.update(part.contiguous().numpy().astype("<i8").tobytes())
+    for row in images.rows if images is not None else ():
+        hasher.update(row.digest.encode() if row is not None else b"-")
     return hasher.hexdigest()
 
 
@@ -193,5 +222,7 @@ def _spread(windows: int, count: int, seed: int) -> list[int]:
     return [low + int(generator.random() * (high - low)) for low, high in pairwise(edges)]
 
 
-def _duplicated(ids: Tensor) -> int:
-    return len(ids) - len({row.numpy().tobytes() for row in ids})
+def _duplicated(ids: Tensor, images: ImageRows | None = None) -> int:
+    seen = images.rows if images is not None else [None] * len(ids)
+    pairs = zip(ids, seen, strict=True)
+    return len(ids) - len({(row.numpy().tobytes(), has and has.digest) for row, has in pairs})

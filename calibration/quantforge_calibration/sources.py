@@ -113,7 +113,7 @@ def documents(
         records = (
             item
             for path in files_of(source.path, source)
-            for item in _read_file(path, max_bytes, column, chat)
+            for item in read_file(path, max_bytes, column, chat)
         )
     texts = (
         _rendered(iter(records), render, max_bytes) if render else cast("Iterable[str]", records)
@@ -194,7 +194,8 @@ def files_of(path: Path, source: Source) -> list[Path]:
     return chosen
 
 
-def _read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[Record]:
+def read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[Record]:
+    """Yield the records of a file of text, by its suffix; errors as of its reader."""
     match path.suffix.lower():
         case ".jsonl":
             yield from read_jsonl(path, column, chat)

@@ -73,7 +73,7 @@ def lists_of(
             item.weights += math.prod(tensor.shape)
     found = {prefix: item for prefix, item in found.items() if item.modules != {""}}
     own = {prefix: item for prefix, item in found.items() if not NAMES.search(prefix)}
-    if not own or not _has_towers(config):
+    if not own or not has_towers(config):
         return Lists(frozenset(own), ())
     layers = next((text[key] for key in LAYERS if key in text), 0)
     counted = {prefix for prefix, item in own.items() if len(item.entries) == layers}
@@ -82,10 +82,10 @@ def lists_of(
     return Lists(frozenset({decoder}), tuple(sorted(towers)))
 
 
-def _has_towers(config: Mapping[str, Any]) -> bool:
+def has_towers(config: Mapping[str, Any]) -> bool:
     """Return whether a configuration describes another tower: a nested one with a depth of its own."""
     return any(
-        isinstance(value, Mapping) and (not _DEPTHS.isdisjoint(value) or _has_towers(value))
+        isinstance(value, Mapping) and (not _DEPTHS.isdisjoint(value) or has_towers(value))
         for key, value in config.items()
         if key not in {"text_config", "quantization_config"}
     )

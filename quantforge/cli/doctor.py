@@ -23,6 +23,7 @@ OPTIONAL = {  # by the extra of our package that asks for it
     "report": ("vl-convert-python", "eval --report FILE.html"),
     "gpu": ("triton", "kernels on a GPU"),
     "datasets": ("datasets", "calibration text of the hub, and parquet"),
+    "images": ("pillow", "calibration rows with images"),
     "interop": ("compressed_tensors", "compressed-tensors results in transformers"),
     "ray": ("ray", "release --ray and sweep --ray"),
     "signing": ("model-signing", "--sign and verify --key"),

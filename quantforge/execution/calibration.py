@@ -12,7 +12,7 @@ from torch import Tensor
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.planning.calibration_rows import few_rows
+from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions
@@ -35,7 +35,9 @@ class Calibrated:
 
     def describe(self) -> dict[str, Any]:
         """Return the report as plain data, for the manifest."""
-        return {**asdict(self.sample.report), "sources": self.sources}
+        images = self.sample.images
+        seen = {} if images is None else {"images": images.count, "tokens_filled": images.filled}
+        return {**asdict(self.sample.report), **seen, "sources": self.sources}
 
 
 def calibrate(
@@ -68,7 +70,7 @@ def calibrate(
     try:
         tokenizer = load_tokenizer(model)
         chat = load_chat_template(model) if options.chat_template else None
-        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows)
+        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows, model=model)
         names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
@@ -104,6 +106,7 @@ def calibrated_for(
     from quantforge.execution.self_calibration import own_rows
 
     options = planned.recipe.calibration
+    check_towers(named_image(options, settings.calibration), checkpoint.config)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),

@@ -14,7 +14,6 @@ Kendall's tau between these figures and those of all rows was 0.988 or more unde
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def candidate_errors(
         for one in targets
     ]
     few = slice(None, None, max(1, len(sample.ids) // GRADIENT_ROWS))
-    weighed = replace(sample, ids=sample.ids[few].contiguous())
+    weighed = sample.part(few)
     units = [f"block {index}" for index in range(first.matched.blocks)]
     if all(unit in work.done for unit in units):
         return _joined(work.done[unit] for unit in units)

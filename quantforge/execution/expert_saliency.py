@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
+    from quantforge.model.decoder_calls import RowsWithImages
     from quantforge.recipe import CalibrationOptions
     from quantforge.settings import Settings
 
@@ -51,13 +52,13 @@ def removed_experts(
     assert calibrated is not None
     pruning = pruning_of(source, share)
     place = directory if settings.activations == "disk" else None
-    rows = calibrated.sample.ids
+    rows = calibrated.sample
     return pruning.choose(expert_saliency(source, rows, options, settings.device, place))
 
 
 def expert_saliency(
     source: Checkpoint,
-    rows: Tensor,
+    rows: Tensor | RowsWithImages,
     options: CalibrationOptions,
     device: str,
     activations: Path | None = None,
@@ -66,7 +67,7 @@ def expert_saliency(
 
     Args:
         source: a model with declarations.
-        rows: calibration tokens ``[rows, length]``.
+        rows: calibration tokens ``[rows, length]``, or rows with images.
         options: how they pass.
         device: where.
         activations: directory for hidden states on disk, None to keep them in memory.

@@ -70,7 +70,7 @@ def observe_gradients(
         weights(seen)
 
     backward(
-        checkpoint, planned.matched, sample.ids, visit, seed=options.seed,
+        checkpoint, planned.matched, sample, visit, seed=options.seed,
         micro_batch=options.micro_batch, device=settings.device, activations=directory,
     )  # fmt: skip
     missing = [name for name in weights.linears if weights.rows_seen[name] != len(sample.ids)]

@@ -59,7 +59,7 @@ def observe_importance(
             entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
-        checkpoint, matched, sample.ids, micro_batch=options.micro_batch, device=device,
+        checkpoint, matched, sample, micro_batch=options.micro_batch, device=device,
         activations=activations, precision=options.precision,
     ) as stream:  # fmt: skip
         for part in stream:

@@ -65,7 +65,7 @@ class Tuning:
         tell("tuning", share=0.0)
         with torch.inference_mode(mode=False), torch.no_grad():
             stream = TuningStream(
-                checkpoint, planned.matched, sample.ids, micro_batch=options.micro_batch,
+                checkpoint, planned.matched, sample, micro_batch=options.micro_batch,
                 device=settings.device, activations=activations,
             )  # fmt: skip
             with stream:

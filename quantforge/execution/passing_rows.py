@@ -40,7 +40,7 @@ def stream_of(
 
     options, disk = planned.recipe.calibration, settings.activations == "disk"
     return ModelStream(
-        checkpoint, planned.matched, sample.ids, micro_batch=options.micro_batch, device=settings.device,
+        checkpoint, planned.matched, sample, micro_batch=options.micro_batch, device=settings.device,
         activations=states or (directory if disk else None), precision=options.precision,
     )  # fmt: skip
 

@@ -94,7 +94,8 @@ class Worker:
         alone = [name for name in self._units if name not in rows]
         learns = block_method_of(self._planned.plan.rounder) is not None
         architecture = self._planned.matched.architecture
-        alone_each = learns or (architecture is not None and architecture.replayed)
+        images = sample is not None and sample.images is not None
+        alone_each = learns or images or (architecture is not None and architecture.replayed)
         passing = self._pass_blocks if alone_each else self._follow
         while self._claims.there and self._claims.count() < len(self._units):
             claim = self._claims.take(alone)

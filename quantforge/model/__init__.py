@@ -12,6 +12,7 @@ In this folder:
     conversion         Conversion of stored tensors into parameters
     converted_tensors  Declare tensors as files hold them
     declared_names     Names of a declared family: its declarations are the bridge, and no rule of transformers is asked
+    decoder_calls      Arguments of a text tower for rows with images: the whole model makes them
     derive             Declarations of a family that nobody described, derived by running its code
     derive_checkpoint  Declarations of one checkpoint, derived: those of its configuration
     derive_experts     Experts of one kind of layers, derived: which parameters stack their matrices
@@ -37,6 +38,7 @@ In this folder:
     passage            Passage of rows into a block: what reaches it
     readers            Linears of a block by the activation that they read
     routed_tokens      Input of the experts of one block, kept once for all calibration rows: hidden states
+    row_passage        Interface of how rows reach a block, and the passage for which nothing but their shape counts
     running_form       A checkpoint in the form in which transformers runs it
     running_names      Names of a result's modules in the running model
     seen_inputs        Inputs of linears, seen while a block runs on several threads at once

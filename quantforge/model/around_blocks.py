@@ -7,7 +7,7 @@ the embedding are let go; else the model runs again for rows whenever they pass 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures.match import Matched, Role, declared
+from quantforge.model.decoder_calls import DecoderCalls, decoder_of
 from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.inner import inner_of
 from quantforge.model.kept_leaves import KeptLeaves
 from quantforge.model.loading import ModuleWeights
-from quantforge.model.passage import Passage, Replay, ShapeCalls
+from quantforge.model.passage import Replay
+from quantforge.model.row_passage import Passage, ShapeCalls
 from quantforge.model.standins import Call, StandIn
 from quantforge.model.state_layout import StateLayout
 
@@ -39,6 +41,7 @@ class AroundBlocks:
         rows: token ids ``[rows, length]``.
         device: where it runs.
         activations: directory for what blocks return beside the hidden states, or None to keep it in memory.
+        seen: makes the arguments of the text tower for rows with images; it is given the tower, and what keeps them.
 
     Attributes:
         blocks: that were taken out, empty.
@@ -55,7 +58,10 @@ class AroundBlocks:
         rows: Tensor,
         device: torch.device,
         activations: Path | None = None,
+        seen: Callable[[nn.Module, KeptLeaves], DecoderCalls] | None = None,
     ) -> None:
+        self._seen = seen
+        self._given: DecoderCalls | None = None
         self._model, self._matched, self._weights = model, matched, weights
         self._rows, self._device = rows, device
         self._architecture, self._dimensions = declared(matched)
@@ -78,13 +84,18 @@ class AroundBlocks:
     def embedded(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Embed spans ``(start, stop)`` of rows; yield each start with the states ``[rows, length, width]`` it has."""
         self._fill()
+        if self._seen is not None:
+            decoder = decoder_of(self._model, self._architecture.blocks)
+            self._given = self._seen(decoder, self._leaves)
         self.layout = StateLayout.of(self._embed(0, 1).shape, 1, self._rows.shape[1])
         for start, stop in spans:
             yield start, self.layout.packed(self._embed(start, stop))
         self._forget()
-        if self._architecture.replayed:
+        if self._architecture.replayed or self._given is not None:
             ids = self._rows.to(self._device)
-            self.replay = Replay(self._standins, self._run, ids, self.layout, self._leaves)
+            self.replay = Replay(
+                self._standins, self._run, ids, self.layout, self._leaves, self._given
+            )
         else:
             self._held.close()
 
@@ -141,9 +152,21 @@ class AroundBlocks:
 
     def _embed(self, start: int, stop: int) -> Tensor:
         """Return the hidden states before the first block; note what the blocks get beside them."""
+        if self._given is not None:
+            return self._embed_given(range(start, stop))
         self._run(self._rows[start:stop].to(self._device))
         self._calls.setdefault(stop - start, [standin.call for standin in self._standins])
         return self._standins[0].states
+
+    def _embed_given(self, rows: range) -> Tensor:
+        """Return the hidden states of rows of which the text tower gets arguments that were noted."""
+        assert self._given is not None
+        found = []
+        for row in rows:
+            with self._given.at(row):
+                self._run(self._rows[row : row + 1].to(self._device))
+            found.append(self._standins[0].states)
+        return found[0] if len(found) == 1 else torch.cat(found, self.layout.axis)
 
     def _forget(self) -> None:
         for standin in self._standins:

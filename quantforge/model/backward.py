@@ -36,6 +36,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
+from quantforge.model.decoder_calls import RowsWithImages
 from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.expert_gradients import MixtureGradients
 from quantforge.model.hidden_states import HiddenStates
@@ -63,7 +64,7 @@ class StreamOptions(TypedDict, total=False):
 def backward(
     checkpoint: TensorSource,
     matched: Matched,
-    rows: Tensor,
+    rows: Tensor | RowsWithImages,
     visit: Visit,
     *,
     seed: int = 0,
@@ -74,7 +75,7 @@ def backward(
     Args:
         checkpoint: as of `ModelStream`.
         matched: of the same checkpoint.
-        rows: token ids ``[rows, length]``.
+        rows: as of `ModelStream`.
         visit: called for each linear and micro-batch, on the calling thread, with torch on one thread.
         seed: decides the labels, with the number of the row and the position in it.
         options: as of `ModelStream`.

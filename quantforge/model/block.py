@@ -118,8 +118,7 @@ class BlockPart(BlockRows):
 
         Of an expert, it is the input of the first tokens sent to it, as many as these rows have.
 
-        The search of a transform runs the sub-module again on them, with changed weights. Whole micro-batches are
-        returned, so that they may cover a few rows more.
+        A transform runs the sub-module again on them. Micro-batches are whole, and may cover a few rows more.
         """
         if submodule in self._places and self.experts is not None:
             return [Call((self.experts.sample(self._places[submodule], rows),), {})]
@@ -137,7 +136,8 @@ class BlockPart(BlockRows):
                 for batch in self._kept or self._batches():
                     if batch.start >= rows:
                         break
-                    self._run(batch)  # float32: small differences of outputs are to be compared
+                    for each in batch.apart():  # in float32: small differences are compared
+                        self._run(each)
         finally:
             handle.remove()
         return calls

@@ -16,7 +16,7 @@ from quantforge.model.block_weights import Block
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.loading import empty
-from quantforge.model.passage import Passage
+from quantforge.model.row_passage import Passage
 from quantforge.model.seen_inputs import EnoughError, SeenInputs
 from quantforge.model.standins import states_of
 from quantforge.numerics.finite import finite
@@ -35,7 +35,11 @@ class Batch(NamedTuple):
 
     def rows(self) -> list[Batch]:
         """Return one batch for every row; on a GPU, which fills itself, one batch of all rows."""
-        if self.states.device.type != "cpu":
+        return self.apart(self.states.device.type == "cpu")
+
+    def apart(self, each: bool = False) -> list[Batch]:
+        """Return the batches that pass a block at once: this one, or one for ``each`` row or where rows are alone."""
+        if not each and not self.passage.alone:
             return [self]
         return [
             Batch(self.start + i, self.states[i : i + 1], self.passage)

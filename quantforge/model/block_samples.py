@@ -33,7 +33,7 @@ class BlockSamples:
 
     def __iter__(self) -> Iterator[BlockSample]:
         """Yield all micro-batches, in their order, every time anew."""
-        for batch in self._batches():
+        for batch in (each for many in self._batches() for each in many.apart()):
             targets = self._targets.read(batch.start, batch.start + len(batch.states))
             yield BlockSample(batch, targets.to(batch.states.device))
 

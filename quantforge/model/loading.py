@@ -6,6 +6,7 @@ at a time, whether files hold them so or one by one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -124,14 +125,51 @@ class ModuleWeights:
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
         stored = self._matched.by_name[name].stored
-        step = max(1, CHUNK_BYTES * stored.shape[0] // stored.nbytes)
-        found = [torch.empty(0, *stored.shape[1:])]
-        for first in range(0, stored.shape[0], step):
-            last = min(first + step, stored.shape[0])
-            wanted = rows[(rows >= first) & (rows < last)] - first
-            if len(wanted):
-                found.append(self._source.read_rows(stored.name, first, last)[wanted].float())
-        return torch.cat(found).to(self._device)
+        return _gathered(self._source, stored.name, stored.shape, rows).to(self._device)
+
+
+class WholeWeights:
+    """The weights of a checkpoint by the names of the whole running model, towers included, as float32."""
+
+    def __init__(self, source: TensorSource, names: Names, device: torch.device) -> None:
+        """Read from a checkpoint to a device by ``names`` of the whole model."""
+        self._source, self._names, self._device = source, names, device
+
+    def read(self, name: str) -> Tensor | None:
+        """Return a parameter or buffer, None where it is in no file; InputError where it is not finite."""
+        name = self._names.tied.get(name, name)
+        if name not in self._names.sources:
+            return None
+        return self._names.make(self._names.sources[name], self._read)[name]
+
+    def rows(self, name: str, rows: Tensor) -> Tensor:
+        """Gather rows of a matrix, ``rows`` ascending; of one that is converted the whole is read."""
+        name = self._names.tied.get(name, name)
+        source = self._names.sources[name]
+        if source.rule is not None:
+            return self._names.make(source, self._read)[name][rows]
+        (stored,) = source.stored
+        shape = self._names.shape(stored)
+        return _gathered(self._source, stored, shape, rows).to(self._device)
+
+    def _read(self, stored: str) -> Tensor:
+        tensor = self._source.read(stored)
+        scan_finite(stored, tensor)
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self._device, dtype, copy=True)
+
+
+def _gathered(source: TensorSource, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+    """Gather rows of a stored matrix as float32, ``rows`` ascending, reading it in strips."""
+    count = shape[0]
+    step = max(1, CHUNK_BYTES * count // (4 * math.prod(shape)))
+    found = [torch.empty(0, *shape[1:])]
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        wanted = rows[(rows >= first) & (rows < last)] - first
+        if len(wanted):
+            found.append(source.read_rows(name, first, last)[wanted].float())
+    return torch.cat(found)
 
 
 def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,53 +26,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.kept_leaves import KeptLeaves
+from quantforge.model.row_passage import Reached
 from quantforge.model.standins import Call, StandIn, beside_of, mappings
 from quantforge.model.state_layout import StateLayout
 
+if TYPE_CHECKING:
+    from quantforge.model.decoder_calls import DecoderCalls
+
 PROBED = 32  # tokens of the row that shows what is read again
 Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
-
-
-class Reached(NamedTuple):
-    """Arguments of a block for the rows from ``start`` on.
-
-    ``before``: the content of mappings among them, by argument.
-    """
-
-    start: int
-    rows: int
-    states: Tensor
-    call: Call
-    before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
-
-
-class Passage(Protocol):
-    """Interface of how rows reach a block."""
-
-    @property
-    def layout(self) -> StateLayout:
-        """Return the layout of the hidden states."""
-
-    def reach(self, start: int, states: Tensor) -> Reached:
-        """Return what reaches the block, given packed states of the rows from ``start`` on; safe on several threads."""
-
-    def left(self, reached: Reached, returned: Any) -> None:
-        """Note what the block returned; what it returned last counts."""
-
-
-class ShapeCalls(NamedTuple):
-    """Passage that depends on nothing but the number of rows."""
-
-    layout: StateLayout
-    calls: Mapping[int, Call]
-
-    def reach(self, start: int, states: Tensor) -> Reached:
-        """Return the states, and what was recorded for as many rows."""
-        rows = len(states)
-        return Reached(start, rows, self.layout.unpacked(states), self.calls[rows])
-
-    def left(self, reached: Reached, returned: Any) -> None:
-        """Note nothing."""
 
 
 class Kept(NamedTuple):
@@ -90,8 +52,11 @@ class Replay:
         run: runs the model, and returns the hidden states behind its last norm.
         ids: token ids of all rows.
         layout: of the hidden states.
+        leaves: keeps what blocks return beside them.
+        given: arguments of the text tower, by row, instead of what it would get of the ids alone.
 
     Attributes:
+        alone: as of `Passage`.
         again: stores of the states that are read again, by the block behind which they are; None until there are any.
     """
 
@@ -102,9 +67,10 @@ class Replay:
         ids: Tensor,
         layout: StateLayout,
         leaves: KeptLeaves,
+        given: DecoderCalls | None = None,
     ) -> None:
         self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
-        self._leaves = leaves
+        self._leaves, self._given, self.alone = leaves, given, given is not None
         self._of_thread = threading.local()
         self._index = 0
         self._kept: dict[int, Kept] = {}
@@ -183,8 +149,15 @@ class Replay:
 
     def _answered(self, answer: Callable[..., Any], run: Run, start: int, count: int) -> Any:
         ids = self._ids[start : start + count]
-        with self._answering(answer), torch.autocast(ids.device.type, enabled=False):
+        with (
+            self._answering(answer),
+            self._at(start),
+            torch.autocast(ids.device.type, enabled=False),
+        ):
             return run(ids)
+
+    def _at(self, row: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._given is None else self._given.at(row)
 
     @contextmanager
     def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
@@ -201,7 +174,7 @@ class Replay:
 
     def _probe(self) -> None:
         """Find the blocks whose states are read again behind the next block."""
-        ids = self._ids[:1, :PROBED]
+        ids = self._ids[:1] if self.alone else self._ids[:1, :PROBED]
         generator = torch.Generator(ids.device).manual_seed(0)
         shape = (len(self._standins), 1, ids.shape[1], self.layout.width)
         outputs = torch.randn(shape, generator=generator, device=ids.device)
@@ -221,7 +194,7 @@ class Replay:
             reached.append((at, tuple(call)))
             return self._standins[index].wrapped(self.layout.unpacked(outputs[index]).to(at))
 
-        with self._answering(answer):
+        with self._answering(answer), self._at(0):
             final = self._run(ids)
         return [*reached, final]
 

@@ -31,6 +31,7 @@ from quantforge.errors import InputError
 from quantforge.model.around_blocks import AroundBlocks
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
+from quantforge.model.decoder_calls import RowsWithImages, decoder_calls
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk, TokenStates
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
@@ -44,7 +45,7 @@ class ModelStream:
     Args:
         checkpoint: gives tensors by stored name; a caller may wrap it to hand out changed tensors.
         matched: of the same checkpoint, with declarations (``matched.architecture`` is not None).
-        rows: token ids ``[rows, length]``.
+        rows: token ids ``[rows, length]``, or rows with images.
         micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
         device: where blocks are run.
         activations: directory for hidden states on disk, a store for those between blocks, or None for memory.
@@ -58,7 +59,7 @@ class ModelStream:
         self,
         checkpoint: TensorSource,
         matched: Matched,
-        rows: Tensor,
+        rows: Tensor | RowsWithImages,
         *,
         micro_batch: int = 8,
         device: str | torch.device = "cpu",
@@ -66,6 +67,9 @@ class ModelStream:
         precision: str = "float32",
     ) -> None:
         self._precision = precision
+        images = None if isinstance(rows, Tensor) or rows.images is None else rows
+        rows = rows if isinstance(rows, Tensor) else rows.ids
+        self._alone = images is not None
         self._architecture, self._dimensions = declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
         self._matched = matched
@@ -76,8 +80,12 @@ class ModelStream:
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
         directory = activations if isinstance(activations, Path) else None
         given = None if isinstance(activations, Path) else activations
+        seen = None
+        if images is not None:
+            seen = partial(decoder_calls, checkpoint, matched, images, device=self._device)
+
         self._around = AroundBlocks(
-            self._model, matched, self._weights, rows, self._device, directory
+            self._model, matched, self._weights, rows, self._device, directory, seen
         )
         self._blocks = self._around.blocks
         self._directory, self._given = directory, given
@@ -139,14 +147,14 @@ class ModelStream:
 
     def final_hidden(self) -> Iterator[Tensor]:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
-        for start, stop in self._spans():
+        for start, stop in self._ends():
             states = self._states.read(start, stop).to(self._device)
             yield self._finish(self._around.inner, start, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
         with self._filled_head():
-            for start, stop in self._spans():
+            for start, stop in self._ends():
                 states = self._states.read(start, stop).to(self._device)
                 yield self._finish(self._model, start, states).logits
 
@@ -197,10 +205,14 @@ class ModelStream:
         for start, stop in self._spans():
             yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        count = len(self._rows)
-        for start in range(0, count, self._micro_batch):
-            yield start, min(start + self._micro_batch, count)
+    def _ends(self) -> Iterator[tuple[int, int]]:
+        """Yield the rows that go through the end of the model together."""
+        yield from self._spans(1 if self._alone else 0)
+
+    def _spans(self, step: int = 0) -> Iterator[tuple[int, int]]:
+        count, step = len(self._rows), step or self._micro_batch
+        for start in range(0, count, step):
+            yield start, min(start + step, count)
 
 
 def _check_rows(rows: Tensor, dimensions: Dimensions, architecture: Architecture) -> None:

@@ -6,13 +6,15 @@ as there are, up to 128. Whoever asks for another number, or for a part of a mix
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.positions import positions_in
+from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.planning.peak_memory import whole_model
 from quantforge.planning.run_sizes import RunSizes
@@ -73,6 +75,57 @@ def check_source(options: CalibrationOptions, place: str, model: Path) -> None:
         )  # fmt: skip
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
+
+
+@lru_cache(maxsize=64)  # as `check_source`
+def named_image(options: CalibrationOptions, place: str) -> str | None:
+    """Return where a calibration text first names an image, None where it names none; ``place`` is as of `calibrate`.
+
+    Raises:
+        InputError: the source is missing or malformed.
+    """
+    from quantforge_calibration import SourceError, parse_sources
+    from quantforge_calibration.image_documents import first_image
+
+    try:
+        found = (first_image(part) for part in parse_sources(place or options.source))
+        return next((place for place in found if place is not None), None)
+    except SourceError as error:
+        raise InputError(f"calibration: {error.message}", error.hint) from error
+
+
+def check_towers(named: str | None, config: Mapping[str, Any]) -> None:
+    """Refuse rows that name an image, and where, for a model that reads none.
+
+    Raises:
+        InputError: the configuration has no other tower.
+    """
+    if named is not None and not has_towers(config):
+        raise InputError(
+            f"calibration: {named} names an image, and {config.get('model_type')} has no tower that reads any",
+            "rows without `image` and `images`, or the whole model in the place of its text tower",
+        )
+
+
+def with_images(
+    peak: int, matched: Matched, options: CalibrationOptions, *, in_memory: bool
+) -> tuple[int, str]:
+    """Return the peak of a run whose rows have images, and what a plan says of them.
+
+    Beside what text takes, each row keeps what its text tower is given: states and masks.
+    """
+    _, sizes = declared(matched)
+    towers = 4 * sum(
+        math.prod(tensor.stored.shape) for tensor in matched.tensors if tensor.role is Role.FOREIGN
+    )
+    rows, length = options.samples if in_memory else options.micro_batch, options.length
+    kept = rows * length * (4 * sizes.hidden + 2 * length)
+    embedded = 4 * sizes.hidden * (min(sizes.vocab, options.samples * length) + rows * length)
+    note = (
+        f"calibration: rows with images; {towers:,} bytes of towers, as float32, run once for each row,"
+        " and their time and their activations are not in the forecast"
+    )
+    return max(peak + kept, towers + embedded + kept), note
 
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:

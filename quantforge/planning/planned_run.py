@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.planning.calibration_rows import check_source
+from quantforge.planning.calibration_rows import (
+    check_source,
+    check_towers,
+    named_image,
+    with_images,
+)
 from quantforge.planning.known_importance import with_known_importance
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.recipe import Recipe
@@ -28,17 +34,30 @@ def planned_of(
     if (
         settings.calibration
     ):  # a text that is named; without one a model is planned that has no tokenizer yet
-        check_text(planned, checkpoint.path, settings)
+        check_text(planned, checkpoint, settings)
+        planned = _with_images(planned, settings)
     if settings.imatrix is None or recipe.calibration.importance_file is None:
         return planned
     return with_known_importance(planned, settings.imatrix)
 
 
-def check_text(planned: Planned, model: Path, settings: Settings) -> None:
+def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> None:
     """Refuse a calibration text that the run would refuse at its start, where it reads one.
 
     Raises:
         InputError: the source is missing, malformed or too short, or the model has no tokenizer.
     """
     if planned.plan.needs or planned.recipe.prune_experts is not None:
-        check_source(planned.recipe.calibration, settings.calibration, model)
+        options, place = planned.recipe.calibration, settings.calibration
+        check_towers(named_image(options, place), checkpoint.config)
+        check_source(options, place, checkpoint.path)
+
+
+def _with_images(planned: Planned, settings: Settings) -> Planned:
+    """Return a plan that says what rows with images take, where the text has any."""
+    plan, options = planned.plan, planned.recipe.calibration
+    if not plan.needs or named_image(options, settings.calibration) is None:
+        return planned
+    in_memory = settings.activations == "memory"
+    peak, note = with_images(plan.peak_memory_bytes, planned.matched, options, in_memory=in_memory)
+    return replace(planned, plan=replace(plan, peak_memory_bytes=peak, notes=(*plan.notes, note)))

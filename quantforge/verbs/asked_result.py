@@ -98,7 +98,7 @@ class AskedResult:
             if finished is None:
                 raise
             return finished
-        check_text(self.planned, self.checkpoint.path, settings)
+        check_text(self.planned, self.checkpoint, settings)
         settings.announce(self.planned.plan, self.stage.named)
         return None
 
@@ -154,5 +154,5 @@ def check_wanted(checkpoint: Checkpoint, variant: Variant, settings: Settings) -
     if not wanted.stage.begun:
         with wanted.stage:
             pass
-    check_text(wanted.planned, checkpoint.path, settings)
+    check_text(wanted.planned, checkpoint, settings)
     settings.announce(wanted.planned.plan, wanted.stage.named)

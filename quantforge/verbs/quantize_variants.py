@@ -116,7 +116,7 @@ def asked_variants(
     for variant, recipe, own in cites:
         try:
             wanted = wanted_of(checkpoint, Variant(recipe, variant.out), own)
-            check_text(wanted.planned, checkpoint.path, own)
+            check_text(wanted.planned, checkpoint, own)
             found.append(AskedVariant(wanted, own))
         except QuantForgeError as error:
             refusals.append((variant, error))
