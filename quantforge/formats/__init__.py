@@ -10,6 +10,7 @@ In this folder:
     auto_round          AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
+    bnb_engines         Engines that load bitsandbytes files: through which package
     bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks              Checks of stored values that all formats share: scales are sound, group numbers are in range
     command_parts       Parts of commands: options, lines of a file that a command reads, and what comes before it

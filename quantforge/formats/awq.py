@@ -26,6 +26,7 @@ from quantforge.formats.configuration import (
     config_json,
     half_dtype,
     head_of,
+    kept_mixtures,
     quantization_config,
     quantized_modules,
     skipped,
@@ -187,7 +188,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
-    kept = skipped(plan, config, modules)
+    kept = [*skipped(plan, config, modules), *kept_mixtures(plan, config, modules)]
     quantization = {
         "quant_method": KEY,
         "bits": 4,

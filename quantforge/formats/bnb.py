@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
+from quantforge.formats.bnb_engines import ENGINES
 from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
 from quantforge.formats.configuration import (
     config_json,
@@ -25,7 +26,6 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
 from quantforge.formats.headers import matrix, refuse_open_head, require
 from quantforge.grids import PerGroup, Row, ScaleType
@@ -41,14 +41,6 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "bnb"
-_JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
-_UNREAD = Engine(never="does not read bitsandbytes")
-ENGINES = by_engine(
-    transformers=Engine(note="through bitsandbytes", experts=_JOINED),
-    vllm=Engine(note="through vllm-bnb-plugin (since vLLM 0.28)"),
-    sglang=Engine(note=UNTRIED),
-    tensorrt_llm=_UNREAD, lmdeploy=_UNREAD, mlx=_UNREAD,
-)  # fmt: skip
 ABOUT = About(
     packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(

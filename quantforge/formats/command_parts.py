@@ -37,6 +37,7 @@ class Command:
     Attributes:
         start: the command, with ``{out}`` for the result.
         context, draft, devices: for these; None where there is no option.
+        heads: in the place of ``draft`` where that is a directory of draft heads, by their kind.
         caches: by type of the cache.
         named: gives the model the name ``{name}`` in requests.
         before: a command that comes first.
@@ -50,6 +51,7 @@ class Command:
     context: Part | None = None
     caches: Mapping[str, Part] = field(default_factory=dict)
     draft: Part | None = None
+    heads: Mapping[str, Part] = field(default_factory=dict)
     devices: Part | None = None
     named: str = ""
     before: str = ""

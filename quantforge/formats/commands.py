@@ -14,6 +14,7 @@ from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
 from quantforge.errors import RefusedError
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
+from quantforge.formats.sources.head_directory import EAGLE3
 from quantforge.plans import Serving
 
 DRAFTED = 4  # tokens that a draft model proposes at a time, where an engine has to be told
@@ -44,6 +45,10 @@ COMMANDS: Mapping[str, Command] = {
             "--speculative-config",
             document={"method": "draft_model", "model": "{draft}", "num_speculative_tokens": DRAFTED},
         ),
+        heads={EAGLE3: Part(
+            "--speculative-config",
+            document={"method": EAGLE3, "model": "{draft}", "num_speculative_tokens": DRAFTED},
+        )},
         devices=Part("--tensor-parallel-size {devices}"),
         named="--served-model-name {name}",
         by_format={GGUF: "--tokenizer {source}"},
@@ -53,6 +58,7 @@ COMMANDS: Mapping[str, Command] = {
         context=Part("--context-length {context}"),
         caches={"fp8": Part("--kv-cache-dtype fp8_e4m3")},
         draft=Part("--speculative-algorithm STANDALONE --speculative-draft-model-path {draft}"),
+        heads={EAGLE3: Part("--speculative-algorithm EAGLE3 --speculative-draft-model-path {draft}")},
         devices=Part("--tp-size {devices}"),
         named="--served-model-name {name}",
     ),
@@ -154,7 +160,12 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
             f"--for {engine}: no cache in {cache}{why.get('cache', '')}",
             f"--cache {near}" if near else "leave --cache out",
         )
-    if serving.draft is not None and command.draft is None:
+    if serving.heads and serving.heads not in command.heads:
+        raise RefusedError(
+            f"--for {engine}: no command of it with {serving.heads} heads is known here",
+            "leave --draft out, or name a smaller model",
+        )
+    if serving.draft is not None and not serving.heads and command.draft is None:
         raise RefusedError(
             f"--for {engine}: no draft model{why.get('draft', '')}", "leave --draft out"
         )
@@ -166,6 +177,12 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
 def _cache_of(serving: Serving) -> str:
     """Return the one name of the cache that is asked for, however it was written."""
     return name_of(*kinds_of(serving.cache or PLAIN))
+
+
+def _draft_of(command: Command, serving: Serving) -> Part | None:
+    if serving.draft is None:
+        return None
+    return command.heads[serving.heads] if serving.heads else command.draft
 
 
 def command_of(
@@ -189,7 +206,7 @@ def command_of(
     parts = [
         command.context if serving.context is not None else None,
         command.caches.get(_cache_of(serving)),
-        command.draft if serving.draft is not None else None,
+        _draft_of(command, serving),
         command.devices if serving.devices > 1 else None,
     ]
     asked = [part for part in parts if part is not None]

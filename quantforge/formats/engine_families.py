@@ -3,7 +3,8 @@
 `HOW` is the one list of families whose artifacts are known not to load, until loaders and writers agree about them.
 Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
 layers left random. A format of one file is not meant: it has names of its own for every tensor. Experts that are stored
-one by one load in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes.
+one by one load in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes. vLLM 0.32:
+it compares the projections of a mixture's first expert, and takes the others for alike.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _NOT_READ = "nothing says that it reads quantized draft heads; quantforge genera
 _NOT_READ_MIXED = (
     "it takes one scheme for all linears of draft heads, and no quantized head or embedding"
 )
+_ALIKE: Mapping[str, str] = {
+    "vllm": "it holds the experts of a mixture as one module, so that all of them are packed alike, or none"
+}
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
@@ -99,6 +103,17 @@ class ModelToLoad:
         """Return whether experts that are stored one by one stay as they are."""
         return any(_EXPERT.search(name) for name in self.kept)
 
+    @cached_property
+    def divided_mixtures(self) -> bool:
+        """Return whether experts of one mixture, stored one by one, have several schemes, or only some have one."""
+        packed = ((module, layer) for module, (layer, _) in self.layers.items())
+        bare = ((name, None) for name in self.kept if name.endswith(".weight"))
+        ways: dict[str, set[LayerScheme | None]] = {}
+        for name, way in (*packed, *bare):
+            if found := _EXPERT.search(name):
+                ways.setdefault(name[: found.start()], set()).add(way)
+        return any(len(found) > 1 for found in ways.values())
+
 
 def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return which engines load a model in a format, and why another would not."""
@@ -131,6 +146,7 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
         engine.mixed_experts if len(model.experts) > 1 else "",
         *map(engine.packed_experts, model.experts),
         engine.kept_experts if model.kept_experts else "",
+        _ALIKE.get(verdict.engine, "") if model.divided_mixtures else "",
     )
     if reason := next(filter(None, obstacles), ""):
         return EngineVerdict(verdict.engine, False, reason)

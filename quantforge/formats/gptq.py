@@ -23,6 +23,7 @@ from quantforge.formats.configuration import (
     half_dtype,
     json_bytes,
     kept_linears,
+    kept_mixtures,
     quantization_config,
     quantized_modules,
     within_block,
@@ -132,14 +133,16 @@ def side_files(
         "pack_dtype": "int32",
         "meta": {"quantizer": [f"quantforge:{__version__}"]},
     }
-    quantization |= _skipping(plan, modules)
+    quantization |= _skipping(plan, config, modules)
     return {
         "config.json": config_json(config, half_dtype(plan, config), quantization),
         "quantize_config.json": json_bytes(quantization),
     }
 
 
-def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
+def _skipping(
+    plan: Plan, config: Mapping[str, Any], modules: Mapping[str, TensorPlan]
+) -> dict[str, Any]:
     """Return both spellings of the linears inside the blocks that stay as they were.
 
     Names relative to the block serve when every block skips the same ones; otherwise full names do,
@@ -147,13 +150,14 @@ def _skipping(plan: Plan, modules: Mapping[str, TensorPlan]) -> dict[str, Any]:
     entry.
     """
     kept = [name for name in kept_linears(plan) if within_block(name)]
-    if not kept:
+    whole = kept_mixtures(plan, config, modules)
+    if not kept and not whole:
         return {}
     relative = list(dict.fromkeys(map(within_block, modules)))
     mixed = any(within_block(name) in relative for name in kept)
     return {
         # The model's own name may have a prefix that the checkpoint's has not (gpt2).
-        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in kept},
+        "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*kept, *whole)},
         "modules_in_block_to_quantize": [list(modules) if mixed else relative],
     }
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT, GGUF, format_of, libraries
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
+from quantforge.formats.sources.head_directory import open_heads
 from quantforge.formats.unknown_names import ENGINE_WORDS
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Serving, TensorPlan
@@ -135,12 +137,15 @@ def check(
 
     Raises:
         UsageError: something is asked of a command without an engine.
+        InputError: the draft is a directory of heads that cannot be read.
         RefusedError: with the engine's reason, the layer that cannot be split over the devices, or what its command
             cannot be asked.
     """
     if engine is None:
         _check_unasked(serving)
         return ()
+    heads = open_heads(Path(serving.draft)) if serving.draft is not None else None
+    serving = replace(serving, heads=heads.kind if heads else "")
     target = target_of(engine)
     wanted = f"--bits {either(target.wanted)}"
     for verdict in verdicts:

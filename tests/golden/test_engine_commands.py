@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from quantforge.architectures.cache_kinds import WORDS as KINDS
 from quantforge.errors import RefusedError, UsageError
@@ -125,6 +127,28 @@ def test_what_an_engine_does_not_read_is_refused_with_the_nearest():
         check("ollama", Serving(devices=2), [], (), "gguf")
     with pytest.raises(UsageError, match="--draft d: for which engine"):
         check(None, Serving(draft="d"), [], (), "plain")
+
+
+def test_heads_are_drafts_of_their_own_kind(tmp_path):
+    """vLLM computes a directory of EAGLE-3 as a whole model, and fails, where it is told of a draft model."""
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}'
+    )
+    save_file({"fc.weight": torch.zeros(2, 6)}, tmp_path / "model.safetensors")
+    drafted = Serving(draft=str(tmp_path))
+    options, *_ = parsed("vllm", check("vllm", drafted, [], (), "plain")[-1].partition(": ")[2])
+    asked = json.loads(options["--speculative-config"])
+    known = DOCUMENTED["vllm"]["documents"]["--speculative-config"]
+    assert (asked["method"], asked["model"]) == ("eagle3", str(tmp_path))
+    assert all(takes(str(value), known[key]) for key, value in asked.items())
+    options, *_ = parsed("sglang", check("sglang", drafted, [], (), "plain")[-1].partition(": ")[2])
+    assert options["--speculative-algorithm"] == "EAGLE3"
+    assert options["--speculative-draft-model-path"] == str(tmp_path)
+    for engine in set(COMMANDS) - {"vllm", "sglang"}:
+        with pytest.raises(
+            RefusedError, match=f"--for {engine}: no command of it with eagle3 heads"
+        ):
+            check(engine, drafted, [], (), "plain")
 
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():

@@ -1,9 +1,9 @@
 """A stream of requests to an OpenAI-compatible server, in real time, by its completions API with streaming.
 
-Prompts go as tokens, so that they are the very ones of a measurement in this process; servers that take only text are
-told the text that the tokenizer makes of them. That answers go on to their full length is asked for by ``ignore_eos``,
-which vLLM, SGLang and llama.cpp know beyond the API. A piece of the stream may hold several tokens: the count comes
-from ``usage`` where the server sends it, and the tokens of a piece then share its time.
+Prompts go as tokens, so that they are the very ones of a measurement in this process. That answers go on to their full
+length is asked for by ``ignore_eos``, which vLLM, SGLang and llama.cpp know beyond the API. A piece of the stream may
+hold several tokens: the count comes from ``usage`` where the server sends it, and the tokens of a piece then share its
+time. A piece may also be empty: of a token that is no text (vLLM), or of none, at the end (llama.cpp).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Sender:
 
     async def _read(self, content: Any, waited: Waited) -> None:
         """Note when the tokens of a stream come."""
-        pieces: list[float] = []
+        pieces: list[tuple[float, bool]] = []
         tokens = 0
         async for line in content:
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
@@ -139,12 +139,13 @@ class _Sender:
             if event.get("error"):
                 waited.error = f"{event['error']!s:.120}"
                 return
-            if any(one.get("text") for one in event.get("choices") or ()):
-                pieces.append(time.perf_counter() - self._begin)
+            if choices := event.get("choices"):
+                shown = any(one.get("text") for one in choices)
+                pieces.append((time.perf_counter() - self._begin, shown))
             usage = event.get("usage")
             if usage:
                 tokens = int(usage["completion_tokens"])
-        waited.times = spread(pieces, tokens or len(pieces))
+        waited.times = _times(pieces, tokens)
 
 
 def _unreached(url: str, error: Exception) -> str:
@@ -160,6 +161,19 @@ def _unreached(url: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{url}: {error.strerror}"
     return f"{url} closed the connection"
+
+
+def _times(pieces: Sequence[tuple[float, bool]], tokens: int) -> list[float]:
+    """Return a time for each token, of pieces with their time and whether they show text.
+
+    A token that is no text, as one that ends it, comes in an empty piece, and so does a mere note of the end: there are
+    too many pieces then, and those without text are left out.
+    """
+    whole = [at for at, _ in pieces]
+    if len(whole) <= tokens:
+        return spread(whole, tokens)
+    shown = [at for at, text in pieces if text] or whole[:tokens]
+    return spread(shown, tokens or len(shown))
 
 
 def spread(pieces: Sequence[float], tokens: int) -> list[float]:

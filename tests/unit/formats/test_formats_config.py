@@ -178,6 +178,34 @@ def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
     }
 
 
+@pytest.mark.parametrize("key", ["gptq", "awq"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
+    """vLLM asks for ``experts``: a part of it in AWQ, by ``re.match`` in GPTQ."""
+    form, mixture = format_of(key), "model.layers.{}.mlp.experts".format
+    names = ["down_proj"] if stacked else ["0.down_proj.weight", "1.down_proj.weight"]
+    shape = (2, 128, 128) if stacked else (128, 128)
+    tensors = [
+        quantized_plan(form, ATTENTION.format(0), "int4:g32:sym", (128, 128), 0),
+        *(kept_plan(f"{mixture(0)}.{name}", shape, 0) for name in names),
+        quantized_plan(form, f"{mixture(1)}.0.down_proj.weight", "int4:g32:sym", (128, 128), 1),
+        kept_plan(f"{mixture(1)}.1.down_proj.weight", (128, 128), 1),
+        kept_plan("lm_head.weight", (64, 128)),
+    ]
+    files = form.side_files(plan_of(form, tensors), SOURCE)
+    found = json.loads(files["config.json"])["quantization_config"]
+
+    def left_out(module):
+        if key == "awq":
+            return any(name in module for name in found["modules_to_not_convert"])
+        return any(re.match(rule.removeprefix("-:"), module) for rule in found["dynamic"])
+
+    assert left_out(mixture(0))
+    assert not left_out(mixture(1))
+    assert not left_out(mixture(1) + ".0.down_proj")
+    assert not left_out("model.layers.0.self_attn.o_proj")
+
+
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_half_precision_is_not_forced_on_a_family_that_overflows_in_it(key):
     source = SOURCE | {"model_type": "gemma2"}

@@ -1,5 +1,7 @@
 """Engines that load a result or do not, as a user reads it in `plan`, `export` and `verify --for`."""
 
+from dataclasses import replace
+
 import pytest
 
 from quantforge import verbs
@@ -89,6 +91,9 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
         ("mlx", {"embedding": True}, "mlx", ""),
         ("bnb", {"module": "mlp.experts.3.up_proj"}, "transformers", "joins the matrices"),
         ("fp8", {"module": "mlp.experts.3.up_proj"}, "transformers", ""),
+        ("bnb", {"module": "mlp.experts.3.up_proj"}, "vllm", ""),
+        ("bnb", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", "all experts for packed"),
+        ("awq", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", ""),
         ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
     ],
 )
@@ -99,6 +104,39 @@ def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
     verdict = next(v for v in judged(about, ModelToLoad(layers, **facts)) if v.engine == engine)
     assert verdict.loads is not bool(why)
     assert why in verdict.reason
+
+
+def experts(*schemes):
+    """Layers of a mixture, one for each scheme, as ``judged`` takes them."""
+    layers = {
+        f"mlp.experts.{place}.up_proj": (parse_layer(scheme), (128, 256))
+        for place, scheme in enumerate(schemes)
+    }
+    return ModelToLoad(layers, ("mixtral",))
+
+
+def vllm_of(key, model):
+    return next(v for v in judged(format_of(key).ABOUT, model) if v.engine == "vllm")
+
+
+def test_vllm_holds_the_experts_of_a_mixture_as_one():
+    alike, divided = experts(*["int4:g128:sym"] * 2), experts("int4:g128:sym", "int8:g128:sym")
+    assert vllm_of("compressed-tensors", alike).loads
+    assert "packed alike" in vllm_of("compressed-tensors", divided).reason
+    other = {"other.experts.0.up_proj": divided.layers["mlp.experts.1.up_proj"]}
+    assert vllm_of("compressed-tensors", replace(alike, layers={**alike.layers, **other})).loads
+    for kept, loads in (
+        ("mlp.experts.2.up_proj.weight", False),
+        ("mlp.experts.0.up_proj.bias", True),
+        ("other.experts.0.up_proj.weight", True),
+        ("mlp.gate.weight", True),
+    ):
+        assert vllm_of("gptq", replace(alike, kept=(kept,))).loads is loads
+
+
+def test_the_plugin_of_vllm_has_no_experts_in_bytes():
+    assert "in 8 bits" in vllm_of("bnb", experts("int8:row:sym")).reason
+    assert vllm_of("bnb", experts("nf4:g64:sym")).loads
 
 
 def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):

@@ -150,8 +150,9 @@ def test_stream_on_an_engine():
 class Server:
     """A server of the completions API that answers so many tokens, some of them in one piece, or fails."""
 
-    def __init__(self, fail=(), piece=1, *, other=False, closes=False):
+    def __init__(self, fail=(), piece=1, *, other=False, closes=False, text="x", noted=False):
         self.fail, self.piece, self.bodies = set(fail), piece, []
+        self.text, self.noted = text, noted
         self.other, self.closes = other, closes
 
     def __enter__(self):
@@ -182,7 +183,11 @@ class Server:
             answer = web.StreamResponse()
             await answer.prepare(request)
             for _ in range(0, body["max_tokens"], self.piece):
-                await answer.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+                await answer.write(b'data: {"choices": [{"text": "%s"}]}\n\n' % self.text.encode())
+            if self.noted:
+                await answer.write(
+                    b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+                )
             usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
             await answer.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
             return answer
@@ -216,6 +221,18 @@ def test_stream_to_a_server(piece):
     assert [len(one.times) for one in served if not one.error] == [5] * 7
     assert {body["model"] for body in server.bodies} == {"fake"}
     assert [body["prompt"][1] for body in server.bodies] == [2] * 9
+
+
+@pytest.mark.parametrize("text", ["x", ""])
+@pytest.mark.parametrize("noted", [True, False])
+def test_tokens_without_a_text_are_tokens(text, noted):
+    """Those that end a text come as empty pieces from vLLM; llama.cpp notes the end in one that is no token."""
+    pytest.importorskip("aiohttp")
+    with Server(text=text, noted=noted) as url:
+        (waited,) = serve_there(url, "", [TimedRequest(0.0, (1, 2), 5)])
+    assert not waited.error
+    assert len(waited.times) == 5
+    assert waited.times[0] < waited.times[-1]
 
 
 def test_servers_that_are_none():
