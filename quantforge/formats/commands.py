@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Mapping
 
 from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
+from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.errors import RefusedError
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
-from quantforge.formats.sources.head_directory import EAGLE3
 from quantforge.plans import Serving
 
 DRAFTED = 4  # tokens that a draft model proposes at a time, where an engine has to be told
