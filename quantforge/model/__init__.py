@@ -28,6 +28,7 @@ In this folder:
     inner              The part of a model that makes final hidden states: all of it but the output layer
     kept_leaves        Tensors that single rows keep between blocks: in memory
     lean_imports       transformers' modelling code without what a command never runs: half of the imports
+    learned_codes      Codes that are learned: each has an offset, in steps of its grid
     loading            Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class        Class of transformers that a configuration names: a decoder of text
     names              Names of tensors in files, and in the running model: one bridge, by transformers' own rules
@@ -48,8 +49,10 @@ In this folder:
     stream             The model, one block at a time: stock transformers code around weights that come and go
     token_weights      Weights of calibration tokens: how much the loss minds an error at the output of a linear
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
-    tuned_block        A block whose linears are codes
-    tuning             Tuning: scales of groups and gains of norms learned on what the whole model predicts
-    tuning_bounds      Bounds of tuning, which forecasts and `verify` go by
+    tuned_block        A block whose linears are codes under scales that are learned
+    tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes
+    tuned_matrix       A linear whose scales are learned, and maybe its codes
+    tuning             Tuning: scales of groups, gains of norms and codes learned on what the whole model predicts
+    tuning_bounds      Bounds of tuning, which plans, forecasts and `verify` go by
     whole_checkpoint   Check that a checkpoint of a family without declarations is whole
 """

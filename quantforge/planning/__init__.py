@@ -55,7 +55,7 @@ In this folder:
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
-    tuning_memory      Memory that tuning takes: the codes of all blocks, one block with its gradients
+    tuning_memory      Memory that tuning takes: codes of all blocks and what is learned, a block with its gradients
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
 """
