@@ -67,6 +67,18 @@ class Scheme:
         return self.grid.startswith("int")
 
     @property
+    def in_powers(self) -> bool:
+        """Return whether all scales are powers of two."""
+        return (self.scale if self.block is None else self.block.scale) is ScaleType.E8M0
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether each row has scales of its own that may be learned: of integers, or of a type of blocks."""
+        if self.block is not None or self.divided:
+            return not self.in_powers
+        return self.integer and not isinstance(self.granularity, PerTensor)
+
+    @property
     def whole(self) -> bool:
         """Return whether rows share parameters, so that a matrix can only be rounded as one."""
         shared = isinstance(self.granularity, PerTensor | Tile)

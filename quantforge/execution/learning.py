@@ -20,6 +20,7 @@ from quantforge.events import Event
 from quantforge.execution.journal import write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, checksum, merge
+from quantforge.model.tuned_matrix import CODES
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
-    from quantforge.model.tuned_block import TunedBlock
-    from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.model.tuned_block import TunedBlock, Written
     from quantforge.planning.planner import Planned
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
@@ -107,29 +107,38 @@ class Tuning:
                 self._output.rewrite(name, value)
         self._output.finish()
 
-    def _read(self, part: BlockPart) -> dict[str, QuantizedTensor]:
-        return {
+    def _read(self, part: BlockPart) -> Written:
+        from quantforge.model.tuned_block import Written
+
+        tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
             for name, tensor in self._restoring.targets(part).items()
         }
+        kept = self._restoring.kept(part)
+        return Written(
+            tensors, {name: torch_dtype(one.stored[0].dtype) for name, one in kept.items()}
+        )
 
     def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""
         found: list[tuple[str, Tensor]] = []
         for linear, tensor in self._restoring.targets(block.part).items():
             before = self._output.read(tensor)
-            after = self._output.storage.pack(tensor, block.result(linear))
+            matrix = block.matrices[linear]
+            after = self._output.storage.pack(tensor, matrix.result())
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
-            figures = {"tuned": float(block.scales[linear].factor.abs().max())}
-            if block.codes:
-                steps = block.codes[linear].snapshot()
+            figures = {
+                "tuned": max(float(one.factor.abs().max()) for one in matrix.scales.values())
+            }
+            if CODES in matrix.steps:
+                steps = matrix.steps[CODES].snapshot()
                 figures["recoded"] = float(steps.count_nonzero()) / steps.numel()
             merge(record, {"figures": {tensor.name: figures}})
         kept = self._restoring.kept(block.part)
         for name, gains in block.gains.items():
             tensor = kept[name]
             (before_,) = self._output.read(tensor).values()
-            value = self._output.storage.keep(tensor, gains.stored().to(torch_dtype(tensor.dtype)))
+            value = self._output.storage.keep(tensor, gains.stored())
             if not torch.equal(value, before_):
                 found.append((tensor.stored[0].name, value))
                 change = float(gains.factor.abs().max())

@@ -53,6 +53,7 @@ In this folder:
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
     tuned_block        A block whose linears are codes under scales that are learned
     tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes
+    tuned_matrix       A linear whose scales are learned, and maybe its codes
     tuning             Tuning: scales of groups, gains of norms and codes learned on what the whole model predicts
     tuning_bounds      Bounds of tuning, which plans, forecasts and `verify` go by
     whole_checkpoint   Check that a checkpoint of a family without declarations is whole

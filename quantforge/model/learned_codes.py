@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from quantforge.model.tuning_bounds import MOST_STEPS
-from quantforge.packers.integer import code_range
-from quantforge.packers.tensor import QuantizedTensor
 
 BESIDE = 0.49  # of a step: how far an offset may go beyond the last code that it can reach
 FIRST, SECOND = 0.9, 0.99  # shares of the moments that a step keeps
@@ -52,11 +50,6 @@ class LearnedCodes:
         self._rows, self._columns = (
             torch.zeros(size, device=self.start.device) for size in self.start.shape
         )
-
-    @classmethod
-    def of(cls, tensor: QuantizedTensor, rate: float) -> LearnedCodes:
-        """Begin with the codes of a linear."""
-        return cls(tensor.codes, code_range(tensor.scheme), rate)
 
     def stored(self) -> Tensor:
         """Return the present codes."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,51 +14,26 @@ from torch import Tensor
 from quantforge.architectures import Absorbs
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_weights import TORCH_DTYPES
 from quantforge.model.learned_codes import LearnedCodes
 from quantforge.model.tuned_experts import TunedExperts, Visit
+from quantforge.model.tuned_matrix import Learned, TunedMatrix
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 
-RATE = 1e-2  # of factors under codes of 0 bits
+Place = tuple[str, str]  # of a linear and one of its parameters, of a norm and ""
 
 
-@dataclass(slots=True, eq=False)
-class Learned:
-    """One tensor of scales, or the gains of one norm.
+class Written(NamedTuple):
+    """Part of a result that is a block.
 
     Attributes:
-        start: float32, what it was.
-        dtype: in which it is stored.
-        factor: what is learned, 0 for no change.
-        rate: with which it is learned at first.
-        offset: that the norm adds to what is stored.
+        tensors: its quantized linears, by their names inside of it.
+        dtypes: in which its other parameters are stored.
     """
 
-    start: Tensor
-    dtype: torch.dtype
-    factor: Tensor
-    rate: float
-    offset: float = 0.0
-
-    @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0) -> Learned:
-        """Begin with a value."""
-        start = value.detach().float().clone()
-        return cls(start, dtype, torch.zeros_like(start, requires_grad=True), rate, offset)
-
-    def stored(self) -> Tensor:
-        """Return the present value in its stored type."""
-        start = self.start + self.offset
-        value = (start + start * self.factor.detach() - self.offset).to(self.dtype)
-        kept = value.isfinite() & ((value != 0) | (self.start == 0))
-        return torch.where(kept, value, self.start.to(self.dtype))
-
-    def gradient(self, of_value: Tensor) -> Tensor:
-        """Return the gradient of the factor, given that of the value."""
-        return of_value * (self.start + self.offset)
+    tensors: dict[str, QuantizedTensor]
+    dtypes: dict[str, torch.dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,65 +42,57 @@ class TunedBlock:
 
     Attributes:
         part: with its kept parameters; linears are empty between two visits.
-        tensors: of its quantized linears, those of experts too.
-        scales: of the same.
+        matrices: its quantized linears, those of experts too.
         gains: of its norms, by the name of the weight.
         own: the linears that are modules of their own.
-        codes: of the linears; none where they are frozen.
         experts: those of a mixture, None without one.
     """
 
     part: BlockPart
-    tensors: dict[str, QuantizedTensor]
-    scales: dict[str, Learned]
+    matrices: dict[str, TunedMatrix]
     gains: dict[str, Learned]
     own: tuple[str, ...]
-    codes: dict[str, LearnedCodes]
     experts: TunedExperts | None = field(init=False, default=None)
 
     @classmethod
-    def of(cls, part: BlockPart, tensors: dict[str, QuantizedTensor], rate: float) -> TunedBlock:
+    def of(cls, part: BlockPart, written: Written, rate: float) -> TunedBlock:
         """Begin with a block as it was written; its linears are let go of.
 
         Args:
             part: the block.
-            tensors: its quantized linears.
+            written: what was written of it.
             rate: with which codes are learned at first, 0 for frozen ones.
         """
-        scales = {
-            name: Learned.of(value := tensor.parameters["scales"], value.dtype, _rate(tensor))
-            for name, tensor in tensors.items()
-        }
-        least = min((one.rate for one in scales.values()), default=0.0)
+        matrices = {name: TunedMatrix.of(tensor, rate) for name, tensor in written.tensors.items()}
+        rates = (one.rate for matrix in matrices.values() for one in matrix.scales.values())
+        least = min(rates, default=0.0)
         gains = {
-            name: Learned.of(part.parameter(name), TORCH_DTYPES[part.dtype_of(name)], least, offset)
+            name: Learned.of(part.parameter(name), written.dtypes[name], least, offset)
             for name, offset in gains_of(part).items()
         }
-        own = tuple(name for name in part.own_linears if name in tensors)
+        own = tuple(name for name in part.own_linears if name in matrices)
         for name in (*(f"{name}.weight" for name in own), *gains):
             part.module.get_parameter(name).requires_grad_()
-        codes = {name: LearnedCodes.of(tensor, rate) for name, tensor in tensors.items() if rate}
-        block = cls(part, tensors, scales, gains, own, codes)
+        block = cls(part, matrices, gains, own)
         if part.experts is not None:
-            block.experts = TunedExperts(part.experts, tensors, block.weight, block.run)
+            block.experts = TunedExperts(part.experts, matrices, block.weight, block.run)
         block.release()
         return block
 
     @property
     def learned(self) -> list[Learned]:
         """Return everything that is learned but codes, in a fixed order."""
-        return [*self.scales.values(), *self.gains.values()]
+        scales = [one for matrix in self.matrices.values() for one in matrix.scales.values()]
+        return [*scales, *self.gains.values()]
 
-    def result(self, linear: str) -> QuantizedTensor:
-        """Return a linear as it is now."""
-        tensor = self.tensors[linear]
-        codes = self.codes[linear].stored() if self.codes else tensor.codes
-        parameters = {**tensor.parameters, "scales": self.scales[linear].stored()}
-        return replace(tensor, codes=codes, parameters=parameters)
+    @property
+    def steps(self) -> list[LearnedCodes]:
+        """Return what is learned in whole steps, in a fixed order."""
+        return [one for matrix in self.matrices.values() for one in matrix.steps.values()]
 
     def weight(self, linear: str) -> Tensor:
         """Return the weight ``[out_features, in_features]`` of a linear as it is now."""
-        return self.result(linear).decode()
+        return self.matrices[linear].result().decode()
 
     def run(self, number: int, row: Batch) -> Tensor:
         """Run the block, filled, on a row, given its place among those that pass together."""
@@ -158,31 +127,32 @@ class TunedBlock:
             Gradients of the states of each row, and of all factors as sums over the rows in their order; None for those
             of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`.
         """
-        found: dict[str, Tensor] = {}
-        moves: dict[str, Tensor] = {}
-
-        def add(sums: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-            sums[name] = sums[name] + gradient if name in sums else gradient
+        found: dict[Place, Tensor] = {}
+        moves: dict[Place, Tensor] = {}
 
         def visit(linear: str, gradient: Tensor) -> None:
-            add(found, linear, self._of_scales(linear, gradient))
-            if not self.codes:
-                return
-            if moves and _owner(linear) != _owner(next(iter(moves))) and linear not in self.own:
+            matrix = self.matrices[linear]
+            for key, one in matrix.of_scales(gradient).items():
+                _add(found, (linear, key), one)
+            if linear not in self.own and moves and _owner(linear) != _owner(next(iter(moves))[0]):
                 self._move(moves, share)  # of an expert whose turn is over
-            add(moves, linear, self._of_codes(linear, gradient))
+            for key, one in matrix.of_steps(gradient).items():
+                _add(moves, (linear, key), one)
 
         self.fill()
         with self._without_experts(rows, behind, visit):
             passed = side_by_side(self._back, [*enumerate(zip(rows, behind, strict=True))])
         self.release()
-        for _, matrices, vectors in passed:
-            for name, gradient in zip(self.own, matrices, strict=True):
-                visit(name, gradient)
+        for name, gradients in zip(
+            self.own, zip(*(one for _, one, _ in passed), strict=True), strict=True
+        ):
+            visit(name, reduce(torch.add, gradients))
+        for _, _, vectors in passed:
             for name, gradient in zip(self.gains, vectors, strict=True):
-                add(found, name, gradient)
+                _add(found, (name, ""), gradient)
         self._move(moves, share)
-        factors = [found.get(name) for name in (*self.scales, *self.gains)]
+        scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
+        factors = [found.get(place) for place in (*scales, *((name, "") for name in self.gains))]
         return [first for first, _, _ in passed], factors
 
     def fill(self) -> None:
@@ -222,21 +192,10 @@ class TunedBlock:
         pairs = zip(self.gains.values(), others[len(self.own) :], strict=True)
         return first, matrices, [gains.gradient(gradient) for gains, gradient in pairs]
 
-    def _of_scales(self, linear: str, gradient: Tensor) -> Tensor:
-        """Return the gradient of the factors of scales, given that of the matrix ``[out_features, in_features]``."""
-        scales = self.scales[linear]
-        products = (gradient * _unscaled(self.result(linear))).reshape(*scales.start.shape, -1)
-        return scales.gradient(products.sum(-1))
-
-    def _move(self, moves: dict[str, Tensor], share: float) -> None:
+    def _move(self, moves: dict[Place, Tensor], share: float) -> None:
         """Move codes by their gradients, which are let go of."""
-        for name in [*moves]:
-            self.codes[name].step(moves.pop(name), share)
-
-    def _of_codes(self, linear: str, gradient: Tensor) -> Tensor:
-        """Return the gradient of the offsets of codes, given that of the matrix."""
-        scales = self.scales[linear].stored().float()
-        return (gradient.reshape(*scales.shape, -1) * scales[..., None]).reshape_as(gradient)
+        for name, key in [*moves]:
+            self.matrices[name].steps[key].step(moves.pop((name, key)), share)
 
 
 def _owner(linear: str) -> str:
@@ -257,12 +216,5 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
     return found
 
 
-def _rate(tensor: QuantizedTensor) -> float:
-    """Return the rate of Adam: the wider the codes, the less there is to gain, and the further one can be off."""
-    return float(RATE / 2 ** (tensor.scheme.bits / 2))
-
-
-def _unscaled(tensor: QuantizedTensor) -> Tensor:
-    """Return the values ``[out, in]`` of the codes under scales of 1."""
-    ones = {**tensor.parameters, "scales": torch.ones_like(tensor.parameters["scales"])}
-    return packer_of(tensor.scheme).decode(tensor.codes, ones, tensor.scheme)
+def _add(sums: dict[Place, Tensor], place: Place, gradient: Tensor) -> None:
+    sums[place] = sums[place] + gradient if place in sums else gradient

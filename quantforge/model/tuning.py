@@ -30,12 +30,11 @@ from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
-from quantforge.model.tuned_block import TunedBlock
+from quantforge.model.tuned_block import TunedBlock, Written
 from quantforge.model.tuning_bounds import MOST, ROWS, learns_codes
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
-from quantforge.packers.tensor import QuantizedTensor
 
 HELD = 8  # one row of so many decides which epoch is kept, and nothing is learned on it
 BETAS = (0.9, 0.99)
@@ -43,7 +42,7 @@ RATE = 0.035  # of the codes' offsets, at most
 REACH = 1.4  # steps of its grid that a code goes in all epochs where every gradient agrees
 LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
 
-Read = Callable[[BlockPart], dict[str, QuantizedTensor]]
+Read = Callable[[BlockPart], Written]
 Tell = Callable[[float, float], None]
 
 
@@ -63,7 +62,7 @@ class TuningStream(ModelStream):
         """Learn scales and gains, and return them.
 
         Args:
-            read: returns the quantized linears of a block.
+            read: returns what was written of a block.
             epochs: times that the rows are gone through.
             seed: of the order of the rows.
             told: is told the share that is done, and the divergence on rows held out, after each epoch.
@@ -227,14 +226,14 @@ class _Snapshot:
         """Take it."""
         self._blocks = blocks
         self._factors = [one.factor.detach().clone() for block in blocks for one in block.learned]
-        self._codes = [one.snapshot() for block in blocks for one in block.codes.values()]
+        self._codes = [one.snapshot() for block in blocks for one in block.steps]
 
     def restore(self) -> None:
         """Go back to it."""
         learned = [one for block in self._blocks for one in block.learned]
         for one, factor in zip(learned, self._factors, strict=True):
             one.factor.data.copy_(factor)
-        codes = [one for block in self._blocks for one in block.codes.values()]
+        codes = [one for block in self._blocks for one in block.steps]
         for own, steps in zip(codes, self._codes, strict=True):
             own.restore(steps)
 

@@ -17,6 +17,7 @@ from quantforge.scheme import Activation, Scheme
 
 OUTLIERS = ("outlier_columns", "outlier_weight")
 OF_INPUT = ("input_scale", *OUTLIERS)  # parameters that go with the input, not with the grid
+OF_MATRIX = ("divisor",)  # what all rows share, and maybe other matrices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
-from quantforge.grids import PerTensor
 from quantforge.model.tuning_bounds import learns_codes
 from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
@@ -88,7 +87,12 @@ def refuse_tune(
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:
             raise RefusedError(f"{said}: {name} reads rounded inputs ({tensor.scheme})", HINT)
-        if not scheme.integer or scheme.block or isinstance(scheme.granularity, PerTensor):
+        if scheme.in_powers:
+            raise RefusedError(
+                f"{said}: the scales of {name} are powers of two ({scheme}), with nothing in between to learn",
+                HINT,
+            )
+        if not scheme.scaled:
             raise RefusedError(
                 f"{said}: {name} has no scale for each group or row ({scheme})",
                 f"--scheme int4:g128:sym for instance, or {HINT}",

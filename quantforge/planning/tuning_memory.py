@@ -15,7 +15,6 @@ FLOAT = 4
 COPIES = 6  # of logits of a row, and floats of everything that is learned
 CODE_BYTES = 6  # of a code that is learned: its offset, a moment of its gradients, two snapshots
 MIXED = 4  # states of the tokens of a step: what reaches the experts, what they return, and both gradients
-FLOATS = frozenset({"BF16", "F16", "F32"})
 
 
 def tuning_bytes(
@@ -37,8 +36,7 @@ def tuning_bytes(
     _, sizes = declared(matched)
     linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
     codes = sum(math.prod(tensor.shape) for tensor in linears)
-    stored = (item for tensor in linears for item in tensor.stored if item.dtype in FLOATS)
-    learned = sum(math.prod(item.shape) for item in stored)
+    learned = sum(_scales(tensor) for tensor in linears)
     count, length = min(rows[0], ROWS), rows[1]
     kinds = max(kind.inner_copies + 1 for kind in matched.layers)
     passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
@@ -54,3 +52,13 @@ def tuning_bytes(
         states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
         block += expert_memory.routing_bytes(matched, count * length)
     return codes + block + FLOAT * (COPIES * learned + states + sizes.vocab * sizes.hidden)
+
+
+def _scales(tensor: TensorPlan) -> int:
+    """Return how many scales (and minima) of a linear are learned."""
+    assert tensor.scheme is not None
+    scheme = tensor.scheme.weight
+    if scheme.block is None:
+        return math.prod(scheme.parameter_shape(tensor.matrix))
+    blocks = math.prod(tensor.matrix) // scheme.block.columns
+    return blocks * (1 if scheme.symmetric else 2)

@@ -76,6 +76,7 @@ ABOUT = About(
     },
     packages={"vllm": _PLUGIN},
     suffix=".gguf",
+    tunable=True,
     planner="quantforge.planning.gguf",
     storage="quantforge.formats.gguf.storing",
 )

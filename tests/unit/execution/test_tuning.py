@@ -15,7 +15,7 @@ from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
-from quantforge.model import tuned_block, tuning
+from quantforge.model import tuned_matrix, tuning
 from quantforge.model.tuning import TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
@@ -137,8 +137,16 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
     [
         ("llama", "rtn", {}, UsageError, "results of --method rtn are not tuned"),
         ("llama", "awq+gptq", {}, UsageError, "awq.gptq are not tuned"),
-        ("llama", "gptq", {"type": "Q4_0"}, UsageError, "gguf files are not tuned"),
-        ("llama", "gptq", {"scheme": "NVFP4"}, RefusedError, "no scale for each group"),
+        (
+            "llama",
+            "gptq",
+            {"scheme": "int4:g32:min", "format": "mlx"},
+            UsageError,
+            "mlx files are not tuned",
+        ),
+        ("llama", "gptq", {"scheme": "mxfp4"}, RefusedError, "are powers of two"),
+        ("llama", "gptq", {"scheme": "mxfp4", "format": "gguf"}, RefusedError, "are powers of two"),
+        ("llama", "gptq", {"scheme": "fp8:row"}, RefusedError, "no scale for each group"),
         ("llama", "gptq", {"scheme": "W8A8"}, RefusedError, "reads rounded inputs"),
     ],
 )
@@ -178,7 +186,7 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
     """However large the steps are, and even where what they lead to passes for better."""
     better = iter(range(100, 0, -1))
     monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
-    monkeypatch.setattr(tuned_block, "RATE", 8.0)
+    monkeypatch.setattr(tuned_matrix, "RATE", 8.0)
     quantize(tiny("llama"), tmp_path / "out", tuned())
     name = "model.layers.0.input_layernorm.weight"
     before, after = (open_checkpoint(at).read(name) for at in (tiny("llama"), tmp_path / "out"))

@@ -60,6 +60,7 @@ def test_high_guides_tunes_and_runs_more_often(tiny: Tiny, family: str) -> None:
     assert (found.recipe.guide, found.recipe.tune, found.recipe.gptq.runs) == (1, 4, 4)
     assert (found.plan.guide, found.plan.tune) == (1, 4)
     assert said(found) == "chosen: guide = 1, tune = 4, gptq.runs = 4: --effort high"
+    assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(found)
 
 
 def test_the_forecast_follows(tiny: Tiny) -> None:
@@ -113,8 +114,8 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
     ("family", "choices", "taken", "reasons"),
     [
         ("llama", {"method": "awq+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["awq+gptq are not tuned"]),
-        ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1", ["no scale for each group", "has anyway"]),
-        ("llama", {"method": "gptq", "type": "Q4_0"}, "guide = 1, gptq.runs = 4", ["gguf files are not tuned"]),
+        ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1, tune = 4", ["has anyway"]),
+        ("llama", {"method": "gptq", "scheme": "mxfp4"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
         ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.runs = 4",
          ["guide = 1 (--experts all sends"]),
         ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),

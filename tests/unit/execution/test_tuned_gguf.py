@@ -1,0 +1,208 @@
+"""Tuning into GGUF files and 4-bit floats: scales, norms and codes change alone, and the file stays healthy."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge import plan
+from quantforge.execution import learning
+from quantforge.formats.gguf import layouts, unpack
+from quantforge.formats.opening import open_model
+from quantforge.grids import SUPERBLOCKS
+from quantforge.model import tuned_matrix, tuning
+from quantforge.model.tuning import Tuned, TuningStream
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.planning.effort import DEFAULTS, SETS
+from quantforge.recipe import CalibrationOptions
+from quantforge.verification.verify import VerificationOptions, verify
+from tests import gguf_models
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+
+ROWS = replace(CALIBRATION, samples=16, length=24)
+TYPES = ["Q2_K", "Q3_K_M", "Q5_K_M", "Q5_1", "IQ2_M", "IQ4_XS"]
+
+
+def tuned(kind: str, **choices: Any) -> Any:
+    return recipe("gptq", **{"type": kind, "tune": 2, "calibration": ROWS, **choices})
+
+
+@pytest.fixture
+def better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every epoch pass for better than the last, and codes go as far as they can in a few steps."""
+    monkeypatch.setattr(tuning, "RATE", 1.0)
+    figures = itertools.count(100, -1)
+    monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(figures)))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose rows blocks of 256 fill, and whose rows of q and k a file reorders."""
+    place = tmp_path_factory.mktemp("wide") / "m"
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    return gguf_models.make("llama-tied", place, torch.bfloat16, **sizes)
+
+
+def modules(path: Path) -> dict[str, QuantizedTensor]:
+    opened = open_model(path)
+    stored = {name: entry.stored() for name, entry in opened.entries.items()}
+    found = layouts(opened.config, stored)
+    return {one.module: unpack(one, {one.stored[0]: opened.read(one.stored[0])}) for one in found}
+
+
+@pytest.mark.usefixtures("better")
+@pytest.mark.parametrize("kind", TYPES)
+def test_scales_and_codes_of_blocks_change_and_nothing_else(
+    wide: Path, tmp_path: Path, kind: str
+) -> None:
+    for name, epochs in (("plain", 0), ("tuned", 2)):
+        quantize(wide, tmp_path / f"{name}.gguf", tuned(kind, tune=epochs))
+    plain, other = modules(tmp_path / "plain.gguf"), modules(tmp_path / "tuned.gguf")
+    moved, recoded, even = set(), set(), set()
+    for module, before in plain.items():
+        after = other[module]
+        inside = ".layers." in module
+        for key, value in before.parameters.items():
+            if torch.equal(value, after.parameters[key]):
+                continue
+            moved.add(key)
+            assert inside
+            if not value.is_floating_point():  # integers of groups, under a scale of their block
+                assert int((after.parameters[key].int() - value.int()).abs().max()) == 1
+                continue
+            ratios = after.parameters[key].float() / value.float()
+            ratios = ratios[value.float().abs() > 1e-5]  # others are few steps of float16
+            assert not len(ratios) or 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
+        block, most = SUPERBLOCKS[before.scheme.grid], 0
+        if block.vector == 1 and len(block.codes) == 2 and inside:
+            even.add(before.scheme.grid)
+            most = 1
+        steps = (after.codes.int() - before.codes.int()).abs()
+        assert int(steps.max()) <= most
+        recoded |= {before.scheme.grid} if steps.any() else set()
+    assert recoded == even
+    blocks = (one for module, one in other.items() if ".layers." in module)
+    assert moved == set().union(*(one.parameters for one in blocks))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ2_M"])
+def test_what_was_tuned_diverges_less_and_verifies(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On the rows that it learns on: eight steps on random tokens tell of no others."""
+    found: list[Tuned] = []
+    tune, divergence = TuningStream.tune, TuningStream._divergence
+
+    def learned(self: Any, blocks: Any, states: Any, held: range) -> float:
+        return divergence(self, blocks, states, range(held.start))
+
+    def noted(*arguments: Any) -> Tuned:
+        found.append(tune(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(TuningStream, "tune", noted)
+    monkeypatch.setattr(TuningStream, "_divergence", learned)
+    quantize(wide, tmp_path / "x.gguf", tuned(kind))
+    assert found[0].after < 0.99 * found[0].before
+    for source in (None, wide):
+        report = verify(tmp_path / "x.gguf", VerificationOptions(source))
+        assert report.findings == [], source
+
+
+@pytest.mark.usefixtures("better")
+@pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3_moe"])
+def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) -> None:
+    """It holds them in float32, of gemma with the one that the norm adds, whatever type the source has."""
+    model, out = (
+        gguf_models.make(family, tmp_path / "m", torch.bfloat16),
+        tmp_path / "x.gguf",
+    )
+    quantize(model, out, tuned("Q4_0"))
+    source, found = open_model(model), open_model(out)
+    name = "model.layers.1.input_layernorm.weight"
+    before, after = source.read(name).float(), found.read(name).float()
+    offset = 1.0 if family == "gemma2" else 0.0
+    ratios = (after + offset) / (before + offset)
+    assert 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
+    assert float((ratios - 1).abs().max()) > 1e-4
+    assert not torch.equal(after.bfloat16().float(), after)
+    assert torch.equal(
+        found.read("model.norm.weight").float(), source.read("model.norm.weight").float()
+    )
+    report = verify(out, VerificationOptions(model, forward=False))
+    assert report.findings == []
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("tuned") / "whole"
+    out.mkdir()
+    quantize(tiny("llama"), out / "x.gguf", tuned("Q4_1"))
+    return tree(out)
+
+
+def made(place: Path, model: Path, **settings: Any) -> Any:
+    place.mkdir(exist_ok=True)
+    return quantize(model, place / "x.gguf", tuned("Q4_1"), **settings)
+
+
+def test_threads_change_no_byte(tiny: Tiny, tmp_path: Path, whole: dict[str, str]) -> None:
+    made(tmp_path / "out", tiny("llama"), threads=3, activations="disk")
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("part", ["block 1", "tune"])
+def test_it_goes_on_where_it_was_stopped(
+    tiny: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
+) -> None:
+    with pytest.raises(StopError):
+        made(tmp_path / "out", tiny("llama"), progress=crash_after(part))
+    assert made(tmp_path / "out", tiny("llama")).resumed
+    assert tree(tmp_path / "out") == whole
+
+
+def test_a_kill_before_the_results_are_written_loses_nothing(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        with pytest.raises(StopError):
+            made(tmp_path / "out", tiny("llama"))
+    with monkeypatch.context() as patched:
+        patched.setattr(learning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
+        made(tmp_path / "out", tiny("llama"))
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("better")
+def test_scales_of_four_bit_floats_are_learned(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned_matrix, "RATE", 0.1)  # half a step of e4m3 is 3 to 6 %
+    for name, epochs in (("plain", 0), ("tuned", 2)):
+        choices = {"type": None, "scheme": "nvfp4", "tune": epochs, "format": "compressed-tensors"}
+        quantize(tiny("llama"), tmp_path / name, tuned("", **choices))
+    plain, other = (open_model(tmp_path / name) for name in ("plain", "tuned"))
+    changed = {
+        name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
+    }
+    assert any(name.endswith("weight_scale") for name in changed)
+    assert all(name.endswith(("weight_scale", "norm.weight")) for name in changed)
+    for source in (None, tiny("llama")):
+        report = verify(tmp_path / "tuned", VerificationOptions(source, forward=False))
+        assert report.findings == []
+
+
+def test_the_plan_forecasts_it_and_effort_includes_it(tiny: Tiny) -> None:
+    text = CalibrationOptions()
+    made = plan(tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULTS.tune, calibration=text))
+    assert made.tune == SETS["high"]["tune"]
+    assert any("tune: 4 epoch(s)" in note for note in made.notes)
+    plain = plan(tiny("llama"), tuned("Q4_1", tune=0, calibration=text))
+    assert made.peak_memory_bytes > plain.peak_memory_bytes

@@ -1,0 +1,94 @@
+"""A linear that is tuned: gradients are those of what the file stands for, and what is stored keeps to its types."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.model.tuned_matrix import CODES, TunedMatrix
+from quantforge.notation import parse
+from quantforge.packers import packer_of, weighed_codes
+from quantforge.packers.tensor import QuantizedTensor
+
+SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]
+EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
+INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
+
+
+def made(grid: str, rows: int = 3) -> QuantizedTensor:
+    torch.manual_seed(0)
+    weight, scheme = torch.randn(rows, 512) * torch.rand(512), parse(grid)
+    scheme = scheme.stored_as(ScaleType.F16)
+    parameters = packer_of(scheme).fit(weight, scheme, torch.ones(512), search=True)
+    codes = weighed_codes(weight, parameters, scheme, torch.ones(512))
+    return QuantizedTensor(codes, parameters, scheme)
+
+
+@pytest.mark.parametrize("grid", [*SCALED, *INTEGERS, "nvfp4"])
+def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
+    tensor = made(grid)
+    matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)
+    found = matrix.of_scales(gradient)
+    assert found.keys() == matrix.scales.keys()
+    assert found
+    whole = (gradient.double() * tensor.decode().double()).sum()
+    # Values are sums over the scales, each times something.
+    assert float(sum(one.double().sum() for one in found.values())) == pytest.approx(
+        float(whole), rel=1e-4, abs=1e-4
+    )
+    for key, one in found.items():
+        parameters = {name: value.clone() for name, value in tensor.parameters.items()}
+        parameters[key][1, -1] = parameters[key][1, -1].float() * 2
+        moved = packer_of(tensor.scheme).decode(tensor.codes, parameters, tensor.scheme)
+        change = (gradient * (moved - tensor.decode())).sum()
+        assert float(one[1, -1]) == pytest.approx(float(change), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("grid", [*SCALED, *INTEGERS])
+def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> None:
+    tensor = made(grid)
+    matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
+    found = matrix.of_steps(gradient)
+    assert (CODES in found) == (grid in EVEN or grid in INTEGERS)
+    assert ("scales" in found) == ("d" in tensor.parameters)
+    assert ("mins" in found) == ("dmin" in tensor.parameters)
+    for key, one in matrix.steps.items():
+        low, high = one.limits
+        assert low <= int(one.start.min()) <= int(one.start.max()) <= high
+        up = one.start < high
+        moved = torch.where(up, one.start + 1, one.start)
+        changed = {**tensor.parameters, key: moved}
+        decoded = packer_of(tensor.scheme).decode(
+            changed.pop(CODES, tensor.codes), changed, tensor.scheme
+        )
+        change = (gradient * (decoded - tensor.decode())).reshape(*one.start.shape, -1).sum(-1)
+        torch.testing.assert_close(found[key][up], change[up], rtol=1e-3, atol=1e-4)
+
+
+def test_codes_of_four_bit_floats_are_frozen() -> None:
+    assert not TunedMatrix.of(made("nvfp4"), 0.1).steps
+
+
+@pytest.mark.parametrize("grid", [*SCALED, "nvfp4"])
+def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: str) -> None:
+    tensor = made(grid)
+    matrix = TunedMatrix.of(tensor, 0.0)
+    before = matrix.result()
+    assert torch.equal(before.decode(), tensor.decode())
+    for scales in matrix.scales.values():
+        scales.factor.data.uniform_(-0.5, 0.5)
+        scales.start[0, 0] = 440.0 if tensor.scheme.divided else 6e4
+        scales.factor.data[0, 0] = 0.5
+        scales.start[2, 0] = 2.0**-9 if tensor.scheme.divided else 2.0**-24
+        scales.factor.data[2, 0] = -0.5
+    after = matrix.result()
+    for key, value in after.parameters.items():
+        assert value.dtype == tensor.parameters[key].dtype
+        assert value.shape == tensor.parameters[key].shape
+    for key in matrix.scales:
+        stored = after.parameters[key].float()
+        assert bool(stored.isfinite().all())
+        assert bool((stored[tensor.parameters[key].float() != 0] != 0).all())
+    if "divisor" in tensor.parameters:
+        assert torch.equal(after.parameters["divisor"], tensor.parameters["divisor"])
