@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_whole_model(
     source, model = in_memory(tiny(family)), in_memory(tiny(family))
     with torch.no_grad():
         for block in blocks:
-            for linear in block.tensors:
+            for linear in block.matrices:
                 matrix_of(model, block, linear, gradient=False).copy_(block.weight(linear))
     for row in rows.split(1):
         with torch.no_grad():
@@ -82,7 +82,8 @@ def test_gradients_are_those_of_the_whole_model(
     compared = iter(found)
     experts = 0
     for block in blocks:
-        for linear, scales in block.scales.items():
+        for linear, matrix in block.matrices.items():
+            (scales,) = matrix.scales.values()
             # The factor of a group: the sum over its weights of gradient times weight.
             gradient = matrix_of(model, block, linear, gradient=True) / rows.numel()
             products = (gradient * block.weight(linear)).reshape(*scales.start.shape, -1)
