@@ -26,6 +26,8 @@ In this folder:
     derivation        Facts that a derived declaration has beside a written one: sizes and kinds of layers as they are
     dimensions        The sizes of a model, read from its configuration by every name that a family gives them
     dots1             dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
+    draft_heads       Tensors of draft heads: which of them are linears, and which of these read the same activation
+    draft_kinds       Kinds of draft heads, told by a configuration
     ernie4_5          ERNIE 4.5 (dense): a llama that rotates neighbours, with one key for all biases, and a tied head
     ernie4_5_moe      ERNIE 4.5 mixtures: a llama with experts in a range of its layers, with or without shared ones
     exaone4           EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k
@@ -110,6 +112,7 @@ from importlib import import_module
 from typing import Any
 
 from quantforge.architectures.architecture import Architecture
+from quantforge.architectures.draft_kinds import is_draft
 from quantforge.architectures.layer_kind import (
     Absorber,
     Absorbs,
@@ -119,7 +122,6 @@ from quantforge.architectures.layer_kind import (
     SharedInput,
     Stack,
 )
-from quantforge.errors import InputError
 
 __all__ = [
     "MODEL_TYPES",
@@ -133,7 +135,6 @@ __all__ = [
     "Stack",
     "architecture_of",
     "matches",
-    "required",
     "text_config",
 ]
 
@@ -215,9 +216,9 @@ MODEL_TYPES: Mapping[str, str] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
-    """Return the declarations for a configuration, or None for an unknown ``model_type``."""
+    """Return the declarations for a configuration; None for an unknown ``model_type``, and for draft heads."""
     name = MODEL_TYPES.get(str(config.get("model_type", "")))
-    if name is None:
+    if name is None or is_draft(config):
         return None
     found: Architecture = import_module(name).ARCHITECTURE
     return found
@@ -232,17 +233,3 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def matches(patterns: tuple[str, ...], name: str) -> bool:
     """Return whether any regular expression matches the whole name."""
     return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
-def required(config: Mapping[str, Any], architecture: Architecture) -> None:
-    """Refuse configuration values that the declarations do not cover.
-
-    Raises:
-        InputError: naming the key, the value and what is supported.
-    """
-    for key, value in architecture.requires.items():
-        if config.get(key, value) != value:
-            raise InputError(
-                f"config.json: {key} = {config[key]!r} is not supported for {architecture.model_type}",
-                f"supported: {key} = {value!r}; --method rtn works without the architecture's declarations",
-            )

@@ -203,6 +203,20 @@ class Architecture:
         return dimensions.size(shape[1 if self.transposed else 0])
 
 
+def required(config: Mapping[str, Any], architecture: Architecture) -> None:
+    """Refuse configuration values that the declarations do not cover.
+
+    Raises:
+        InputError: naming the key, the value and what is supported.
+    """
+    for key, value in architecture.requires.items():
+        if config.get(key, value) != value:
+            raise InputError(
+                f"config.json: {key} = {config[key]!r} is not supported for {architecture.model_type}",
+                f"supported: {key} = {value!r}; --method rtn works without the architecture's declarations",
+            )
+
+
 def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind:
     """Return a kind with whole tensors in the place of their parts."""
     items = {item.name: item for item in kind.parameters}

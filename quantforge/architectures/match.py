@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import (
-    Architecture,
-    architecture_of,
-    matches,
-    required,
-    text_config,
-)
+from quantforge.architectures import Architecture, architecture_of, matches, text_config
+from quantforge.architectures.architecture import required
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.draft_heads import match_draft
+from quantforge.architectures.draft_kinds import is_draft
 from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
@@ -34,6 +31,7 @@ from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
 __all__ = [
+    "MEASURED",
     "Matched",
     "MatchedTensor",
     "Role",
@@ -42,6 +40,8 @@ __all__ = [
     "needs_architecture",
     "resolve_tied",
 ]
+
+MEASURED = "with measured inputs or a measured KV cache"  # what needs declarations beside methods
 
 
 def match(
@@ -65,6 +65,8 @@ def match(
     """
     stored = list(entries)
     _check_stored(stored)
+    if is_draft(config):
+        return match_draft(config, stored)
     architecture = found.architecture if found else architecture_of(config)
     if architecture is not None:
         architecture = architecture.as_held(tensor.name for tensor in stored)
@@ -88,11 +90,19 @@ def needs_architecture(matched: Matched, method: str, reason: str = "") -> Input
         method: what needs them.
         reason: why none could be derived.
     """
+    asked = f"rounding {method}" if " " in method else f"--method {method}"
+    plain = "--method rtn works on any decoder"
+    hint = "dynamic inputs, and no --kv-cache, measure nothing" if method == MEASURED else plain
+    if matched.draft:
+        return InputError(
+            f"{asked}: {matched.draft} heads alone read no text, so that nothing of theirs is observed",
+            hint.replace("any decoder", "weights alone"),
+        )
     tried = f", and its declarations could not be derived: {reason}" if reason else ""
     return InputError(
-        f"--method {method} needs to know which linears read the same activation; model_type"
+        f"{asked} needs to know which linears read the same activation; model_type"
         f" {matched.model_type!r} is not declared{tried}",
-        "--method rtn works on any decoder",
+        hint,
     )
 
 

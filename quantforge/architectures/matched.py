@@ -77,6 +77,7 @@ class Matched:
         tied: the output projection is the embedding.
         tied_twice: it is, and the checkpoint stores it twice: see `quantforge.architectures.match.resolve_tied`.
         rule: how linears were found, as a sentence for `plan`.
+        draft: the kind of draft heads that it is, "" for a model.
         by_name: the tensors by canonical name.
     """
 
@@ -90,6 +91,7 @@ class Matched:
     tied: bool = False
     tied_twice: bool = False
     rule: str = ""
+    draft: str = ""
     by_name: Mapping[str, MatchedTensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

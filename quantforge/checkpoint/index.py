@@ -1,10 +1,10 @@
 """Index of the safetensors files that make up a model, and of the tensors in each of them.
 
-Either ``model.safetensors`` alone, or shards listed by ``model.safetensors.index.json``, whose
-``weight_map`` names the file of every tensor. The map is checked both ways against the headers and
-all disagreements are reported at once, because each one means a tensor that some loader would take
-from the wrong file, or initialise at random. ``metadata.total_size`` is not checked: published
-models get it wrong when tensors are tied.
+Either ``model.safetensors`` alone (of Medusa heads ``medusa_lm_head.safetensors``), or shards listed by
+``model.safetensors.index.json``, whose ``weight_map`` names the file of every tensor. The map is checked both ways
+against the headers and all disagreements are reported at once, because each one means a tensor that some loader would
+take from the wrong file, or initialise at random. ``metadata.total_size`` is not checked: published models get it wrong
+when tensors are tied.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quantforge.errors import InputError
 from quantforge_files import roles
 
 SINGLE = "model.safetensors"
+HEADS = "medusa_lm_head.safetensors"
 INDEX = "model.safetensors.index.json"
 SHOWN_PROBLEMS, ENOUGH_PROBLEMS = 20, 1000
 
@@ -49,15 +50,16 @@ def read_weights(root: Path, names: list[str]) -> Weights:
     }
     if INDEX in names:
         return _read_indexed(root, present)
-    if SINGLE not in present:
+    single = HEADS if present == {HEADS} else SINGLE
+    if single not in present:
         raise _no_weights(root, names)
-    if extra := sorted(present - {SINGLE}):
+    if extra := sorted(present - {single}):
         raise _error(
             root / extra[0],
             f"{extra[:SHOWN_PROBLEMS]} beside {SINGLE} without {INDEX}: which is the model?",
         )
-    header = read_header(root / SINGLE, root)
-    return Weights(dict(sorted(header.entries.items())), (root / SINGLE,))
+    header = read_header(root / single, root)
+    return Weights(dict(sorted(header.entries.items())), (root / single,))
 
 
 def _read_indexed(root: Path, present: set[str]) -> Weights:

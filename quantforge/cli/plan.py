@@ -161,10 +161,12 @@ def _generic(tensor: TensorPlan) -> str:
     name = tensor.name.removesuffix(".weight")
     if tensor.part < 0:
         return name
-    blocks, _, layer = name.partition(f".{tensor.part}.")
+    blocks, found, layer = f".{name}".partition(f".{tensor.part}.")
+    if not found:
+        return name
     if tensor.expert >= 0:
         layer = ".*.".join(layer.rsplit(f".{tensor.expert}.", 1))
-    return f"{blocks.rpartition('.')[2]}.*.{layer}"
+    return f"{blocks.rpartition('.')[2]}.*.{layer}".lstrip(".")
 
 
 def document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, object]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
+from quantforge.architectures.draft_kinds import is_draft
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
@@ -137,10 +138,11 @@ def skipped(
     """Return the full names of all linears that stay as they are.
 
     A tied head is one of them, although no tensor has its name. Where the running model has another name for one,
-    as the routers of some families, it is listed under both.
+    as the routers of some families, it is listed under both; of draft heads vLLM holds all in ``model``.
     """
     head = head_of(config)
     names = {*kept_linears(plan), head} - quantized.keys()
+    names |= {f"model.{name}" for name in names} if is_draft(config) else set()
     family = architecture_of(config) or architecture_of(text_config(config))
     for stored, running in (family.renamed if family else {}).items():
         found = {name for name in names if name.endswith(f".{stored}")}

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from quantforge.architectures import text_config
+from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.formats import About
 from quantforge.formats.engines import Engine, verdicts
 from quantforge.plans import EngineVerdict
@@ -36,6 +37,13 @@ _EMBEDDING = "transformers cannot load a quantized embedding, no other engine is
 _UNSTACKED = (
     "it knows the experts of this family stacked in one tensor, and these are stored one by one; quantforge eval and "
     "--format gguf know them, and --ignore '*experts*' leaves them as they are"
+)
+# By engine and kind of draft heads: what it reads quantized ones as.
+_OF_EAGLE3 = "as the draft model of EAGLE-3, from its change 28435 (2025-11) on; according to its source, not run"
+_READ_BESIDE = {("vllm", EAGLE3): _OF_EAGLE3}
+_NOT_READ = "nothing says that it reads quantized draft heads; quantforge generate --draft does"
+_NOT_READ_MIXED = (
+    "it takes one scheme for all linears of draft heads, and no quantized head or embedding"
 )
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 HOW: Mapping[str, Mapping[str, str]] = {
@@ -67,6 +75,7 @@ class ModelToLoad:
         kept: names of the tensors that stay as they are.
         unstacked: whether experts are stored one by one although the family publishes them in one tensor.
         running: whether tensors that transformers joins or cuts are stored as it runs them.
+        draft: the kind of draft heads that it is, "" for a model.
     """
 
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
@@ -77,6 +86,7 @@ class ModelToLoad:
     kept: tuple[str, ...] = ()
     unstacked: bool = False
     running: bool = False
+    draft: str = ""
 
     @cached_property
     def experts(self) -> tuple[LayerScheme, ...]:
@@ -93,6 +103,8 @@ class ModelToLoad:
 def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return which engines load a model in a format, and why another would not."""
     found = verdicts(about.engines, model.layers.values())
+    if model.draft:
+        return tuple(_of_draft(verdict, model) for verdict in found)
     if about.one_file or not model.layers:
         return found
     return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)
@@ -123,6 +135,17 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
     if reason := next(filter(None, obstacles), ""):
         return EngineVerdict(verdict.engine, False, reason)
     return _with_notes(verdict, model) if decoded else verdict
+
+
+def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
+    read = _READ_BESIDE.get((verdict.engine, model.draft))
+    if read is None:
+        return EngineVerdict(verdict.engine, False, _NOT_READ)
+    outside = any(module.endswith(("lm_head", "embed_tokens")) for module in model.layers)
+    if verdict.loads and (_one_scheme(model) or outside):
+        return EngineVerdict(verdict.engine, False, _NOT_READ_MIXED)
+    said = filter(None, (verdict.reason, read if verdict.loads else ""))
+    return EngineVerdict(verdict.engine, verdict.loads, "; ".join(said))
 
 
 def converts(config: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from quantforge.architectures import architecture_of
+from quantforge.architectures.draft_kinds import is_draft
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
@@ -23,8 +24,10 @@ def running_names(plan: Plan, config: Mapping[str, Any]) -> RunningNames | None:
 
     That is so for a declared family that declares no other names in files, and has no other tower. It is also None
     where transformers does not build the model, or where its rules do not fit the files: then it does not load the
-    result in any case.
+    result in any case, as it loads no draft heads.
     """
+    if is_draft(config):
+        return None
     architecture = architecture_of(config)
     if architecture is not None:
         renamed = any(item.stored for kind in architecture.kinds for item in kind.parameters)

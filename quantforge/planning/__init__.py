@@ -29,6 +29,7 @@ In this folder:
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
     guidance           Guided statistics in a plan: which models and methods they are for, how many strips fit
+    heads_alone        Checks of a recipe for draft heads alone, which no engine serves without their model
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default
     likeness           Size of somebody's file as a target: another quantized form of the very same model

@@ -72,6 +72,7 @@ def draft_by_module(
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
+        draft=matched.draft,
     )
     return Draft(
         tensors=tuple(tensors),

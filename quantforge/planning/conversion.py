@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import Architecture, architecture_of, text_config
+from quantforge.architectures.draft_kinds import is_draft, type_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
 from quantforge.events import Event
@@ -33,6 +34,7 @@ from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
+from quantforge.planning.heads_alone import check_alone
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
@@ -94,6 +96,7 @@ def plan_export(
             f"{checkpoint.path} is already quantized: an export keeps its numbers",
             "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
         )
+    check_alone(_draft(checkpoint), recipe.format, recipe.engine)
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
@@ -123,7 +126,7 @@ def plan_export(
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
-        model_type=str(checkpoint.config.get("model_type", "")),
+        model_type=type_of(checkpoint.config),
         method=f"export from {source.KEY}",
         transforms=(),
         rounder="",
@@ -164,7 +167,13 @@ def _loaded(
         transposed=family is not None and family.transposed,
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
+        draft=_draft(checkpoint),
     )
+
+
+def _draft(checkpoint: Checkpoint) -> str:
+    """Return the kind of draft heads that a checkpoint is, "" for a model."""
+    return type_of(checkpoint.config) if is_draft(checkpoint.config) else ""
 
 
 def _family(checkpoint: Checkpoint) -> Architecture | None:

@@ -64,7 +64,7 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     towers: dict[str, int] = {}
     for tensor in tensors:
         block = BLOCK.match(tensor.name) if tensor.part < 0 else None
-        if block and tensor.action is Action.KEEP:
+        if block and tensor.action is Action.KEEP and not block[1].isdecimal():
             towers[block[1]] = towers.get(block[1], 0) + tensor.stored_bytes
     for tensor in inside:
         if tensor.action is Action.KEEP and not asked(tensor) and not tensor.sparse:

@@ -70,7 +70,8 @@ def _obstacle(
     if dials.scales != Dials().scales:
         return f"--scales {dials.scales} looks at the weights alone"
     if matched.architecture is None:
-        return f"{matched.model_type} is not declared; --method {BEST} derives what reads the same activation"
+        undeclared = f"not declared; --method {BEST} derives what reads the same activation"
+        return f"{matched.model_type} is {'no model: it reads no text' if matched.draft else undeclared}"
     if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
         return "there is no tokenizer, and so no calibration text"
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantforge.architectures.match import Matched, needs_architecture
+from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, measured, of_inputs
@@ -43,6 +43,11 @@ class Observation:
     def needs_declarations(self) -> bool:
         """Return whether the method or the KV cache has to know which linears read the same activation."""
         return self.words != _PLAIN or self.kv_cache != "none"
+
+    @property
+    def declaring(self) -> str:
+        """Return what needs declarations, as `needs_architecture` takes it."""
+        return MEASURED if self.words == _PLAIN else self.method
 
     @property
     def is_known(self) -> bool:
@@ -121,7 +126,7 @@ class Observation:
         if not wanted:
             return wanted
         if matched.architecture is None:
-            raise needs_architecture(matched, "with measured inputs or a measured KV cache")
+            raise needs_architecture(matched, MEASURED)
         if self.calibration.source == NO_DATA:
             raise RefusedError(
                 f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",

@@ -26,6 +26,7 @@ from quantforge.planning.drafting import draft_of
 from quantforge.planning.effort import Asked, Dials, spent
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.guidance import disk_bytes, guide_notes
+from quantforge.planning.heads_alone import check_alone
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
@@ -78,7 +79,7 @@ def make_plan(
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
     recipe, chosen = settled(recipe, out)
-    matched = _matched(checkpoint)
+    matched = _matched(checkpoint, recipe.format, recipe.engine)
     form, dials = format_of(recipe.format), Dials(*(getattr(recipe, n) for n in Dials._fields))
     if not recipe.method:
         grids = schemes_of(recipe.layers, form)
@@ -88,7 +89,7 @@ def make_plan(
     asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
     check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
     if asked.needs_declarations:
-        matched = undeclared.with_declarations(checkpoint, matched, asked.method)
+        matched = undeclared.with_declarations(checkpoint, matched, asked.declaring)
     draft, wanted = _drafted(recipe, checkpoint, matched, asked)
     embedding, outside = chosen_embedding(
         form, recipe.layers, draft, matched,
@@ -183,8 +184,8 @@ def _drafted(
     return draft, wanted
 
 
-def _matched(checkpoint: Checkpoint) -> Matched:
-    """Account for every tensor of a model that is not quantized yet; errors as `match`."""
+def _matched(checkpoint: Checkpoint, key: str, engine: str | None) -> Matched:
+    """Account for every tensor of a model that is not quantized yet; errors as `match` and `check_alone`."""
     found = checkpoint.config.get("quantization_config")
     if isinstance(found, Mapping):
         raise InputError(
@@ -196,6 +197,7 @@ def _matched(checkpoint: Checkpoint) -> Matched:
     matched = match(checkpoint.config, stored, checkpoint.declared)
     own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
     check_experts(matched.config, own)
+    check_alone(matched.draft, key, engine)
     return matched
 
 

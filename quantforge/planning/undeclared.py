@@ -29,6 +29,8 @@ def with_declarations(checkpoint: Checkpoint, matched: Matched, what: str) -> Ma
     """
     if matched.architecture is not None:
         return matched
+    if matched.draft:
+        raise needs_architecture(matched, what)
     try:
         return derived_match(checkpoint)
     except (InputError, RefusedError) as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantforge.architectures.draft_kinds import type_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.safetensors import read_header
@@ -117,7 +118,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
         arch = file.value("general.architecture", str)
         return _summary(path, f"{KEY} (not read)", arch, headers_alone(file), {}, list(file.files))
     stored = [entry.stored() for entry in checkpoint.entries.values()]
-    model_type = str(checkpoint.config.get("model_type", ""))
+    model_type = type_of(checkpoint.config)
     key, layers = _understood(checkpoint.config, stored)
     return _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
 

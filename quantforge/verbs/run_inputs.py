@@ -65,7 +65,7 @@ def read_inputs(
     from quantforge.execution.importance import known_importance
     from quantforge.numerics.team import reproducible
 
-    if planned.matched.architecture is None:
+    if planned.matched.architecture is None and not planned.matched.draft:
         from quantforge.model.whole_checkpoint import check_whole
 
         check_whole(opened)

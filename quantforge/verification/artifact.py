@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from quantforge.architectures.draft_kinds import type_of
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint.fewer_experts import fewer_experts
@@ -158,7 +159,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     path, checkpoint = report.path, None
     try:
         checkpoint = open_model(path)
-        report.model_type = str(checkpoint.config.get("model_type", ""))
+        report.model_type = type_of(checkpoint.config)
         form = detect(checkpoint.config)
         report.format = form.KEY
         stored = _headers(checkpoint)

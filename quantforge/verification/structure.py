@@ -170,6 +170,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
             tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
         ),
         running=artifact.running,
+        draft=matched.draft,
     )
     verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
     found = verdicts.get(engine) or verdicts[target_of(engine).judged]

@@ -1,7 +1,7 @@
 """Directories of draft heads: small networks that guess further tokens from what a model has computed.
 
-They are no models of their own, and lie beside one: Medusa (`medusa_lm_head.safetensors`) and EAGLE-3. What a directory
-holds is told by its configuration alone.
+They are no models of their own, and lie beside one: Medusa (`medusa_lm_head.safetensors`) and EAGLE-3, in 16 bits or in
+a format that is read here. What a directory holds is told by its configuration alone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge.architectures.draft_kinds import KNOWN, draft_kind
+from quantforge.architectures.matched import FLOATS
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
-from quantforge.checkpoint.reader import CONFIG
-from quantforge.checkpoint.safetensors import TensorEntry, read_header, read_tensor
+from quantforge.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, scan_finite
 from quantforge.errors import InputError
+from quantforge.formats import Format, ModuleLayout, detect
 from quantforge_files import roles
 
 if TYPE_CHECKING:
     import torch
 
-MEDUSA, EAGLE3 = "medusa", "eagle3"
+    from quantforge.packers.tensor import QuantizedTensor
+
 _PICKLED = (".pt", ".pth", ".bin", ".pkl")
+_INTEGERS = frozenset({"I32", "I64"})
 _MOST = 1 << 20  # of a number in a configuration
+_TRAINED = "take heads that were trained for this very model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +36,23 @@ class HeadDirectory:
     """An opened directory of draft heads.
 
     Attributes:
-        path: of it.
-        kind: `MEDUSA` or `EAGLE3`.
+        kind: one of `quantforge.architectures.draft_kinds`.
         config: its configuration; of nested ones, the parts side by side.
-        entries: its tensors by name.
+        checkpoint: its tensors.
+        form: the format of its quantized linears.
+        layouts: of these, by module.
     """
 
-    path: Path
     kind: str
     config: Mapping[str, Any]
-    entries: Mapping[str, TensorEntry]
+    checkpoint: Checkpoint
+    form: Format
+    layouts: Mapping[str, ModuleLayout]
+
+    @property
+    def path(self) -> Path:
+        """Return the path of it."""
+        return self.checkpoint.path
 
     def number(self, *keys: str, default: int | None = None) -> int:
         """Return the first of some numbers that the configuration states.
@@ -56,73 +68,100 @@ class HeadDirectory:
         return value
 
     def find(self, *names: str) -> str | None:
-        """Return the first of some names that a tensor has."""
-        return next((name for name in names if name in self.entries), None)
+        """Return the first of some names that a tensor has, stored as it is or quantized."""
+        modules = {f"{module}.weight" for module in self.layouts}
+        return next(
+            (name for name in names if name in modules | self.checkpoint.entries.keys()), None
+        )
 
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        """Read the tensor of the first of some names that is there.
+        """Read the numbers of the first of some names that is there; a quantized weight in float32.
 
         Raises:
-            InputError: none is there, or it has another shape.
+            InputError: none is there, it has another shape, holds no floats, or one that is not finite.
         """
+        from quantforge.packers.tensor import QuantizedTensor as Quantized
+
+        weight = self.weight(shape, *names)
+        return weight.decode() if isinstance(weight, Quantized) else weight
+
+    def weight(self, shape: tuple[int, ...], *names: str) -> QuantizedTensor | torch.Tensor:
+        """Read a weight as it is stored; errors as `read`."""
+        name = self._expected(shape, names)
+        layout = self.layouts.get(name.removesuffix(".weight"))
+        if layout is None:
+            return self._stored(name, FLOATS)
+        stored = {part: self._stored(part) for part in layout.stored}
+        return self.form.unpack(layout, stored)
+
+    def integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
+        """Read whole numbers; errors as `read`."""
+        return self._stored(self._expected(shape, names), _INTEGERS)
+
+    def _expected(self, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
         name = self.find(*names)
         if name is None:
             raise self.error(f"no tensor {names[0]!r}", "fetch the directory again")
-        found = self.entries[name].shape
+        layout = self.layouts.get(name.removesuffix(".weight"))
+        found = layout.shape if layout else self.checkpoint.entries[name].shape
         if found != shape:
             raise self.error(
-                f"tensor {name!r} is {[*found]}, for this model {[*shape]} is expected",
-                "take heads that were trained for this very model",
+                f"tensor {name!r} is {[*found]}, for this model {[*shape]} is expected", _TRAINED
             )
-        return read_tensor(self.entries[name])
+        return name
+
+    def _stored(self, name: str, types: frozenset[str] = frozenset()) -> torch.Tensor:
+        """Read a tensor of one of some ``types``, of any where none is named; floats are finite."""
+        entry = self.checkpoint.entries[name]
+        if types and entry.dtype not in types:
+            raise self.error(
+                f"tensor {name!r} is {entry.dtype}, expected is {' or '.join(sorted(types))}",
+                _TRAINED,
+            )
+        tensor = self.checkpoint.read(name)
+        scan_finite(name, tensor, entry.file)
+        return tensor
 
     def error(self, what: str, hint: str) -> InputError:
         """Return the error of something that is wrong with the directory."""
-        return InputError(f"{self.path}: {self.kind} heads: {what}", hint, file=str(self.path))
+        return _error(self.path, self.kind, what, hint)
 
 
 def open_heads(path: Path) -> HeadDirectory | None:
     """Open a directory of draft heads, reading its configuration and headers; None for anything else.
 
     Raises:
-        InputError: it cannot be read, or holds heads of a kind that is not known here.
+        InputError: it cannot be read, or holds heads of a kind, or in a format, that is not known here.
     """
     if not path.is_dir() or CONFIG not in (names := FILES.listing(path, None)):
         return None
     config = read_object(path / CONFIG, roles.CONFIG, path)
     nested = config.get("transformer_layer_config")
     config = {**(nested if isinstance(nested, dict) else {}), **config}
-    kind = _kind(config)
+    kind = draft_kind(config)
     if kind is None:
         return None
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    found = HeadDirectory(path, kind, config, {})
-    if not files:
-        pickled = [name for name in names if name.endswith(_PICKLED)]
+    if not any(name.endswith(".safetensors") for name in names):
+        pickled = [name for name in sorted(names) if name.endswith(_PICKLED)]
         what = (
             f"{pickled[0]} is a pickle, which is never read" if pickled else "no safetensors file"
         )
-        raise found.error(what, "save its tensors with safetensors, under the same names")
-    if kind not in {MEDUSA, EAGLE3}:
-        raise found.error(
-            "are not computed here", f"{MEDUSA} and {EAGLE3} heads are, or take a draft model"
+        raise _error(path, kind, what, "save its tensors with safetensors, under the same names")
+    if kind not in KNOWN:
+        known = " and ".join(KNOWN)
+        raise _error(
+            path, kind, "are not computed here", f"{known} heads are, or take a draft model"
         )
-    if config.get("quantization_config"):
-        raise found.error("are quantized", "take those in 16 bits")
-    entries: dict[str, TensorEntry] = {}
-    for name in files:
-        entries |= read_header(path / name, path).entries
-    return HeadDirectory(path, kind, config, entries)
+    checkpoint = open_checkpoint(path)
+    try:
+        form = detect(checkpoint.config)
+    except InputError as error:
+        what = f"are quantized: {error.message}"
+        raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
+    return HeadDirectory(kind, config, checkpoint, form, layouts)
 
 
-def _kind(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of heads that a configuration describes; None for one of a model."""
-    names = config.get("architectures")
-    words = [config.get("model_type"), config.get("speculators_model_type")]
-    words += names if isinstance(names, list) else []
-    said = " ".join(word.lower() for word in words if isinstance(word, str))
-    if "medusa_num_heads" in config or MEDUSA in said:
-        return MEDUSA
-    if EAGLE3 in said or ("draft_vocab_size" in config and "eagle" not in said):
-        return EAGLE3
-    return "eagle" if "eagle" in said else None
+def _error(path: Path, kind: str, what: str, hint: str) -> InputError:
+    return InputError(f"{path}: {kind} heads: {what}", hint, file=str(path))

@@ -7,11 +7,14 @@ what it was made from, and that is the better one.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from importlib import import_module
 
+from quantforge.architectures.draft_kinds import is_draft, type_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded_weights
@@ -50,7 +53,16 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a model as its format reads it; decoded where it is in a layout that no format has."""
+    """Return a model as its format reads it; decoded where it is in a layout that no format has.
+
+    Raises:
+        RefusedError: they are draft heads, which compute nothing without their model.
+    """
+    if is_draft(checkpoint.config):
+        raise RefusedError(
+            f"{checkpoint.path}: {type_of(checkpoint.config)} heads, no model: they guess for one",
+            f"quantforge generate MODEL --draft {shlex.quote(str(checkpoint.path))}",
+        )
     return plain_source(checkpoint) if _reader(checkpoint) else checkpoint
 
 

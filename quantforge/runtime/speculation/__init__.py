@@ -19,10 +19,12 @@ In this folder:
     growing_text     A text that grows by passes: the last token and guesses behind it are computed
     guess_trees      Trees of guesses: several tokens may be guessed for one place
     guesses          Interface of whoever guesses the next tokens, and what has come of the guesses
+    head_products    Products with the weights of draft heads: plain ones in the type of the model
     likely_trees     Trees that grow by logits: behind each token stand those that some logits find likeliest
     lookahead        Lookahead decoding: the model guesses for itself, many places at once (Fu et al., arXiv 2402.02057)
     medusa           Medusa heads: each guesses the token so many places ahead, from the model's last hidden state alone
     mtp              The model's own layer for further tokens (MTP), where its files hold one behind the last layer
+    mtp_files        Files that hold a layer for further tokens behind the last one
     ngrams           Guesses from the text itself: what followed the last time that its last tokens occurred
     own_draft        A draft made of the model itself: its linears in fewer bits, everything else shared
     pace             How many tokens to guess in a row: as many as pay, from what passes have cost so far

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.sources.head_directory import EAGLE3, HeadDirectory
+from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.speculation.draft import DraftGuesser, check_draft
 from quantforge.runtime.speculation.draft_options import (

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.architectures.draft_heads import EMBEDDING, stored_names
 from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.rotary import STATIC_ROTARY, kinds_of
 from quantforge.runtime.speculation.eagle3_layer import Eagle3Layer
+from quantforge.runtime.speculation.head_products import read_product
 
 SEEN = 3  # blocks of the model
 _ROTARY = (
@@ -49,18 +51,22 @@ def read_eagle3(found: HeadDirectory, embedding: Tensor, layers: int) -> Eagle3L
         return found.read(shape, *names).to(embedding.device, embedding.dtype)
 
     shapes = {
-        "fc": (hidden, SEEN * seen), "norm": (hidden,), "lm_head": (own, hidden),
-        "input_layernorm": (hidden,), "hidden_norm": (hidden,), "post_attention_layernorm": (hidden,),
+        "fc": (hidden, SEEN * seen), "lm_head": (own, hidden),
         "self_attn.q_proj": (heads * head, 2 * hidden), "self_attn.k_proj": (kv_heads * head, 2 * hidden),
         "self_attn.v_proj": (kv_heads * head, 2 * hidden), "self_attn.o_proj": (hidden, heads * head),
         "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
     }  # fmt: skip
-    weights = {}
-    for owner, shape in shapes.items():
-        weights[f"{owner}.weight"] = read(*_names(f"{owner}.weight"), shape=shape)
-        if found.find(*_names(f"{owner}.bias")):
-            weights[f"{owner}.bias"] = read(*_names(f"{owner}.bias"), shape=shape[:1])
-    tables = _names("embed_tokens.weight")
+    products = {
+        owner: read_product(
+            found, shape, stored_names(f"{owner}.weight"), stored_names(f"{owner}.bias"), embedding
+        )
+        for owner, shape in shapes.items()
+    }
+    norms = {
+        name: read(*stored_names(f"{name}.weight"), shape=(hidden,))
+        for name in ("norm", "input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
+    tables = stored_names(EMBEDDING)
     if found.find(*tables):
         embedding = read(*tables, shape=(vocabulary, hidden))
     elif hidden != seen:
@@ -68,27 +74,16 @@ def read_eagle3(found: HeadDirectory, embedding: Tensor, layers: int) -> Eagle3L
             f"no tensor {tables[0]!r}, and hidden_size is not the model's {seen}", "fetch it again"
         )
     return Eagle3Layer(
-        weights, embedding, _targets(found, own, vocabulary, embedding.device), vocabulary,
+        products, norms, embedding, _targets(found, own, vocabulary, embedding.device), vocabulary,
         (heads, kv_heads, head), float(config.get("rms_norm_eps", 1e-6)), _rotary(found, hidden, heads, head),
         config.get("norm_before_residual") is True, _blocks(found, layers),
     )  # fmt: skip
 
 
-def _names(name: str) -> list[str]:
-    """Return the names that files have for a tensor: with the layer in front where it is of the layer."""
-    return [
-        f"{prefix}{owner}{name}"
-        for prefix in ("", "model.")
-        for owner in ("", "midlayer.", "layers.0.")
-    ]
-
-
 def _targets(found: HeadDirectory, own: int, vocabulary: int, where: torch.device) -> Tensor | None:
     if own == vocabulary and found.find("d2t") is None:
         return None
-    offsets = found.read((own,), "d2t")
-    if offsets.is_floating_point() or offsets.dtype == torch.bool:
-        raise found.error(f"d2t is {offsets.dtype}", "whole numbers")
+    offsets = found.integers((own,), "d2t")
     targets = offsets.long() + torch.arange(own)
     if int(targets.min()) < 0 or int(targets.max()) >= vocabulary:
         raise found.error(

@@ -23,8 +23,9 @@ from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.ragged import RaggedBatch, Span
 from quantforge.runtime.rotary import angles_at
 from quantforge.runtime.speculation.guesses import Computed
+from quantforge.runtime.speculation.head_products import Product
 from quantforge_kernels.attention import Scores
-from quantforge_kernels.layers import add_norm, linear, rotate, silu_gate
+from quantforge_kernels.layers import add_norm, rotate, silu_gate
 
 NOT_THERE = -1e30  # logit of a token that the heads do not know: logits have to be finite
 
@@ -34,7 +35,8 @@ class Eagle3Layer:
     """Weights of the network, and how it computes.
 
     Attributes:
-        weights: by their names in the file, without prefixes; biases of projections where there are any.
+        products: with the weights of its linears, by their names in the file without prefixes.
+        norms: weights ``[hidden]``, likewise.
         embedding: ``[vocabulary, hidden]``, its own or the model's.
         targets: ``[tokens of its own]``, their ids in the model; None: the same.
         vocabulary: of the model.
@@ -45,7 +47,8 @@ class Eagle3Layer:
         seen: blocks of the model whose states are its features, side by side.
     """
 
-    weights: dict[str, Tensor]
+    products: dict[str, Product]
+    norms: dict[str, Tensor]
     embedding: Tensor
     targets: Tensor | None
     vocabulary: int
@@ -69,7 +72,7 @@ class Eagle3Layer:
     def features(self, computed: Computed) -> Tensor:
         """Return the features of text ``[tokens, hidden]`` that the model has computed."""
         parts = [computed.features[self.blocks.index(block)] for block in self.seen]
-        return linear(torch.cat(parts, -1), self.weights["fc.weight"])
+        return self.products["fc"](torch.cat(parts, -1))
 
     def compute(self, ids: Tensor, features: Tensor, span: Span, cache: PagedCache) -> Tensor:
         """Compute more tokens ``[tokens]`` with the features ``[tokens, hidden]`` before each; return y likewise."""
@@ -78,30 +81,27 @@ class Eagle3Layer:
         before = self._norm(features, "hidden_norm")
         x = torch.cat((tokens, before), -1)
         q, k, v = (
-            self._times(x, f"self_attn.{name}_proj").view(len(ids), -1, self.sizes[2])
+            self.products[f"self_attn.{name}_proj"](x).view(len(ids), -1, self.sizes[2])
             for name in "qkv"
         )
         angles = angles_at(self.rotary, [""], batch.positions, cache.most_tokens, x.dtype)[""]
         q, k = rotate(q, *angles), rotate(k, *angles)
         cache.write(0, batch.slots[0], k, v)
         out = batch.attend(q, 0, cache, Scores(self.sizes[2] ** -0.5)).reshape(len(ids), -1)
-        y = (before if self.normed else features) + self._times(out, "self_attn.o_proj")
+        y = (before if self.normed else features) + self.products["self_attn.o_proj"](out)
         h = self._norm(y, "post_attention_layernorm")
-        gated = silu_gate(self._times(h, "mlp.gate_proj"), self._times(h, "mlp.up_proj"))
+        gated = silu_gate(self.products["mlp.gate_proj"](h), self.products["mlp.up_proj"](h))
         cache.advance(0, len(ids))
-        return y + self._times(gated, "mlp.down_proj")
+        return y + self.products["mlp.down_proj"](gated)
 
     def logits(self, y: Tensor) -> Tensor:
         """Return logits of the model's vocabulary ``[tokens, vocabulary]`` in float32."""
-        own = linear(self._norm(y, "norm"), self.weights["lm_head.weight"]).float()
+        own = self.products["lm_head"](self._norm(y, "norm")).float()
         if self.targets is None:
             return own
         found = own.new_full((len(y), self.vocabulary), NOT_THERE)
         found[:, self.targets] = own
         return found
 
-    def _times(self, x: Tensor, name: str) -> Tensor:
-        return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return add_norm(x, None, self.weights[f"{name}.weight"], self.epsilon)[0]
+        return add_norm(x, None, self.norms[name], self.epsilon)[0]

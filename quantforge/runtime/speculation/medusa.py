@@ -18,22 +18,22 @@ from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.guess_trees import ROOT, GuessTree
 from quantforge.runtime.speculation.guesses import Computed
+from quantforge.runtime.speculation.head_products import Product, read_product
 from quantforge.runtime.speculation.likely_trees import End, grow
-from quantforge_kernels.layers import linear
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """One head: pairs of a weight ``[hidden, hidden]`` and a bias or None, and the output matrix."""
+    """One head: products with the matrices ``[hidden, hidden]`` of its blocks, and with the output matrix."""
 
-    blocks: tuple[tuple[Tensor, Tensor | None], ...]
-    output: Tensor
+    blocks: tuple[Product, ...]
+    output: Product
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[rows, vocabulary]`` in float32 for hidden states ``[rows, hidden]``."""
-        for weight, bias in self.blocks:
-            hidden = hidden + silu(linear(hidden, weight, bias))
-        return linear(hidden, self.output).float()
+        for product in self.blocks:
+            hidden = hidden + silu(product(hidden))
+        return self.output(hidden).float()
 
 
 def read_medusa(found: HeadDirectory, embedding: Tensor) -> list[MedusaHead]:
@@ -46,19 +46,17 @@ def read_medusa(found: HeadDirectory, embedding: Tensor) -> list[MedusaHead]:
     count = found.number("medusa_num_heads", "num_heads")
     layers = found.number("medusa_num_layers", "num_hidden_layers", default=1)
 
-    def read(shape: tuple[int, ...], names: Sequence[str]) -> Tensor:
-        return found.read(shape, *names).to(embedding.device, embedding.dtype)
-
-    def block(head: int, layer: int) -> tuple[Tensor, Tensor | None]:
+    def block(head: int, layer: int) -> Product:
         owners = f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}"
-        biases = _prefixed(f"{owner}.bias" for owner in owners)
-        weight = read((hidden, hidden), _prefixed(f"{owner}.weight" for owner in owners))
-        return weight, read((hidden,), biases) if found.find(*biases) else None
+        weights, biases = (
+            _prefixed(f"{owner}.{leaf}" for owner in owners) for leaf in ("weight", "bias")
+        )
+        return read_product(found, (hidden, hidden), weights, biases, embedding)
 
-    def output(head: int) -> Tensor:
+    def output(head: int) -> Product:
         own = 0 if found.config.get("original_lm_head") is True else head  # or all share one
-        names = f"{head}.{layers}.weight", f"lm_heads.{own}.weight"
-        return read((vocabulary, hidden), _prefixed(names))
+        names = _prefixed((f"{head}.{layers}.weight", f"lm_heads.{own}.weight"))
+        return read_product(found, (vocabulary, hidden), names, [], embedding)
 
     return [
         MedusaHead(tuple(block(head, layer) for layer in range(layers)), output(head))

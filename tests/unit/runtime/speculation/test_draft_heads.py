@@ -55,9 +55,8 @@ def write(path, config, tensors, name="model.safetensors"):
     return path
 
 
-@pytest.fixture(scope="module")
-def medusa(tmp_path_factory, model):
-    vocabulary, hidden = model.get_input_embeddings().weight.shape
+def write_medusa(path, vocabulary, hidden):
+    """Write heads of Medusa for a model of a width; return their directory."""
     tensors = {}
     for head in range(HEADS):
         for layer in range(2):
@@ -65,15 +64,12 @@ def medusa(tmp_path_factory, model):
             tensors[f"{head}.{layer}.linear.bias"] = noise(hidden)
         tensors[f"{head}.2.weight"] = noise(vocabulary, hidden)
     config = {"medusa_num_heads": HEADS, "medusa_num_layers": 2}
-    return write(
-        tmp_path_factory.mktemp("heads") / "medusa", config, tensors, "medusa_lm_head.safetensors"
-    )
+    return write(path, config, tensors, "medusa_lm_head.safetensors")
 
 
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory, model):
-    vocabulary, seen = model.get_input_embeddings().weight.shape
-    width, heads, kv, head, mlp = 48, 4, 2, 16, 80
+def write_eagle(path, vocabulary, seen, width=48, mlp=80):
+    """Write an EAGLE-3 head of a width for a model; return its directory."""
+    heads, kv, head = 4, 2, 16
     targets = torch.randperm(vocabulary, generator=GENERATOR)[:OWN].sort().values
     tensors = {
         "d2t": targets - torch.arange(OWN),
@@ -98,7 +94,19 @@ def eagle(tmp_path_factory, model):
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": vocabulary, "draft_vocab_size": OWN,
         "hidden_act": "silu", "eagle_aux_hidden_state_layer_ids": SEEN,
     }  # fmt: skip
-    return write(tmp_path_factory.mktemp("heads") / "eagle", config, tensors)
+    return write(path, config, tensors)
+
+
+@pytest.fixture(scope="module")
+def medusa(tmp_path_factory, model):
+    sizes = model.get_input_embeddings().weight.shape
+    return write_medusa(tmp_path_factory.mktemp("heads") / "medusa", *sizes)
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory, model):
+    sizes = model.get_input_embeddings().weight.shape
+    return write_eagle(tmp_path_factory.mktemp("heads") / "eagle", *sizes)
 
 
 class Recorded:
@@ -182,35 +190,52 @@ def turned(x):
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 
 
-def eagle_says(tensors, features, tokens):
+def eagle_says(tensors, features, tokens, *, normed=False):
     """Return states and logits behind the last of some tokens, computed as a whole text without a cache."""
     embedded = tensors["embed_tokens.weight"][tokens]
     layer = {name.removeprefix("midlayer."): value for name, value in tensors.items()}
-    x = torch.cat(
-        (
-            rms(embedded, layer["input_layernorm.weight"]),
-            rms(features, layer["hidden_norm.weight"]),
-        ),
-        -1,
-    )
+    before = rms(features, layer["hidden_norm.weight"])
+    x = torch.cat((rms(embedded, layer["input_layernorm.weight"]), before), -1)
     q, k, v = (
-        (x @ layer[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, 16).transpose(0, 1)
+        (x @ layer[f"self_attn.{name}_proj.weight"].T + layer.get(f"self_attn.{name}_proj.bias", 0))
+        .view(len(x), -1, 16)
+        .transpose(0, 1)
         for name in "qkv"
     )
     k, v = (part.repeat_interleave(2, 0) for part in (turned(k), v))
     out = scaled_dot_product_attention(turned(q)[None], k[None], v[None], is_causal=True)[0]
-    y = features + out.transpose(0, 1).reshape(len(x), -1) @ layer["self_attn.o_proj.weight"].T
+    y = before if normed else features
+    y = y + out.transpose(0, 1).reshape(len(x), -1) @ layer["self_attn.o_proj.weight"].T
     h = rms(y, layer["post_attention_layernorm.weight"])
     gated = silu(h @ layer["mlp.gate_proj.weight"].T) * (h @ layer["mlp.up_proj.weight"].T)
     y = y + gated @ layer["mlp.down_proj.weight"].T
     return y[-1], rms(y[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 2)])
-def test_eagle_guesses_what_the_paper_says(model, decoder, eagle, ids, shape):
-    tensors = load_file(eagle / "model.safetensors")
+BIASES = {
+    f"midlayer.self_attn.{name}_proj.bias": noise(64 if name == "q" else 32) for name in "qkv"
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "more"),
+    [
+        ((1, 1, 1), {}, {}),
+        ((3, 2, 2), {}, {}),
+        ((1, 1), {"norm_before_residual": True}, {}),
+        ((1, 1), {"attention_bias": True}, BIASES),
+    ],
+)
+def test_eagle_guesses_what_the_paper_says(
+    model, decoder, eagle, ids, tmp_path, shape, config, more
+):
+    head = changed(eagle, tmp_path / "h", config, more)
+    tensors, normed = (
+        load_file(head / "model.safetensors"),
+        bool(config.get("norm_before_residual")),
+    )
     network = read_eagle3(
-        open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
+        open_heads(head), model.get_input_embeddings().weight, len(decoder.layers)
     )
     targets = tensors["d2t"] + torch.arange(OWN)
     for history, tree in run(decoder, ids, FeatureGuesser(network, 100, shape), 3):
@@ -220,7 +245,7 @@ def test_eagle_guesses_what_the_paper_says(model, decoder, eagle, ids, shape):
         for count in shape[: tree.depth]:
             following = []
             for end, tokens, features in ends:
-                y, logits = eagle_says(tensors, features, torch.tensor(tokens))
+                y, logits = eagle_says(tensors, features, torch.tensor(tokens), normed=normed)
                 best = targets[logits.topk(count).indices].tolist()
                 nodes = tree.children(end)
                 assert [tree.tokens[node] for node in nodes] == best
@@ -229,6 +254,11 @@ def test_eagle_guesses_what_the_paper_says(model, decoder, eagle, ids, shape):
                     for node in nodes
                 ]
             ends = following
+
+
+def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, eagle, tmp_path):
+    head = changed(eagle, tmp_path / "h", {"eagle_aux_hidden_state_layer_ids": None})
+    assert read_eagle3(open_heads(head), model.get_input_embeddings().weight, 12).seen == (2, 6, 9)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
@@ -272,7 +302,8 @@ def changed(path, to, config=None, tensors=None, drop=()):
 def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
     name = "0.2.weight"
     (file,) = medusa.glob("*.safetensors")
-    found = changed(medusa, tmp_path / "h", tensors={name: load_file(file)[name] * torch.nan})
+    large = torch.full_like(load_file(file)[name], 3e38)
+    found = changed(medusa, tmp_path / "h", tensors={name: large})
     with pytest.raises(InputError, match=r"^the draft: ") as raised:
         quantforge.generate(DEMO, "import", raw=True, max_tokens=8, draft=str(found))
     assert "--draft" in raised.value.hint
@@ -284,6 +315,12 @@ def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
         ("medusa", {"drop": ["1.2.weight"]}, "no tensor"),
         ("medusa", {"tensors": {"0.0.linear.weight": torch.zeros(8, 8)}}, "expected"),
         ("medusa", {"tensors": {"0.2.weight": torch.zeros(7, 128)}}, "expected"),
+        ("medusa", {"tensors": {"0.2.weight": torch.zeros(4096, 256).int()}},
+         "'0.2.weight' is I32, expected is BF16 or F16 or F32"),
+        ("medusa", {"tensors": {"1.0.linear.bias": torch.full((256,), torch.nan)}},
+         "h/medusa_lm_head.safetensors: tensor '1.0.linear.bias' holds nan"),
+        ("eagle", {"tensors": {"fc.weight": torch.full((48, 768), torch.inf)}}, "'fc.weight' holds inf"),
+        ("eagle", {"tensors": {"midlayer.mlp.up_proj.weight": torch.zeros(80, 48).short()}}, "is I16"),
         ("medusa", {"config": {"medusa_num_heads": 0}}, "medusa_num_heads"),
         ("medusa", {"config": {"medusa_num_heads": "3"}}, "medusa_num_heads"),
         ("eagle", {"drop": ["midlayer.mlp.up_proj.weight"]}, "no tensor"),
@@ -300,7 +337,7 @@ def test_heads_that_compute_no_numbers_are_named(medusa, tmp_path):
         ("eagle", {"tensors": {"d2t": torch.zeros(OWN)}}, "d2t"),
         ("eagle", {"tensors": {"fc.weight": torch.zeros(48, 3)}}, "expected"),
     ],
-)
+)  # fmt: skip
 def test_heads_of_another_model_are_refused(request, tmp_path, model, decoder, kind, change, says):
     found = changed(request.getfixturevalue(kind), tmp_path / "h", **change)
     with pytest.raises(InputError, match=says):

@@ -1,0 +1,165 @@
+"""Draft heads quantized by themselves: their linears rounded plainly, the rest carried; they guess as before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import quantforge
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.formats.sources.head_directory import open_heads
+from quantforge.plans import Action
+from quantforge.runtime.load import load
+from quantforge.runtime.speculation.eagle3_files import read_eagle3
+from tests.runs import command, quantize, recipe
+from tests.unit.runtime.speculation.test_draft_heads import changed, write_eagle, write_medusa
+from tests.unit.runtime.speculation.test_speculate import DEMO
+
+LINEARS = {
+    "eagle": {f"midlayer.self_attn.{name}_proj" for name in "qkvo"}
+    | {f"midlayer.mlp.{name}_proj" for name in ("gate", "up", "down")},
+    "medusa": {f"{head}.{layer}.linear" for head in range(3) for layer in range(2)},
+}
+
+
+@pytest.fixture(scope="module")
+def embedding():
+    return load(DEMO).model.get_input_embeddings().weight
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, embedding):
+    """Return a directory of each kind."""
+    place = tmp_path_factory.mktemp("heads")
+    return {
+        "eagle": write_eagle(place / "eagle", *embedding.shape, width=128, mlp=256),
+        "medusa": write_medusa(place / "medusa", *embedding.shape),
+    }
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("scheme", ["int4:g64:sym", "int8:row:sym", "W8A8", "FP8_DYNAMIC"])
+def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme):
+    out = tmp_path / "q"
+    quantize(heads[kind], out, recipe(scheme=scheme))
+    assert set(open_heads(out).layouts) == LINEARS[kind]
+    given = {"raw": True, "max_tokens": 16}
+    plain = quantforge.generate(DEMO, "import os, json", **given)
+    found = quantforge.generate(DEMO, "import os, json", draft=str(out), **given)
+    assert found.tokens == plain.tokens
+    assert found.speculation["guessed"] > 0
+
+
+def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embedding, tmp_path):
+    out = tmp_path / "q"
+    quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", head="int8:row:sym"))
+    found = open_heads(out)
+    packed, plain = (
+        read_eagle3(found, embedding, 4),
+        read_eagle3(open_heads(heads["eagle"]), embedding, 4),
+    )
+    for name, product in packed.products.items():
+        prefix = f"midlayer.{name}" if "proj" in name else name
+        weight = found.read(_shape(heads["eagle"], f"{prefix}.weight"), f"{prefix}.weight")
+        x = torch.randn(3, weight.shape[1])
+        torch.testing.assert_close(product(x), x @ weight.float().T, rtol=2e-2, atol=2e-2)
+        far = (plain.products[name](x) - product(x)).abs().max()
+        assert (far > 0) == (name != "fc")
+
+
+def _shape(path, name):
+    return tuple(load_file(path / "model.safetensors")[name].shape)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_whatever_is_no_linear_is_carried(heads, tmp_path, kind):
+    source, out = heads[kind], tmp_path / "q"
+    found = quantforge.plan(source, recipe(bits=4))
+    kept = {tensor.name for tensor in found.tensors if tensor.action is Action.KEEP}
+    quantize(source, out, recipe(bits=4))
+    (file,) = source.glob("*.safetensors")
+    before, after = load_file(file), load_file(out / "model.safetensors")
+    assert {f"{name}.weight" for name in LINEARS[kind]} == before.keys() - kept
+    for name in kept:
+        assert torch.equal(after[name], before[name])
+    said, was = (json.loads((path / "config.json").read_text()) for path in (out, source))
+    assert {key: said[key] for key in was} == was
+    if kind == "eagle":
+        ignored = said["quantization_config"]["ignore"]
+        assert {"fc", "model.fc", "lm_head"} <= set(ignored)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_result_is_understood(heads, tmp_path, kind, capsys):
+    source, out = heads[kind], tmp_path / "q"
+    quantize(source, out, recipe(bits=4))
+    named = {"eagle": "eagle3", "medusa": "medusa"}[kind]
+    assert quantforge.inspect(out).model_type == named
+    for options in ({}, {"source": source}):
+        report = quantforge.verify(out, **options)
+        assert (report.model_type, report.findings) == (named, [])
+    data = bytearray((out / "model.safetensors").read_bytes())
+    data[-9] ^= 1
+    (out / "model.safetensors").write_bytes(data)
+    assert quantforge.verify(out).findings
+    again = command(capsys, "plan", out, "--bits", 4)
+    assert (again.code, "already quantized" in again.err) == (3, True)
+
+
+def test_an_export_restates_heads_or_refuses(heads, tmp_path):
+    quantize(heads["eagle"], tmp_path / "q", recipe(bits=8))
+    quantforge.export(tmp_path / "q", format="plain", out=tmp_path / "plain")
+    assert open_heads(tmp_path / "plain").layouts == {}
+    with pytest.raises(RefusedError, match="nothing reads eagle3 heads"):
+        quantforge.export(tmp_path / "q", format="gptq", out=tmp_path / "g")
+
+
+def test_engines_are_told_of_heads(heads):
+    wanted = {"scheme": "int4:g64:sym"}
+    found = quantforge.plan(heads["eagle"], recipe(**wanted))
+    loads = {one.engine: one.loads for one in found.engines}
+    assert [engine for engine, there in loads.items() if there] == ["vllm"]
+    mixed = quantforge.plan(heads["eagle"], recipe(**wanted, head="int8:row:sym"))
+    for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**wanted))):
+        assert not any(one.loads for one in plan.engines)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"method": "gptq"}, InputError, "alone read no text"),
+        ({"method": "awq+gptq"}, InputError, "alone read no text"),
+        ({"kv_cache": "fp8"}, InputError, "alone read no text"),
+        ({"scheme": "int8:row:sym+int8:tensor:static", "bits": None}, InputError, "alone read no text"),
+        ({"format": "gptq"}, RefusedError, "nothing reads eagle3 heads in this format"),
+        ({"format": "gguf"}, RefusedError, "nothing reads eagle3 heads in this format"),
+        ({"engine": "vllm"}, UsageError, "beside their model"),
+    ],
+)  # fmt: skip
+def test_what_heads_alone_cannot_have_is_refused(heads, options, kind, says):
+    with pytest.raises(kind, match=says) as raised:
+        quantforge.plan(heads["eagle"], recipe(**{"bits": 4, "method": "rtn", **options}))
+    assert ("--method rtn" in raised.value.hint) == ("method" in options)
+
+
+def test_without_a_method_heads_are_rounded_plainly(heads):
+    assert quantforge.plan(heads["eagle"], bits=4).method == "rtn"
+
+
+def test_a_linear_that_lacks_is_told(heads, tmp_path):
+    name = "midlayer.mlp.up_proj.weight"
+    lacking = changed(heads["eagle"], tmp_path / "h", drop=[name])
+    with pytest.raises(InputError, match=r"no tensor .*up_proj"):
+        quantforge.plan(lacking, recipe(bits=4))
+
+
+@pytest.mark.parametrize("verb", ["generate", "eval", "bench"])
+def test_heads_are_no_model(heads, capsys, verb):
+    ended = command(capsys, verb, heads["medusa"], *(["x"] if verb == "generate" else []))
+    assert ended.code == RefusedError.exit_code
+    assert "medusa heads, no model" in ended.err
+    assert "--draft" in ended.err
+    assert "loading" not in ended.err
