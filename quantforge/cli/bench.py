@@ -129,7 +129,7 @@ def bench(
     chunked: Chunked = True,
     prefix_cache: Prefix = True,
     cache: CacheKind = "16bit",
-    draft: draft_flags.StepDraft = "",
+    draft: draft_flags.StepDraft = None,
     draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
     draft_tree: draft_flags.DraftTree = "",
     ladder: Ladder = False,
@@ -156,7 +156,7 @@ def bench(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
-    drafts = DraftOptions(draft, draft_tokens, draft_tree)
+    drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
     asked = LoadOptions(
         stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
         trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,

@@ -6,24 +6,28 @@ from typing import Annotated, Any
 
 import typer
 
+from quantforge.runtime.speculation.draft_options import typed_draft
+
 
 def _speculation(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="Speculation", **more)
 
 
 Draft = Annotated[
-    str,
+    str | None,
     _speculation(
         "--draft",
         metavar="WHAT",
+        callback=typed_draft,
         help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
     ),
 ]
 StepDraft = Annotated[
-    str,
+    str | None,
     _speculation(
         "--draft",
         metavar="WHAT",
+        callback=typed_draft,
         help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL.",
     ),
 ]

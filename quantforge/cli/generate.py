@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
-from quantforge.checkpoint.hub import is_hub_name, resolve
+from quantforge.checkpoint.hub import is_hub_name
 from quantforge.cli import draft_flags, options, ranks
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
-from quantforge.verbs.generate_text import limits_of, open_speaker
+from quantforge.verbs.generate_text import (
+    check_drafts,
+    limits_of,
+    open_speaker,
+    opened_to_answer,
+)
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -70,7 +76,7 @@ def generate(
     raw: Raw = False,
     *,
     given: dict[str, Any],
-    draft: draft_flags.Draft = "",
+    draft: draft_flags.Draft = None,
     draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
     draft_tree: draft_flags.DraftTree = "",
     cache: Cache = "",
@@ -94,14 +100,14 @@ def generate(
     if compare:
         _check_compared(given, draft)
     _check_effect(given, cache, as_json=as_json)
-    drafts = DraftOptions(draft, draft_tokens, draft_tree)
-    _check_there(model, *(compare or ()))
-    console.note(f"loading {model}")  # what comes next imports torch
+    drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
     limits = limits_of(**given)
     settings = Settings(
         ranks.own_device(device), threads, offline=offline, input_bits=input_bits, note=console.note,
         split=ranks.shared(),
     )  # fmt: skip
+    _check_headers((model, *(compare or ())), drafts, settings)
+    console.note(f"loading {model}")  # what comes next imports torch
     if text is None:
         from quantforge.cli.terminal_chat import chat
 
@@ -122,7 +128,7 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _check_ranks(prompt: str | None, draft: str) -> None:
+def _check_ranks(prompt: str | None, draft: str | None) -> None:
     """Refuse under torchrun what its processes could not do alike, as `UsageError`."""
     if not ranks.shared():
         return
@@ -137,7 +143,7 @@ def _check_ranks(prompt: str | None, draft: str) -> None:
         )
 
 
-def _check_compared(given: dict[str, Any], draft: str) -> None:
+def _check_compared(given: dict[str, Any], draft: str | None) -> None:
     """Refuse what is of one model where several answer, as `UsageError`."""
     if draft or given["n"] > 1:
         other = (
@@ -156,11 +162,12 @@ def _check_effect(given: dict[str, Any], cache: str, *, as_json: bool) -> None:
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
 
 
-def _check_there(*models: str) -> None:
-    """Refuse models that are nowhere, before one is said to load; errors as `resolve`."""
+def _check_headers(models: Sequence[str], drafts: DraftOptions, settings: Settings) -> None:
+    """Refuse what headers refuse of models and their draft, before one is said to load; errors as `open_speaker`."""
     for one in models:
         if not is_hub_name(one.partition("@")[0]):
-            resolve(one)
+            opened_to_answer(one, settings)
+    check_drafts(models[0], drafts, settings)
 
 
 def _check_order(model: str, prompt: str) -> None:

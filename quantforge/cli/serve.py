@@ -71,7 +71,7 @@ def serve(
     waiting: Waiting = 64,
     max_body: MaxBody = 4,
     timeout: Timeout = 600.0,
-    draft: draft_flags.StepDraft = "",
+    draft: draft_flags.StepDraft = None,
     draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
     draft_tree: draft_flags.DraftTree = "",
     device: options.Device = "cpu",
@@ -93,7 +93,7 @@ def serve(
         "waiting": waiting,
         "max_body": max_body,
         "timeout": timeout,
-        "draft": draft,
+        "draft": draft or "",
         "draft_tokens": draft_tokens,
         "draft_tree": draft_tree,
     }

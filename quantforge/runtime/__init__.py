@@ -5,6 +5,7 @@ In this folder:
     active_experts      Experts that a token is sent to: how many of them
     answer_limits       Rules for an answer: how long it is, how its tokens are chosen, what ends it
     arrivals            Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
+    beam_options        Options of a beam search, which are checked before anything is loaded
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     cache_layout        Layout of a cache: which layers take pages as their sequences grow

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.errors import UsageError
-from quantforge.runtime.beam_search import BeamOptions
+from quantforge.runtime.beam_options import BeamOptions
 from quantforge.runtime.sampling_options import Range, Sampling
 from quantforge.runtime.stop_strings import check_stop
 

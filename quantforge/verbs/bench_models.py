@@ -19,7 +19,7 @@ from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import guesses_of
+from quantforge.verbs.generate_text import check_drafts, guesses_of
 from quantforge.verbs.scored_text import read_text
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def bench(
     paths = [resolve(str(name), settings.offline) for name in models]
     for path in paths:
         detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+    check_drafts(paths[-1], options.drafts, settings, steps=True)
     check_device(settings.device)
     import torch
 
@@ -153,7 +154,7 @@ def _ladder(
             LastRungs(rounded, guessed),
             held_to,
         )
-        rows = [LoadRow(one.name, one.figures, None, one.wasted) for one in rungs]
+        rows = [LoadRow(one.name, one.figures, _counts(one.counters), one.wasted) for one in rungs]
     return LoadFound(rows, _forecast(requests, options), options)
 
 
@@ -234,10 +235,11 @@ def _engine(
     )
 
 
-def _counts(counters: Counters) -> dict[str, Any]:
-    found = asdict(counters)
-    found["finished"] = {str(reason): count for reason, count in counters.finished.items()}
-    return found
+def _counts(counters: Counters | None) -> dict[str, Any] | None:
+    if counters is None:
+        return None
+    finished = {str(reason): count for reason, count in counters.finished.items()}
+    return {**asdict(counters), "finished": finished}
 
 
 def _forecast(requests: Sequence[TimedRequest], options: LoadOptions) -> dict[str, float]:

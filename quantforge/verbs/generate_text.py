@@ -14,7 +14,17 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
-from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
+from quantforge.runtime.speculation.draft_options import (
+    DRAFT_TOKENS,
+    FOR_ONE_TEXT,
+    MTP,
+    NO_DRAFT,
+    SINGLE,
+    WORDS,
+    DraftOptions,
+    typed_draft,
+)
+from quantforge.runtime.speculation.mtp_files import as_model
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -128,6 +138,7 @@ def open_speaker(
         kinds_of(cache)
     if settings.split and drafts.draft:
         raise UsageError(f"--draft {drafts.draft}: processes share one model", "leave it out")
+    check_drafts(model, drafts, settings)
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.speaker import Speaker
 
@@ -135,6 +146,29 @@ def open_speaker(
     if guesses is not None:
         guesses.cache = cache
     return Speaker(loaded, name, guesses, cache)
+
+
+def check_drafts(
+    model: str | Path | Loaded, drafts: DraftOptions, settings: Settings, *, steps: bool = False
+) -> None:
+    """Refuse before a model is loaded what headers refuse of its draft; errors as `generate`.
+
+    Args:
+        model: for which it guesses.
+        drafts: who guesses.
+        settings: whether the hub may be asked.
+        steps: for many texts at a time.
+    """
+    draft, heads = typed_draft(drafts.draft or None), None
+    if draft and draft not in WORDS:
+        heads = open_heads(resolve(draft, settings.offline))
+        if heads is None:
+            opened_to_answer(draft, settings)
+    if steps and (heads or draft in SINGLE):
+        raise UsageError(*FOR_ONE_TEXT)
+    if draft == MTP and isinstance(model, str | Path):
+        path = resolve(str(model), settings.offline)
+        as_model(readable(open_model(path)), str(path))
 
 
 def guesses_of(loaded: Loaded, drafts: DraftOptions, settings: Settings) -> GuessedDecoder | None:

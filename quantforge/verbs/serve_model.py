@@ -15,7 +15,7 @@ from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOpti
 from quantforge.settings import Settings
 from quantforge.verbs.argument_types import check_choices
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import guesses_of, loaded_to_answer
+from quantforge.verbs.generate_text import check_drafts, guesses_of, loaded_to_answer
 from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def served_model(
     model: str | Path | Loaded, settings: Settings, limits: ServerLimits, options: ServeOptions
 ) -> ServedModel:
     """Return a model that is ready to be served; errors as `serve`."""
+    check_drafts(model, _drafts(options), settings, steps=True)
     loaded, name = loaded_to_answer(model, settings)
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")

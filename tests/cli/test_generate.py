@@ -495,3 +495,36 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
             chat.type("\x04")
             time.sleep(0.2)
         assert chat.close() == 0
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "bench"])
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [("", "names nobody"), ("NGRAM", "did you mean 'ngram'?"), ("int5", "'int4'"), ("no such", "hint: it takes")],
+)  # fmt: skip
+def test_a_draft_that_nobody_is_gets_the_names(capsys, verb: str, draft: str, said: str) -> None:
+    result = command(capsys, verb, DEMO, *(["x"] if verb == "generate" else []), "--draft", draft)
+    shown = " ".join(result.err.split())
+    assert (result.code, said in shown) == (2, True), shown
+    assert "ngram, lookahead, int2, int3, int4, mtp, a model, or a directory of heads" in shown
+    assert "loading" not in shown
+
+
+def test_what_headers_and_options_refuse_comes_before_a_word_of_loading(
+    capsys, tmp_path: Path
+) -> None:
+    pickled = tmp_path / "heads"
+    pickled.mkdir()
+    (pickled / "config.json").write_text('{"medusa_num_heads": 2}')
+    (pickled / "heads.pt").write_bytes(b"")
+    for words, said in (
+        (("--draft", pickled), "pickle"),
+        (("--draft", "mtp"), "no layer for further tokens"),
+        (("--draft", tmp_path), "config.json"),
+        (("--temperature", "-1"), "--temperature"),
+        (("--beams", "99"), "--beams"),
+    ):
+        result = command(capsys, "generate", DEMO, "x", *words)
+        assert result.code in {2, 3}
+        assert said in result.err
+        assert "loading" not in result.err

@@ -16,6 +16,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.serving.choosing import Followed
 from quantforge.runtime.serving.entries import ServedEntry, Work
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+from quantforge.runtime.speculation.draft_options import FOR_ONE_TEXT
 from quantforge.runtime.speculation.guesses import Guesser, Speculated, WatchingGuesser
 from quantforge.runtime.speculation.pace import GuessPace
 
@@ -45,10 +46,7 @@ class StepGuesses:
         self, drafting: GuessedDecoder, cache: PagedCache, budget: int, counts: Speculated
     ) -> None:
         if isinstance(drafting.guesser(1), WatchingGuesser):
-            raise UsageError(
-                "lookahead and heads guess for a single text",
-                "take --draft ngram, int2, int3, int4 or a model, or `quantforge generate`",
-            )
+            raise UsageError(*FOR_ONE_TEXT)
         self._drafting, self._cache, self._budget, self._counts = drafting, cache, budget, counts
         self._paces: dict[int, GuessPace] = {}
         self._guessers: dict[str, Guesser] = {}

@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
-from quantforge.errors import UsageError
+from quantforge.checkpoint.hub import is_hub_name
+from quantforge.errors import UnknownNameError, UsageError, nearest
 
 NGRAM, LOOKAHEAD, MTP = "ngram", "lookahead", "mtp"
+FEWER_BITS = (2, 3, 4)  # of the model itself
+WORDS = (NGRAM, LOOKAHEAD, *(f"int{bits}" for bits in FEWER_BITS), MTP)
+SINGLE = (LOOKAHEAD, MTP)  # guess for one text, as directories of heads do
+FOR_ONE_TEXT = (  # what is said where others guess, and what to type
+    "lookahead and heads guess for a single text",
+    "take --draft ngram, int2, int3, int4 or a model, or `quantforge generate`",
+)
+_NAMES = f"{', '.join(WORDS)}, a model, or a directory of heads"
 DRAFT_TOKENS = 8
 MOST_NODES = 64  # guesses of a pass
 
@@ -64,6 +74,34 @@ class DraftOptions:
 
 
 NO_DRAFT = DraftOptions()
+
+
+def typed_draft(draft: str | None) -> str:
+    """Return who guesses as it was typed, or "" where nothing was.
+
+    Raises:
+        UsageError: it is empty.
+        UnknownNameError: it is neither one of `WORDS`, nor a path that is there, nor a name of the hub.
+    """
+    if draft is None:
+        return ""
+    if not draft.strip():
+        raise UsageError(f"--draft {draft!r}: names nobody who guesses", f"it takes {_NAMES}")
+    if draft not in WORDS and not _is_model(draft):
+        near = nearest(draft, WORDS)
+        raise UnknownNameError(
+            f"--draft {draft}: nobody of that name guesses, and there is no such path",
+            f"{near} " * near.endswith("?") + f"it takes {_NAMES}",
+        )
+    return draft
+
+
+def _is_model(name: str) -> bool:
+    try:
+        there = Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long a name, no such home, or a null
+        return False
+    return there or "/" in name or is_hub_name(name.partition("@")[0])
 
 
 def shape_of(text: str) -> tuple[int, ...]:

@@ -17,24 +17,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures import architecture_of
-from quantforge.architectures.heads import BEHIND, layers_of, without_heads
-from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError, RefusedError
+from quantforge.checkpoint.reader import scan_finite
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.speculation.guesses import Computed
+from quantforge.runtime.speculation.mtp_files import as_model
 from quantforge_kernels.layers import add_norm, linear
 
 if TYPE_CHECKING:
     from quantforge.runtime.arrivals import Arrivals
     from quantforge.runtime.cache import PagedCache
     from quantforge.runtime.ragged import Span
-
-_JOINED = ("enorm.", "hnorm.", "eh_proj.", "shared_head.", "embed_tokens.")
-HINT = "take --draft ngram, int2 or a model"
 
 
 class MtpLayer:
@@ -96,54 +91,13 @@ def read_mtp(loaded: Loaded) -> MtpLayer:
         RefusedError: the files hold such layers in another way than behind the last layer.
     """
     checkpoint = readable(open_model(loaded.path))
-    source, joins = _as_model(checkpoint, str(loaded.path))
+    source, joins = as_model(checkpoint, str(loaded.path))
     embedding = loaded.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     found = load(loaded.path, str(embedding.device), loaded.dtype, source)
-    read = {
-        name: checkpoint.read(stored).to(embedding.device, embedding.dtype)
-        for name, stored in joins.items()
-    }
+    read = {}
+    for name, stored in joins.items():
+        value = checkpoint.read(stored)
+        scan_finite(stored, value, checkpoint.entries[stored].file)
+        read[name] = value.to(embedding.device, embedding.dtype)
     return MtpLayer(found, read)
-
-
-def _as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[str, str]]:
-    """Return the block as a model of one layer, and the names of the tensors that join it to the model."""
-    layers, count = layers_of(source.config), source.config.get(BEHIND)
-    family = architecture_of(source.config)
-    at = f"model.layers.{layers}."
-    mine = {name.removeprefix(at): name for name in source.entries if name.startswith(at)}
-    if not count or not mine:
-        raise InputError(f"{path}: no layer for further tokens in its files", HINT)
-    joins = {name: f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
-    missing = [name for name in (*joins.values(), "shared_head.norm.weight") if name not in mine]
-    if missing or family is None or family.embedding != "model.embed_tokens":
-        raise RefusedError(
-            f"{path}: its layers for further tokens are not those of DeepSeek or GLM: no {missing[:1]}",
-            HINT,
-        )
-    beside = {
-        "model.norm.weight": "shared_head.norm.weight",
-        "lm_head.weight": "shared_head.head.weight",
-        "model.embed_tokens.weight": "embed_tokens.weight",
-    }
-    names = {new: mine[name] for new, name in beside.items() if name in mine}
-    names |= {new: new for new in beside if new not in names and new in source.entries}
-    own = {name: stored for name, stored in mine.items() if not name.startswith(_JOINED)}
-    names |= {f"model.layers.0.{name}": stored for name, stored in own.items()}
-    entries = {new: replace(source.entries[old], name=new) for new, old in sorted(names.items())}
-    config = {**without_heads(source.config), "num_hidden_layers": 1, **_sparse(source.config)}
-    return replace(source, config=config, entries=entries), {
-        key: mine[name] for key, name in joins.items()
-    }
-
-
-def _sparse(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that make the one layer a mixture, as the last ones are."""
-    found: dict[str, Any] = (
-        {"first_k_dense_replace": 0} if "first_k_dense_replace" in config else {}
-    )
-    for key in ("layer_types", "mlp_layer_types"):
-        if isinstance(config.get(key), list):
-            found[key] = config[key][-1:]
-    return found

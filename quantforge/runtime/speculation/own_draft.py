@@ -20,14 +20,15 @@ from quantforge.quantizers.rtn import quantized
 from quantforge.runtime.computed import computed
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.plain_weights import reason
+from quantforge.runtime.speculation.draft_options import FEWER_BITS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quantforge.scheme import Scheme
 
-FORMS = {2: "g32:asym", 3: "g64:asym", 4: "g64:sym"}  # of the groups, by bits
-SCHEMES = {f"int{bits}": f"int{bits}:{form}" for bits, form in FORMS.items()}
+FORMS = ("g32:asym", "g64:asym", "g64:sym")  # of the groups
+SCHEMES = {f"int{bits}": f"int{bits}:{form}" for bits, form in zip(FEWER_BITS, FORMS, strict=True)}
 STRIP = 512  # columns of a weight that are recovered at a time
 
 

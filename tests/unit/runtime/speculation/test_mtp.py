@@ -48,7 +48,8 @@ def source(tiny, tmp_path_factory):
     tensors[f"{at}shared_head.head.weight"] = torch.randn(
         config["vocab_size"], hidden, generator=noise
     )
-    tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    table = tensors["model.embed_tokens.weight"]
+    tensors[f"{at}embed_tokens.weight"] = table + 0.1 * torch.randn(table.shape, generator=noise)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     for path in plain.glob("token*"):
@@ -65,7 +66,7 @@ def block(source, tmp_path_factory):
     layers = config["num_hidden_layers"]
     tensors, at = load_file(source / "model.safetensors"), f"model.layers.{layers}."
     joins = {name: tensors.pop(f"{at}{name}.weight") for name in JOINS}
-    tensors.pop(f"{at}embed_tokens.weight")
+    tensors["model.embed_tokens.weight"] = tensors.pop(f"{at}embed_tokens.weight")
     whole = tmp_path_factory.mktemp("whole")
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     grown = {**config, "num_hidden_layers": layers + 1, "num_nextn_predict_layers": 0}
