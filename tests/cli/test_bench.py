@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,11 @@ def test_ladder_shows_a_row_for_each_technique(
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
+    (guesses,) = (line for line in lines if line.startswith("+ speculation (ngram): "))
+    assert "steps" in guesses
+    assert re.search(
+        "guesses right, .* tokens a checked pass|no guess was made", result.out.replace("\n", " ")
+    )
     for technique in (
         "no cache",
         "one request at a time",

@@ -14,6 +14,7 @@ from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo,
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 
@@ -28,11 +29,13 @@ class Rung:
         name: the technique.
         figures: of the stream; of the rung without a cache, of a few tokens of its first request.
         wasted: mean share of reserved places in the cache that were not used; None where there is no engine.
+        counters: of the engine, of the rung that guesses.
     """
 
     name: str
     figures: LoadFigures
     wasted: float | None
+    counters: Counters | None = None
 
 
 class LastRungs(NamedTuple):
@@ -104,7 +107,8 @@ def climb(
         tell(name)
         drafting = last.guessed[1] if last.guessed and name is steps[-1][0] else None
         run = serve_here(decoder, requests, chosen, drafting=drafting)
-        yield Rung(name, figures(run.served, *held_to), run.wasted)
+        counters = run.counters if drafting else None
+        yield Rung(name, figures(run.served, *held_to), run.wasted, counters)
 
 
 @torch.inference_mode()

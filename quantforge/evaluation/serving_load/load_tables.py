@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quantforge.evaluation.columns import ABSENT, Column
 from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
@@ -32,6 +33,7 @@ def columns_of(found: LoadFound, *, named: bool = False) -> list[Column]:
 def lines_of(found: LoadFound, *, named: bool = False) -> Iterator[str]:
     """Yield what is to be known of the figures, line by line; ``named`` as for `columns_of`."""
     rows, asked, forecast = found.rows, found.options, found.forecast
+    short = named and not asked.ladder
     stream = rows[-1].figures
     yield (
         f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
@@ -42,7 +44,8 @@ def lines_of(found: LoadFound, *, named: bool = False) -> Iterator[str]:
         yield f"'{rows[0].name}' computed {rows[0].figures.new_tokens} tokens of the first request alone"
     for row in rows:
         if row.engine is not None:
-            yield f"{Path(row.name).name if named else row.name}: {_of_engine(row)}"
+            said = _of_engine(row.engine, row.wasted, guessing=bool(asked.drafts.draft))
+            yield f"{Path(row.name).name if short else row.name}: {said}"
     yield (
         f"by arithmetic: static batches of {asked.rows} are {forecast['static']:.0%} busy with tokens, continuous ones "
         f"{forecast['continuous']:.0%}; a contiguous cache wastes {forecast['contiguous_waste']:.0%}, "
@@ -110,18 +113,19 @@ def _latencies(rows: Sequence[LoadRow]) -> list[Column]:
     return found
 
 
-def _of_engine(row: LoadRow) -> str:
-    counts = row.engine or {}
+def _of_engine(counts: Mapping[str, Any], wasted: float | None, *, guessing: bool) -> str:
     scheduling = counts["scheduling_seconds"] / (counts["step_seconds"] or 1)
     text = f"{counts['steps']} steps, {scheduling:.1%} of their time spent scheduling"
-    if row.wasted is not None:
-        text += f"; {row.wasted:.1%} of the reserved cache unused"
+    if wasted is not None:
+        text += f"; {wasted:.1%} of the reserved cache unused"
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
     guesses = counts["speculation"]
     if guesses["guessed"]:
         share = f"{guesses['accepted']} of {guesses['guessed']} guesses right"
         text += f"; {share}, {guesses['came'] / guesses['checked']:.3g} tokens a checked pass"
+    elif guessing:
+        text += "; no guess was made"
     return text
 
 
