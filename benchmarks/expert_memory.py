@@ -4,8 +4,9 @@
 
 Random mixtures of one layer's shape (qwen3_moe), with as many calibration tokens; hidden states and what reaches the
 experts go to disk. Each run is a process of its own: its peak above the imports is the kernel's high-water mark of
-resident memory. Scratch are the unnamed files of hidden states, and whatever lies beside the result while it is made
-but for the weight files, which are the result.
+resident memory; what is anonymous of it, no pages of libraries and files, is looked at every 20 ms. Scratch are the
+unnamed files of hidden states, and whatever lies beside the result while it is made but for the weight files, which are
+the result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 WORDS = 512
 RUN = r"""
-import json, re, sys, threading
+import json, os, re, sys, threading
 from pathlib import Path
 from quantforge import verbs
 from quantforge.model import hidden_states
@@ -49,7 +50,7 @@ def closed(self):
 
 hidden_states.OnDisk.__init__, hidden_states.OnDisk.close = opened, closed
 model, out, samples, length, threads = sys.argv[1:]
-done, scratch = threading.Event(), [0]
+done, scratch, anonymous = threading.Event(), [0], [0]
 
 def watch():
     while not done.wait(0.02):
@@ -60,16 +61,19 @@ def watch():
             except OSError:
                 pass
         scratch[0] = max(scratch[0], size)
+        anonymous[0] = max(anonymous[0], status("RssAnon"))
 
 text = f"{model}/text.txt"
 recipe = build_recipe(None, method="gptq", bits=4, calibration=text, samples=int(samples), length=int(length))
 watcher = threading.Thread(target=watch, daemon=True)
 Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
+before, own = status("VmRSS"), status("RssAnon")
+spent = sum(os.times()[:2])
 watcher.start()
 verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads), activations="disk"))
 done.set()
-print(json.dumps({"peak": status("VmHWM") - before, "scratch": scratch[0]}))
+peak = {"peak": status("VmHWM") - before, "anonymous": anonymous[0] - own}
+print(json.dumps(peak | {"scratch": scratch[0], "processor": sum(os.times()[:2]) - spent}))
 """
 
 
@@ -99,15 +103,19 @@ def main() -> None:
             subprocess.run(["rm", "-r", words[1]], check=True)
     few, many = rows
     lines = [
-        "| experts | source | peak above the imports | scratch on disk |",
-        "|---|---|---|---|",
+        "| experts | source | peak above the imports | of it anonymous | scratch on disk | seconds of the processor |",
+        "|---|---|---|---|---|---|",
         *(
             f"| {row['experts']} | {row['bytes'] / 1e6:.0f} MB | {row['peak'] / 1e6:.0f} MB |"
-            f" {row['scratch'] / 1e6:.2f} MB |"
+            f" {row['anonymous'] / 1e6:.0f} MB | {row['scratch'] / 1e6:.2f} MB | {row['processor']:.1f} |"
             for row in rows
         ),
-        f"| ratio | {many['bytes'] / few['bytes']:.2f} | {many['peak'] / few['peak']:.2f} |"
-        f" {many['scratch'] / few['scratch']:.2f} |",
+        "| ratio | "
+        + " | ".join(
+            f"{many[key] / few[key]:.2f}"
+            for key in ("bytes", "peak", "anonymous", "scratch", "processor")
+        )
+        + " |",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")

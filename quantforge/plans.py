@@ -93,7 +93,7 @@ class TensorPlan:
     @property
     def stored_bytes(self) -> int:
         """Return the bytes written for this tensor."""
-        return sum(tensor.nbytes for tensor in self.stored)
+        return sum([tensor.nbytes for tensor in self.stored])  # asked for of every expert
 
     @property
     def matrix(self) -> tuple[int, int]:

@@ -21,6 +21,7 @@ MAX_DEPTH = 64
 MAX_DIGITS = 64  # of a number where only its size is free: some write 10^30 for "no limit"
 _SMALL = 1 << 20  # bytes that cannot take much memory, whatever they hold
 _CHUNK = 1 << 20
+_CONTAINERS = {dict, list}  # of which json makes no others
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Refuse = Callable[..., NoReturn]  # of what is wrong and, where there is more to say, a hint
@@ -167,16 +168,14 @@ def _float(text: str, refuse: Refuse) -> float:
 
 
 def _check_depth(value: object, refuse: Refuse) -> None:
-    level: list[object] = [value]
+    level: list[Any] = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH + 1):
-        level = [child for item in level for child in _children(item)]
+        level = [
+            child
+            for item in level
+            for child in (item.values() if type(item) is dict else item)
+            if type(child) in _CONTAINERS
+        ]
         if not level:
             return
     refuse(f"nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(value: object) -> list[object]:
-    children = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    )
-    return [child for child in children if isinstance(child, dict | list)]

@@ -245,4 +245,8 @@ def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, 
         tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
         for tensor in tensors
     }
-    return tuple(replace(tensor, shared=modules.get(tensor.shared, "")) for tensor in tensors)
+    stored = ((tensor, modules.get(tensor.shared, "")) for tensor in tensors)
+    return tuple(
+        tensor if shared == tensor.shared else replace(tensor, shared=shared)
+        for tensor, shared in stored
+    )

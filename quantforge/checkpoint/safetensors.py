@@ -203,30 +203,31 @@ def _entry(path: Path, name: str, fields: object, data_start: int, stamp: Stamp)
     def refuse(what: str) -> InputError:
         return _error(path, f"tensor {name[:80]!r}: {what}", name)
 
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise refuse("exactly dtype, shape and data_offsets expected")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise refuse(f"dtype {str(dtype)[:40]!r} is not one of {', '.join(DTYPE_BITS)}")
     if not _naturals(shape) or len(shape) > MAX_RANK:
         raise refuse(f"the shape is not a list of at most {MAX_RANK} sizes")
+    size = math.prod(shape)
     # Sizes of 0 count as 1: [0, 2^62, 2^62] holds nothing, but no library can compute its strides.
-    if math.prod(max(size, 1) for size in shape) * DTYPE_BITS[dtype] // 8 > MAX_BYTES:
+    if (size or math.prod(max(side, 1) for side in shape)) * DTYPE_BITS[dtype] // 8 > MAX_BYTES:
         raise refuse(f"the shape {shape[:8]} overflows")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse("data_offsets is not [start, end]")
-    start, end = (data_start + offset for offset in offsets)
+    start, end = data_start + offsets[0], data_start + offsets[1]
     if end > stamp.size:
         raise refuse(f"ends at byte {end} of a file of {stamp.size}: truncated?")
-    if end - start != math.prod(shape) * DTYPE_BITS[dtype] // 8:
+    if end - start != size * DTYPE_BITS[dtype] // 8:
         raise refuse(f"{end - start} bytes do not hold {dtype} of shape {shape}")
     return TensorEntry(name, dtype, tuple(shape), path, start, end, stamp)
 
 
 def _naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item <= MAX_BYTES for item in value
-    )
+    return isinstance(value, list) and not [
+        item for item in value if type(item) is not int or not 0 <= item <= MAX_BYTES
+    ]
 
 
 def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size: int) -> None:

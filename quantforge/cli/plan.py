@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -139,15 +138,13 @@ def show(console: Console, plan: Plan, output: Path, took: Forecast | None, *, e
 
 def summary(plan: Plan) -> list[tuple[str, ...]]:
     """Return rows that join the layers of all blocks that share name, action, scheme and rule."""
-    groups: Counter[tuple[str, str, str]] = Counter()
-    stored: Counter[tuple[str, str, str]] = Counter()
+    groups: dict[tuple[str, str, str], list[int]] = {}
     for tensor in plan.tensors:
         key = (_generic(tensor), becomes(tensor), tensor.rule)
-        groups[key] += 1
-        stored[key] += tensor.stored_bytes
+        groups.setdefault(key, []).append(tensor.stored_bytes)
     return [
-        (name, str(count), made, size(stored[name, made, rule]), rule)
-        for (name, made, rule), count in groups.items()
+        (name, str(len(stored)), made, size(sum(stored)), rule)
+        for (name, made, rule), stored in groups.items()
     ]
 
 

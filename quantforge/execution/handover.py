@@ -177,7 +177,8 @@ def most_held(times: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
 
 def writers(plan: Plan) -> list[set[str]]:
     """Return the names of the units that write to each weight file, in the order of the files."""
-    units = {item.name: unit_of(tensor, plan) for tensor in plan.tensors for item in tensor.stored}
+    written = ((unit_of(tensor, plan), tensor.stored) for tensor in plan.tensors)
+    units = {item.name: unit for unit, stored in written for item in stored}
     return [{units[name] for name in names} for names in plan.shards]
 
 

@@ -137,7 +137,7 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    return ct_layouts.stored(module, replace(layer, weight=native(layer.weight, shape)), shape)
+    return ct_layouts.stored(module, LayerScheme(native(layer.weight, shape), layer.input), shape)
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
@@ -204,16 +205,21 @@ def _is_tile(block: object) -> bool:
     return len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
 
 
+@cache
+def _scheme(tile: Tile | None, scale: ScaleType, *, static: bool) -> LayerScheme:
+    """Return what linears are in that have such scales: one object for all experts."""
+    activation = Activation(
+        "fp8_e4m3", f"g{tile.columns}" if tile else "tensor", not static or tile is not None
+    )
+    return LayerScheme(Scheme("fp8_e4m3", tile or PerTensor(), scale=scale), activation)
+
+
 def _layout(
     module: str, config: Mapping[str, Any], tile: Tile | None, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     shape = matrix(tensors, f"{module}.weight")
     static = config.get("activation_scheme") == "static"
-    activation = Activation(
-        "fp8_e4m3", f"g{tile.columns}" if tile else "tensor", not static or tile is not None
-    )
-    scheme = Scheme("fp8_e4m3", tile or PerTensor(), scale=scale_of(tensors, module + _SCALE))
-    layer = LayerScheme(scheme, activation)
+    layer = _scheme(tile, scale_of(tensors, module + _SCALE), static=static)
     names = [
         f"{module}.weight",
         module + _SCALE,
@@ -221,7 +227,7 @@ def _layout(
     ]
     require(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
     size = tensors[names[1]].shape
-    wanted = scheme.parameter_shape(shape)
+    wanted = layer.weight.parameter_shape(shape)
     if size != wanted and not (tile is None and all(side == 1 for side in size)):
         raise InputError(
             f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(wanted)}",

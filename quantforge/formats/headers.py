@@ -14,6 +14,7 @@ from quantforge.plans import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SCALES = {kind.value: kind for kind in ScaleType}
 _NAMES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
@@ -73,11 +74,12 @@ def whole_groups(module: str, columns: int, size: int) -> None:
 def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
     """Return the type of the scales stored as ``name``; raise `InputError` for none or another type."""
     dtype = found[name].dtype.lower() if name in found else "missing"
-    if dtype not in list(ScaleType):
+    kind = _SCALES.get(dtype)
+    if kind is None:
         raise InputError(
             f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name, fault=Fault.SCALE
         )
-    return ScaleType(dtype)
+    return kind
 
 
 def bare_codes(tensors: Mapping[str, StoredTensor], suffix: str) -> None:

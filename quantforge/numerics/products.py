@@ -12,6 +12,8 @@ used.
 
 torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
 fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
+It keeps code and plans for every shape that it was asked for, 0.4 MB each, up to 1024 of them, and experts differ in
+their numbers of tokens: rows of zeros keep the shapes few, and change no bit of the others.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ from quantforge.numerics.threads import one_thread
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
 SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
+ROWS, FEW_ROWS = (
+    32,
+    8,
+)  # oneDNN is asked for multiples of so many rows: of the second up to the first
 Job = Callable[[], object]  # computes one tile
 Cut = tuple[Tensor, list[Job]]  # the result, and what fills it
 
@@ -175,9 +181,13 @@ def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    rows = len(a)
+    more = -rows % (ROWS if rows > ROWS else FEW_ROWS)
+    if rows > 1 and more:  # a single one is computed in another way, and ends in other last bits
+        a = functional.pad(a, (0, 0, 0, more))
     with one_thread():
         found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
-    return found
+    return found[:rows]
 
 
 def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:

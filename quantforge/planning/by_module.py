@@ -20,7 +20,7 @@ from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.storage import turned_of
 from quantforge.planning.choice import Choices
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.plans import Action, Draft, FilePlan, TensorPlan
+from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
 from quantforge.scheme import LayerScheme
 
@@ -177,15 +177,16 @@ class _ModuleDraft:
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         decision = self.choices.decided(tensor)
         layer, stored = decision.form, tensor.stored
-        draft = TensorPlan(
+        written: tuple[StoredTensor, ...] = (stored,)
+        if layer is not None:
+            first, second = stored.shape
+            matrix = (second, first) if tensor.transposed else (first, second)
+            written = self.form.stored(stored.name.removesuffix(".weight"), layer, matrix)
+        return TensorPlan(
             stored.name, stored.dtype, stored.shape, Action.QUANTIZE if layer else Action.KEEP, decision.rule, layer,
-            stored=(stored,), part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
+            stored=written, part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
             expert=tensor.expert,
         )  # fmt: skip
-        if layer is None:
-            return draft
-        module = stored.name.removesuffix(".weight")
-        return replace(draft, stored=self.form.stored(module, layer, draft.matrix))
 
 
 def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:

@@ -102,8 +102,11 @@ class Choices(Generic[Form]):
 
     def decided(self, tensor: MatchedTensor) -> Decision[Form]:
         """Decide on a tensor; a substitution is noted."""
-        chosen = self.chosen(tensor)
-        fitted = self._left(tensor, chosen) or self._terms.fitted(tensor, chosen.form)
+        choice = self._ruled(tensor)
+        chosen = self._wanted(tensor, choice)
+        # what a rule asks for by name is rounded or refused
+        left = self._left(tensor, chosen) if choice is None and tensor.role is Role.LINEAR else None
+        fitted = left or self._terms.fitted(tensor, chosen.form)
         if not fitted.reason:
             return Decision(fitted.form, chosen.rule)
         detail = f"{fitted.change}: {fitted.reason}"
@@ -113,10 +116,8 @@ class Choices(Generic[Form]):
     def _left(self, tensor: MatchedTensor, chosen: Decision[Form]) -> Fitted[Form] | None:
         """Return what a tensor stays as where its shape, or that of one joined with it, has no place in the files.
 
-        None where it is rounded, or a rule asks for it by name, so that it is refused.
+        None where it is rounded.
         """
-        if tensor.role is not Role.LINEAR or self._ruled(tensor) is not None:
-            return None
         for other in self._siblings.get(tensor.shared, (tensor,)):
             found = self._terms.left(other, chosen.form)
             if found is not None:
@@ -127,7 +128,9 @@ class Choices(Generic[Form]):
 
     def chosen(self, tensor: MatchedTensor) -> Decision[Form]:
         """Return what is wanted for a tensor, whether its shape can hold it or not."""
-        choice = self._ruled(tensor)
+        return self._wanted(tensor, self._ruled(tensor))
+
+    def _wanted(self, tensor: MatchedTensor, choice: Choice | None) -> Decision[Form]:
         wanted = self._outside.get(tensor.role, KEEP)
         if choice is None and wanted != KEEP:
             choice = Choice(parse_layer(wanted), f"--{tensor.role.value} {wanted}")

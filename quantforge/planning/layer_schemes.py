@@ -45,6 +45,9 @@ class LayerSchemes:
         self._asked: dict[
             LayerScheme, list[tuple[int, int]]
         ] = {}  # matrices by what they were to hold
+        self._judged: dict[
+            tuple[LayerScheme, tuple[int, int]], list[tuple[LayerScheme, Fit]]
+        ] = {}  # hundreds of thousands of experts have a handful of shapes
 
     def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
         """Return the scheme as it is asked for."""
@@ -84,11 +87,10 @@ class LayerSchemes:
             )  # fmt: skip
         self._asked.setdefault(form, []).append((rows, columns))
         reason = ""
-        for scheme in _candidates(form.weight.stored_as(self._scale), columns):
-            fit = self._check(scheme, form.input, (rows, columns))
+        for found, fit in self._near(form, (rows, columns)):
             if fit.verdict is not Verdict.IMPOSSIBLE:
-                found = LayerScheme(scheme, form.input)
-                return Fitted(found, f"{form.weight} -> {scheme}" if reason else "", reason)
+                change = f"{form.weight} -> {found.weight}" if reason else ""
+                return Fitted(found, change, reason)
             reason = reason or fit.reason
         others = holders(form, (rows, columns), self._model_dtype)
         module = tensor.stored.name.removesuffix(".weight")
@@ -140,18 +142,26 @@ class LayerSchemes:
         if form is None or tensor.stored.dtype not in QUANTIZABLE or len(tensor.stored.shape) != 2:
             return None
         rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
-        wanted = form.weight.stored_as(self._scale)
-        fits = [
-            self._check(scheme, form.input, (rows, columns))
-            for scheme in _candidates(wanted, columns)
-        ]
+        fits = [fit for _, fit in self._near(form, (rows, columns))]
         even = (-(-rows // WHOLE) * WHOLE, -(-columns // WHOLE) * WHOLE)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
-            or self._check(wanted, form.input, even).verdict is Verdict.IMPOSSIBLE
+            or self._near(form, even)[0][1].verdict is Verdict.IMPOSSIBLE
         ):
             return None
         return Fitted(None, f"{form.weight} -> kept", fits[0].reason)
+
+    def _near(self, form: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
+        """Return the scheme and finer ones that a matrix may get, each with how it fits."""
+        found = self._judged.get((form, matrix))
+        if found is None:
+            schemes = _candidates(form.weight.stored_as(self._scale), matrix[1])
+            found = [
+                (LayerScheme(scheme, form.input), self._check(scheme, form.input, matrix))
+                for scheme in schemes
+            ]
+            self._judged[form, matrix] = found
+        return found
 
     def _check(self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]) -> Fit:
         size = scheme.group_size(matrix[1])

@@ -56,21 +56,16 @@ def decoding(
                 tensor=weight.name,
             )
     held: Counter[str] = Counter()
+    added, dtype = {}, checkpoint.dtype
     for weight in weights:
         held[weight.precision] += sum(checkpoint.entries[name].nbytes for name in weight.stored)
+        first = checkpoint.entries[weight.stored[0]]
+        added[weight.name] = replace(first, name=weight.name, dtype=dtype, shape=weight.shape)
     return prepared_checkpoint(
         checkpoint,
         {weight.name: weight.rows for weight in weights},
         config=plain_config(checkpoint),
-        added={
-            weight.name: replace(
-                checkpoint.entries[weight.stored[0]],
-                name=weight.name,
-                dtype=checkpoint.dtype,
-                shape=weight.shape,
-            )
-            for weight in weights
-        },
+        added=added,
         left_out=used.union(left_out),
         facts={PRECISION: ", ".join(words for words, _ in held.most_common())},
     )
