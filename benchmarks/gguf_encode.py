@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -66,14 +67,15 @@ def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "se
 
 
 def seconds(run: Callable[[Tensor], Tensor], weight: Tensor, repeats: int) -> float:
-    """Return the best time over all of ``weight``."""
+    """Return the median time over all of ``weight``, after one run that is not counted: it may compile."""
     times = []
+    run(weight[:1])
     for _ in range(repeats):
         start = time.thread_time()
         for rows in weight.split(ROWS):
             run(rows)
         times.append(time.thread_time() - start)
-    return min(times)
+    return statistics.median(times)
 
 
 def error(weight: Tensor, raw: Tensor, grid: str, importance: Tensor) -> float:
@@ -89,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--columns", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--types", nargs="+", default=TYPES)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

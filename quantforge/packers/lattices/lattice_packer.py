@@ -60,10 +60,10 @@ def decode(
 
 
 def _spread(
-    parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None
+    parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None, each: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Return step and shift of some columns, ``[rows, n]``; no shift where it is in the codes, or there is none."""
-    size, whole = SUPERBLOCKS[scheme.grid].group, SUPERBLOCKS[scheme.grid].columns
+    """Return step and shift of some columns, ``[rows, n / each]``; no shift where codes have it, or there is none."""
+    size, whole = SUPERBLOCKS[scheme.grid].group // each, SUPERBLOCKS[scheme.grid].columns // each
     mine = parameters if columns is None else of_columns(parameters, scheme.grid, columns)
     run = slice(None)
     if columns is not None:
@@ -94,7 +94,7 @@ def weighed(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
 ) -> Tensor:
     """Return the codes of ``weight`` ``[out, in]`` with the least errors, weighted as in `search`."""
-    step, shift = _spread(parameters, scheme, None)
+    step, shift = _spread(parameters, scheme, None, 8)
     return nearest_points.nearest_diagonal(
         weight, step, shift, scheme.grid, nearest_points.weights(weight, importance.to(weight))
     )

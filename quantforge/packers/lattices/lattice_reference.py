@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
-from quantforge.packers.lattices import reference_loops, ternary_loops
+from quantforge.packers.lattices import reference_loops, ternary_loops, weight_loops
+from quantforge.packers.lattices.lattice_points import digits, points
 from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.packers.lattices.neighbours import neighbours
 from quantforge.packers.tensor import QuantizedTensor
@@ -36,8 +37,12 @@ _TERNARY = {"iq1_s": (1e-12, 1.125), "iq1_m": (1e-7, 1.1125)}
 _ONE_MEAN = frozenset({"iq2_xxs", "iq2_xs"})  # of the others the mean square counts twice
 
 
-def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> QuantizedTensor:
+def quantize(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, every: int = 1
+) -> QuantizedTensor:
     """Return what ggml makes of ``weight`` ``[rows, in]`` float32; ``importance`` ``[in]``.
+
+    With ``every`` above 1 only one of as many scales is tried, which is faster and finds others.
 
     Raises:
         InputError: the type needs an importance.
@@ -52,7 +57,7 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Quant
     blocks = weight.shape[1] // 256
     given = None if importance is None else importance.cpu().float().numpy().reshape(blocks, 256)
     w = _weights(x, grid, given)
-    codes, parameters = (_ternary if grid in _TERNARY else _magnitudes)(x, w, grid)
+    codes, parameters = _ternary(x, w, grid) if grid in _TERNARY else _magnitudes(x, w, grid, every)
     rows = len(weight)
     shaped = {key: value.reshape(rows, -1).to(weight.device) for key, value in parameters.items()}
     return QuantizedTensor(codes.reshape(rows, -1).to(weight.device), shaped, scheme)
@@ -60,38 +65,30 @@ def quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Quant
 
 def _weights(x: Array, grid: str, importance: Array | None) -> Array:
     """Return the weights of all values, in the arithmetic of ggml."""
-    squares = x * x
-    sums = numpy.zeros(len(x), numpy.float32)
-    for column in range(256):  # in order
-        sums += squares[:, column]
-    mean = (sums if grid in _ONE_MEAN else sums + sums) / numpy.float32(256)
-    if importance is not None:
-        rows = len(x) // len(importance)
-        return numpy.sqrt(mean[:, None] + squares) * numpy.tile(importance, (rows, 1))
-    return numpy.float32(0.25) * mean[:, None] + squares if grid == "iq2_s" else squares
+    known = numpy.empty((0, 256), numpy.float32) if importance is None else importance
+    found, share = numpy.empty_like(x), numpy.float32(0.25 if grid == "iq2_s" else 0)
+    weight_loops.weigh(x, numpy.ascontiguousarray(known), grid not in _ONE_MEAN, share, found)
+    return found
 
 
-def _magnitudes(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _magnitudes(x: Array, w: Array, grid: str, every: int) -> tuple[Tensor, dict[str, Tensor]]:
     lattice, block = LATTICES[grid], SUPERBLOCKS[grid]
-    (tries, positive, again), numbers = _SEARCHES[grid]
-    groups = 256 // block.group
-    digits, signs = numpy.empty(x.shape, numpy.uint8), numpy.empty((len(x), 32), numpy.uint8)
-    scales, levels = (
-        numpy.empty((len(x), groups), numpy.float32),
-        numpy.empty((len(x), groups), numpy.uint8),
-    )
-    units, tables = numpy.empty(len(x), numpy.float32), neighbours(grid)
-    base = len(lattice.values)
-    form = (block.group, lattice.width, base, lattice.signs == "even", tries, positive, again)
+    (tries, positive, again), (step, *others) = _SEARCHES[grid]
+    numbers = (step * every, *others)
+    groups, width = 256 // block.group, lattice.width
+    places = numpy.empty((len(x), 256 // width), numpy.int32)
+    signs, units = numpy.empty((len(x), 32), numpy.uint8), numpy.empty(len(x), numpy.float32)
+    scales = numpy.empty((len(x), groups), numpy.float32)
+    levels = numpy.empty((len(x), groups), numpy.uint8)
+    form = (block.group, (0,) * width, len(lattice.values))
+    options = (lattice.signs == "even", tries // every, positive, again)
     reference_loops.search(
-        x, w, form, tuple(map(numpy.float32, numbers)), tuple(tables), digits, signs, scales, units, levels
+        x, w, form, options, tuple(map(numpy.float32, numbers)), tuple(neighbours(grid)),
+        2 * digits(grid).astype(numpy.float32) + 1, places, signs, scales, levels, units,
     )  # fmt: skip
-    keys = digits.reshape(len(x), -1, lattice.width).astype(numpy.int32)
-    keys = keys @ (base ** numpy.arange(lattice.width)).astype(numpy.int32)
-    index = tables.place[keys].reshape(len(x), -1, lattice.vectors)
-    codes = (index << (numpy.arange(lattice.vectors, dtype=numpy.int32) * lattice.index_bits)).sum(
-        2, dtype=numpy.int32
-    )
+    codes = places
+    if lattice.vectors == 2:
+        codes = places[:, ::2] | places[:, 1::2] << lattice.index_bits
     if lattice.columns == 4:
         signs = numpy.stack([signs & 15, signs >> 4], 2).reshape(len(x), -1)
     codes |= signs.astype(numpy.int32) << lattice.sign_place
@@ -105,19 +102,10 @@ def _ternary(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
         numpy.empty((len(x), 256 // size), numpy.uint8),
         numpy.empty(len(x), numpy.float32),
     )
-    tables = tuple(neighbours(grid))
     ternary_loops.search(
-        x,
-        w,
-        size,
-        numpy.float32(least),
-        numpy.float32(fudge),
-        tables,
-        codes,
-        lowered,
-        levels,
-        units,
-    )
+        x, w, size, numpy.float32(least), numpy.float32(fudge), tuple(neighbours(grid)), points(grid),
+        codes, lowered, levels, units,
+    )  # fmt: skip
     parameters = _parameters(units, levels)
     if grid == "iq1_m":
         codes |= lowered.astype(numpy.int32) << LATTICES[grid].sign_place

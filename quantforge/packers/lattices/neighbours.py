@@ -2,8 +2,8 @@
 
 A vector of digits is a number, its key (base 3, of the 4-vectors base 8). For each key that is a point there is its
 place; for each other one a run of points in the first few shells around it, by distance, then by place. Runs are
-padded to a multiple of `LANES` with their last point, and lie digit by digit, so that one vector instruction measures
-many points.
+padded to a multiple of `LANES` with points that are `FAR`, and lie digit by digit, so that one vector instruction
+measures many points.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quantforge.packers.lattices.lattice_points import digits
 from quantforge.packers.lattices.lattice_types import LATTICES
 
 LANES = 8
+FAR = numpy.float32(1e15)  # nearer than no point: its distance is greater, or 0 as are those of all
 _SHELLS = {"iq1_s": 3, "iq1_m": 3, "iq2_s": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq3_xxs": 2, "iq3_s": 3}
 
 
@@ -79,9 +80,10 @@ def neighbours(grid: str) -> Neighbours:
     taken = numpy.cumsum(have) - have
     for run, (begin, size, total) in enumerate(zip(first, have, padded, strict=True)):
         mine = column[taken[run] : taken[run] + size]
-        mine = numpy.concatenate([mine, numpy.repeat(mine[-1:], total - size)])
-        index[begin : begin + total] = mine
-        near[width * begin : width * (begin + total)] = odd[mine].T.ravel()
+        index[begin : begin + size] = mine
+        index[begin + size : begin + total] = mine[-1]
+        lying = near[width * begin : width * (begin + total)].reshape(width, total)
+        lying[:, :size], lying[:, size:] = odd[mine].T, FAR
     start, count = numpy.zeros(keys, numpy.int32), numpy.zeros(keys, numpy.int32)
     start[missing], count[missing] = first, padded
     return Neighbours(place, start, count, near, index, digits(grid))

@@ -1,166 +1,125 @@
 """ggml's searches for the lattice types of 2 and 3 bits, restated in loops that numba compiles.
 
 To have its bytes, sums go in the order of the elements, in float32, products are grouped as there, and of equal
-candidates the first is taken. What is done otherwise is faster and gives the same bits: the points around a vector are
-measured side by side.
+candidates the first is taken. What is done otherwise is faster and gives the same bits: see `try_loops`.
 """
 
 from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import inner, jit
+from quantforge.packers.ggml.panel_loops import borrowing, copy, fill, jit
+from quantforge.packers.lattices.eights import load, spread, store
+from quantforge.packers.lattices.near_loops import nearest
 from quantforge.packers.lattices.sign_loops import non_negative, turned, whole
+from quantforge.packers.lattices.try_loops import STRIDE, limit_of, points_at, runs_of
 
 ALWAYS, OFF_GRID, ALL_IF_ANY = range(
     3
 )  # which points are chosen once more with the scale that was found
-_MAGIC = numpy.float32(
-    12582912.0
-)  # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even
-_ZERO, _HALF, _ONE, _TENTH = (numpy.float32(value) for value in (0, 0.5, 1, 0.1))
-_LARGEST = numpy.float32(3.4028234663852886e38)
+_ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
 
 
-@inner
+@borrowing
 def level(ratio, top):  # type: ignore[no-untyped-def]
     """Return the digit ``0..top`` whose odd number ``2 digit + 1`` is nearest to ``ratio``."""
     found = numpy.int32(whole(_HALF * (ratio - _ONE)))
     return min(max(found, 0), top)
 
 
-@inner
-def nearest_of_eight(near, first, count, scale, shift, x, w, place, distance):  # type: ignore[no-untyped-def]
-    """Return which of ``count`` points, from ``first`` in ``near`` on, is nearest to 8 values from ``place`` on."""
-    x0, x1, x2, x3 = x[place], x[place + 1], x[place + 2], x[place + 3]
-    x4, x5, x6, x7 = x[place + 4], x[place + 5], x[place + 6], x[place + 7]
-    w0, w1, w2, w3 = w[place], w[place + 1], w[place + 2], w[place + 3]
-    w4, w5, w6, w7 = w[place + 4], w[place + 5], w[place + 6], w[place + 7]
-    rows = near[first : first + 8 * count].reshape(8, count)
-    for point in range(count):
-        d = scale * (rows[0, point] + shift) - x0
-        total = w0 * d * d
-        d = scale * (rows[1, point] + shift) - x1
-        total += w1 * d * d
-        d = scale * (rows[2, point] + shift) - x2
-        total += w2 * d * d
-        d = scale * (rows[3, point] + shift) - x3
-        total += w3 * d * d
-        d = scale * (rows[4, point] + shift) - x4
-        total += w4 * d * d
-        d = scale * (rows[5, point] + shift) - x5
-        total += w5 * d * d
-        d = scale * (rows[6, point] + shift) - x6
-        total += w6 * d * d
-        d = scale * (rows[7, point] + shift) - x7
-        total += w7 * d * d
-        distance[point] = total
-    return _least(distance, count)
-
-
-@inner
-def nearest_of_four(near, first, count, scale, x, w, place, distance):  # type: ignore[no-untyped-def]
-    """Return the same for points of 4 values."""
-    x0, x1, x2, x3 = x[place], x[place + 1], x[place + 2], x[place + 3]
-    w0, w1, w2, w3 = w[place], w[place + 1], w[place + 2], w[place + 3]
-    rows = near[first : first + 4 * count].reshape(4, count)
-    for point in range(count):
-        d = scale * rows[0, point] - x0
-        total = w0 * d * d
-        d = scale * rows[1, point] - x1
-        total += w1 * d * d
-        d = scale * rows[2, point] - x2
-        total += w2 * d * d
-        d = scale * rows[3, point] - x3
-        total += w3 * d * d
-        distance[point] = total
-    return _least(distance, count)
-
-
-@inner
-def _least(distance, count):  # type: ignore[no-untyped-def]
-    best, found = _LARGEST, 0
-    for point in range(count):
-        if distance[point] < best:
-            best, found = distance[point], point
-    return found
-
-
-@inner
-def snap(values, roots, sizes, inverse, scale, tables, digits, on_grid, skip, distance):  # type: ignore[no-untyped-def]
-    """Fill in the digits of the points nearest to ``inverse * values``, but for those that ``skip`` says."""
-    place, start, count, near, index, table = tables
-    size, width, base = sizes
+@borrowing
+def _snap(values, roots, form, scale, tables, points, skip):  # type: ignore[no-untyped-def]
+    """Choose the points nearest to ``values`` at ``scale``, but for those that ``skip`` says."""
+    place, start, count, near, index = tables[0], tables[1], tables[2], tables[3], tables[4]
+    size, lanes, base = form
+    inverse, width = _ONE / scale, len(lanes)
     for part in range(size // width):
         if skip[part]:
             continue
         first, key, power = part * width, 0, 1
-        for i in range(width):
-            digit = level(inverse * values[first + i], base - 1)
-            digits[first + i] = digit
-            key += power * digit
+        for i in range(first, first + width):
+            key += power * level(inverse * values[i], base - 1)
             power *= base
-        on_grid[part] = place[key] >= 0
-        if on_grid[part]:
-            continue
-        run, many = start[key], count[key]
-        if width == 8:
-            found = nearest_of_eight(
-                near, run * 8, many, scale, _ZERO, values, roots, first, distance
-            )
-        else:
-            found = nearest_of_four(near, run * 4, many, scale, values, roots, first, distance)
+        points[part] = place[key]
+        if points[part] < 0:
+            run, many = start[key], count[key]
+            found = nearest(near, run * width, many, scale, values, roots, first, lanes)
+            points[part] = index[run + found]
+
+
+@borrowing
+def _fitted(wx, w, points, odd, lanes):  # type: ignore[no-untyped-def]
+    """Return the two sums of the best scale for given points."""
+    product, square, width = _ZERO, _ZERO, len(lanes)
+    for part in range(len(points)):
         for i in range(width):
-            digits[first + i] = table[index[run + found], i]
-
-
-@inner
-def fitted(values, w, digits, size):  # type: ignore[no-untyped-def]
-    """Return the two sums of the best scale for given digits."""
-    product, square = _ZERO, _ZERO
-    for i in range(size):
-        q = numpy.float32(2 * numpy.int32(digits[i]) + 1)
-        product += w[i] * values[i] * q
-        square += w[i] * q * q
+            q = odd[points[part], i]
+            product += wx[part * width + i] * q
+            square += w[part * width + i] * q * q
     return product, square
 
 
-@inner
-def _chosen(xs, ws, form, step, least, tables, digits, mask, scratch):  # type: ignore[no-untyped-def]
-    """Fill in digits and signs of one group and return its scale."""
-    size, width, base, even, tries, positive, again = form
-    values, roots, tried, codes, on_grid, seen, none, distance = scratch
+@borrowing
+def _tried(values, w, form, count, tables, odd, scale, points, on_grid, scratch):  # type: ignore[no-untyped-def]
+    """Fill in the points of the best of some scales, and which of them are on the grid, and return the scale."""
+    roots, wx, seen, mine, scales, runs, sums = scratch
+    parts, large = len(points), _ZERO
+    for i in range(len(values)):
+        large += abs(wx[i])
+    runs_of(values, w, roots, wx, form, count, tables, odd, scales, runs, sums)
+    limit, best, product, square = limit_of(sums, count, large), _ZERO, _ZERO, _ZERO
+    fill(mine, -1)
+    for t in range(count):
+        if sums[0, t] * sums[0, t] < limit * sums[1, t]:
+            continue
+        if points_at(runs, parts, t, mine, seen):
+            product, square = _fitted(wx, w, mine, odd, form[1])
+        if square > _ZERO and product * product > best * square:
+            scale = product / square
+            best = scale * product
+            copy(points, mine)
+            copy(on_grid, seen)
+    return scale
+
+
+@borrowing
+def _chosen(xs, ws, form, options, tops, least, tables, odd, points, mask, scratch):  # type: ignore[no-untyped-def]
+    """Fill in points and signs of one group and return its scale."""
+    size, _, base = form
+    even, tries, positive, again = options
+    values, codes, on_grid, inner_scratch = scratch
+    roots, wx, (inverses, scales, _) = inner_scratch[0], inner_scratch[1], inner_scratch[4]
     top = numpy.float32(2 * base - 1)
     turned(xs, ws, size, even, values, mask)
-    digits[:] = 0
+    fill(points, tables[0][0])
     high = values[0]
     for i in range(size):
-        roots[i] = numpy.sqrt(ws[i])
         high = max(high, values[i])
+    for i in range(size):
+        roots[i] = numpy.sqrt(ws[i])
+        wx[i] = ws[i] * values[i]
     start = high
     if high >= least and positive:
         start = non_negative(values, ws, base + 1, codes) * numpy.float32(base)
     if high < least or start <= _ZERO:
-        mask[:] = 0
+        fill(mask, 0)
         return _ZERO
     scale = start / numpy.float32(base) if positive else high / top
-    on_grid[:] = again != ALL_IF_ANY
-    best, sizes = _ZERO, (size, width, base)
-    for number in range(-tries, tries + 1):
-        inverse = (top + numpy.float32(number) * step) / start
-        snap(values, roots, sizes, inverse, _ONE / inverse, tables, tried, seen, none, distance)
-        product, square = fitted(values, ws, tried, size)
-        if square > _ZERO and product * product > best * square:
-            scale = product / square
-            best = scale * product
-            digits[:] = tried
-            on_grid[:] = seen
-    if scale > _ZERO and (again == ALWAYS or not on_grid.all()):
+    fill(on_grid, again != ALL_IF_ANY)
+    count = 2 * tries + 1
+    for t in range(0, len(scales), 8):
+        inverse = load(tops, t) / spread(start)
+        store(inverses, t, inverse)
+        store(scales, t, spread(_ONE) / inverse)
+    scale = _tried(values, ws, form, count, tables, odd, scale, points, on_grid, inner_scratch)
+    missed = again == ALWAYS
+    for part in range(len(points)):
+        missed |= not on_grid[part]
+    if scale > _ZERO and missed:
         if again != OFF_GRID:
-            on_grid[:] = False
-        seen[:] = on_grid
-        snap(values, roots, sizes, _ONE / scale, scale, tables, digits, on_grid, seen, distance)
-        product, square = fitted(values, ws, digits, size)
+            fill(on_grid, False)
+        _snap(values, roots, form, scale, tables, points, on_grid)
+        product, square = _fitted(wx, ws, points, odd, form[1])
         if square > _ZERO:
             scale = product / square
     if scale < _ZERO:
@@ -170,50 +129,76 @@ def _chosen(xs, ws, form, step, least, tables, digits, mask, scratch):  # type: 
     return scale
 
 
-@jit
-def search(x, w, form, numbers, tables, digits, signs, scales, units, levels):  # type: ignore[no-untyped-def]
-    """Choose digits, signs and scales of blocks.
-
-    Args:
-        x, w: values and their weights, float32 ``[blocks, 256]``.
-        form: columns of a group, width of a point, digits, whether signs are even, tries to either side, whether the
-            first scale is that of `non_negative`, and which points are chosen again.
-        numbers: what one try changes the inverse scale by, the least maximum, what the unit is multiplied with.
-        tables: of `neighbours`.
-        digits: uint8 ``[blocks, 256]``, filled in, as are
-        signs: uint8 ``[blocks, 32]``, and ``scales``: float32, ``levels`` uint8 ``[blocks, groups]``, ``units``.
-    """
-    size, width = form[0], form[1]
-    step, least, fudge = numbers
-    values, roots = numpy.empty(size, numpy.float32), numpy.empty(size, numpy.float32)
-    tried, codes = numpy.empty(size, numpy.uint8), numpy.empty(size, numpy.uint8)
-    on_grid, seen = numpy.empty(size // width, numpy.bool_), numpy.empty(size // width, numpy.bool_)
-    none = numpy.zeros(size // width, numpy.bool_)
-    distance = numpy.empty(len(tables[5]) + 8, numpy.float32)
-    scratch = (values, roots, tried, codes, on_grid, seen, none, distance)
+@borrowing
+def _blocks(  # type: ignore[no-untyped-def]
+    x, w, form, options, tops, limits, tables, odd, points, signs, scales, levels, units, scratch
+):
+    least, fudge = limits
+    size, parts = form[0], form[0] // len(form[1])
     for block in range(len(x)):
         most = _ZERO
         for group in range(256 // size):
             run = slice(group * size, group * size + size)
+            part = slice(group * parts, group * parts + parts)
             mask = signs[block, group * size // 8 : (group + 1) * size // 8]
             scales[block, group] = _chosen(
-                x[block, run],
-                w[block, run],
-                form,
-                step,
-                least,
-                tables,
-                digits[block, run],
-                mask,
-                scratch,
-            )
+                x[block, run], w[block, run], form, options, tops, least, tables, odd,
+                points[block, part], mask, scratch,
+            )  # fmt: skip
             most = max(most, scales[block, group])
         unit = most / numpy.float32(31)
         units[block] = unit * fudge
-        levels[block] = 0
+        fill(levels[block], 0)
         if most == _ZERO:
-            digits[block], signs[block] = 0, 0
+            fill(points[block], tables[0][0])
+            fill(signs[block], 0)
             continue
         inverse = _ONE / unit
         for group in range(256 // size):
             levels[block, group] = level(inverse * scales[block, group], 15)
+
+
+@jit
+def search(x, w, form, options, numbers, tables, odd, points, signs, scales, levels, units):  # type: ignore[no-untyped-def]
+    """Choose points, signs and scales of blocks.
+
+    Args:
+        x, w: values and their weights, float32 ``[blocks, 256]``.
+        form: columns of a group, a tuple as long as a point has values, digits.
+        options: whether signs are even, tries to either side, whether the first scale is that of `non_negative`, and
+            which points are chosen again.
+        numbers: what one try changes the inverse scale by, the least maximum, what the unit is multiplied with.
+        tables: of `neighbours`.
+        odd: the points in odd numbers, float32 ``[points, width]``.
+        points: int32 ``[blocks, 256 / width]``, filled in, as are
+        signs: uint8 ``[blocks, 32]``, and ``scales``: float32, ``levels`` uint8 ``[blocks, groups]``, ``units``.
+    """
+    size, width = form[0], len(form[1])
+    parts, tries = size // width, options[1]
+    step, least, fudge = numbers
+    count = (2 * tries + 8) // 8 * 8
+    # How many steps the largest value is tried to be.
+    tops = numpy.empty(count, numpy.float32)
+    for t in range(count):
+        tops[t] = numpy.float32(2 * form[2] - 1) + numpy.float32(min(t - tries, tries)) * step
+    values, roots, wx = numpy.empty((3, size), numpy.float32)
+    seen, on_grid = numpy.empty((2, parts), numpy.bool_)
+    steps = (
+        numpy.empty(count, numpy.float32),
+        numpy.empty(count, numpy.float32),
+        numpy.zeros(parts * STRIDE + 8, numpy.float32),
+    )
+    runs = (
+        numpy.empty(parts, numpy.int64),
+        numpy.empty((parts, count), numpy.int64),
+        numpy.empty((parts, count), numpy.int64),
+        numpy.empty((parts, count), numpy.int64),
+        numpy.empty((parts, count), numpy.bool_),
+    )
+    sums = numpy.empty((2, count + 1), numpy.float64)
+    mine = numpy.empty(parts, numpy.int32)
+    inner_scratch = (roots, wx, seen, mine, steps, runs, sums)
+    scratch = (values, numpy.empty(size, numpy.uint8), on_grid, inner_scratch)
+    _blocks(
+        x, w, form, options, tops, (least, fudge), tables, odd, points, signs, scales, levels, units, scratch
+    )  # fmt: skip

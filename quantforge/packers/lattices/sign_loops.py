@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import inner
+from quantforge.packers.ggml.panel_loops import borrowing
+from quantforge.packers.lattices.eights import below, load, pick, spread, store
+from quantforge.packers.lattices.near_loops import LANES, first_of
 
 # 1.5 * 2^23: added and taken away, it rounds to an integer, halves to even.
 _MAGIC = numpy.float32(12582912.0)
@@ -12,13 +14,13 @@ _ZERO, _ONE, _TENTH = numpy.float32(0), numpy.float32(1), numpy.float32(0.1)
 _EPSILON = numpy.float32(1e-15)
 
 
-@inner
+@borrowing
 def whole(value):  # type: ignore[no-untyped-def]
     """Round to the nearest integer, halves to even."""
     return (value + _MAGIC) - _MAGIC
 
 
-@inner
+@borrowing
 def non_negative(x, w, most, digits):  # type: ignore[no-untyped-def]
     """Return the scale that ggml's search for values above 0 finds [make_qp_quants]; ``digits`` uint8 is scratch.
 
@@ -72,25 +74,19 @@ def non_negative(x, w, most, digits):  # type: ignore[no-untyped-def]
     return sumlx / suml2 if suml2 > _ZERO else _ZERO
 
 
-@inner
+@borrowing
 def turned(x, w, size, even, values, signs):  # type: ignore[no-untyped-def]
     """Fill in magnitudes and signs; with ``even`` the cheapest of 8 values keeps the wrong sign where needed."""
+    zero = spread(_ZERO)
     for first in range(0, size, 8):
-        mask, count = 0, 0
-        for i in range(8):
-            value = x[first + i]
-            if value >= _ZERO:
-                values[first + i] = value
-            else:
-                values[first + i] = -value
-                count += 1
-                mask |= 1 << i
-        if even and count % 2:
-            least, cost = 0, w[first] * x[first] * x[first]
-            for i in range(1, 8):
-                other = w[first + i] * x[first + i] * x[first + i]
-                if other < cost:
-                    least, cost = i, other
+        value = load(x, first)
+        store(values, first, pick(value, zero, zero - value, value))
+        mask = below(value, zero)
+        odd = mask ^ mask >> 4
+        odd ^= odd >> 2
+        odd ^= odd >> 1
+        if even and odd & 1:
+            least, _ = first_of(load(w, first) * value * value, load(LANES, 0))
             values[first + least] = -values[first + least]
             mask ^= 1 << least
         signs[first // 8] = mask

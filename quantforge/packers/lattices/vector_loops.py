@@ -2,7 +2,7 @@
 
 The score of a point ``q`` is ``q M q - 2 q M u``, its distance from ``u`` without what all have in common. With signs
 ``s`` and magnitudes ``g`` it is ``g (S M S) g - 2 g (S M u)``: the first part is the same for all rows, and is computed
-once for every mask of signs that comes up. Tables lie coordinate by coordinate, so that many points are one vector
+once for every mask of signs that comes up. Tables lie coordinate by coordinate, so that 8 points are one vector
 instruction; sums are in a fixed order, and the same on every processor.
 """
 
@@ -10,94 +10,61 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import inner, jit
+from quantforge.packers.ggml.panel_loops import borrowing, inner, jit
+from quantforge.packers.lattices.eights import lesser, load, pick, spread, store
+from quantforge.packers.lattices.near_loops import first_of
 
-LANES = 16  # of points; all tables are multiples
 FIRST = 4  # points of the first half that a second half is looked for, where two share their signs
-_ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
+_ZERO, _ONE, _TWO, _EIGHT = (numpy.float32(value) for value in (0, 1, 2, 8))
 _LARGEST = numpy.float32(3.4028234663852886e38)
+_LANES = numpy.arange(8, dtype=numpy.float32)
 
 
-@inner
-def _score(table, base, slopes, score):  # type: ignore[no-untyped-def]
-    """Fill in ``base + table slopes``, ``table`` ``[width, points]``."""
-    points = table.shape[1]
+@borrowing
+def _four(table, first, slopes, p):  # type: ignore[no-untyped-def]
+    """Return what 4 coordinates from ``first`` on add to the scores of 8 points."""
+    start, size = first * table.shape[1] + p, table.shape[1]
+    summed = spread(slopes[first]) * load(table, start)
+    for i in range(1, 4):
+        summed += spread(slopes[first + i]) * load(table, start + i * size)
+    return summed
+
+
+@borrowing
+def _score(table, base, slopes, p):  # type: ignore[no-untyped-def]
+    """Return ``base + table slopes`` of 8 points, ``table`` ``[width, points]``."""
     if table.shape[0] == 8:
-        s0, s1, s2, s3 = slopes[0], slopes[1], slopes[2], slopes[3]
-        s4, s5, s6, s7 = slopes[4], slopes[5], slopes[6], slopes[7]
-        for p in range(points):
-            low = s0 * table[0, p] + s1 * table[1, p] + s2 * table[2, p] + s3 * table[3, p]
-            high = s4 * table[4, p] + s5 * table[5, p] + s6 * table[6, p] + s7 * table[7, p]
-            score[p] = base[p] + (low + high)
-    else:
-        s0, s1, s2, s3 = slopes[0], slopes[1], slopes[2], slopes[3]
-        for p in range(points):
-            low = s0 * table[0, p] + s1 * table[1, p] + s2 * table[2, p] + s3 * table[3, p]
-            score[p] = base[p] + low
+        return load(base, p) + (_four(table, 0, slopes, p) + _four(table, 4, slopes, p))
+    return load(base, p) + _four(table, 0, slopes, p)
 
 
-@inner
-def _least(score, lows):  # type: ignore[no-untyped-def]
+@borrowing
+def _nearest(table, base, slopes):  # type: ignore[no-untyped-def]
+    """Return the point with the least score, the first of equal ones, and that."""
+    best, number = spread(_LARGEST), load(_LANES, 0)
+    found = number
+    for p in range(0, table.shape[1], 8):
+        score = _score(table, base, slopes, p)
+        found = pick(score, best, number, found)
+        best = lesser(score, best)
+        number += spread(_EIGHT)
+    return first_of(best, found)
+
+
+@borrowing
+def _least(score):  # type: ignore[no-untyped-def]
     """Return the place of the least score, the first of equal ones."""
-    lows[:] = _LARGEST
-    for first in range(0, len(score), LANES):
-        for lane in range(LANES):
-            value = score[first + lane]
-            lows[lane] = value if value < lows[lane] else lows[lane]
-    best = lows[0]
-    for lane in range(1, LANES):
-        best = min(best, lows[lane])
-    for p in range(len(score)):
-        if score[p] <= best:
-            return p
-    return 0
+    best, number = spread(_LARGEST), load(_LANES, 0)
+    found = number
+    for p in range(0, len(score), 8):
+        tried = load(score, p)
+        found = pick(tried, best, number, found)
+        best = lesser(tried, best)
+        number += spread(_EIGHT)
+    return first_of(best, found)[0]
 
 
-@jit
-def diagonal(x, w, steps, shifts, points, form, eighth, codes):  # type: ignore[no-untyped-def]
-    """Fill in the codes of vectors ``x`` with errors weighted by ``w``; see `nearest_points.nearest_diagonal`."""
-    width, many, index_bits, signed, even, two = form
-    columns = width * many
-    table = numpy.ascontiguousarray(points.T)
-    squares = table * table
-    score, lows = numpy.empty(len(points), numpy.float32), numpy.empty(LANES, numpy.float32)
-    base, none = numpy.empty(len(points), numpy.float32), numpy.zeros(len(points), numpy.float32)
-    u, slopes = numpy.empty(columns, numpy.float32), numpy.empty(width, numpy.float32)
-    for v in range(len(x)):
-        step, code, best = steps[v, 0], 0, _LARGEST
-        inverse = _ZERO if step == _ZERO else _ONE / step
-        mask, count = 0, 0
-        for i in range(columns):
-            u[i] = x[v, i] * inverse - shifts[v, 0]
-            if signed and u[i] < _ZERO:
-                u[i], mask, count = -u[i], mask | 1 << i, count + 1
-        if even and count % 2:
-            least = 0
-            for i in range(1, columns):
-                if w[v, i] * u[i] * u[i] < w[v, least] * u[least] * u[least]:
-                    least = i
-            u[least], mask = -u[least], mask ^ 1 << least
-        for turn in range(2 if two else 1):
-            found, total = 0, _ZERO
-            moved = _ZERO if not two else eighth if turn == 0 else -eighth
-            for part in range(many):
-                mine = w[v, part * width : (part + 1) * width]
-                constant = _ZERO
-                for i in range(width):
-                    value = u[part * width + i] - moved
-                    slopes[i] = -_TWO * mine[i] * value
-                    constant += mine[i] * value * value
-                _score(squares, none, mine, base)
-                _score(table, base, slopes, score)
-                p = _least(score, lows)
-                found |= p << (part * index_bits)
-                total += score[p] + constant
-            if total < best:
-                best, code = total, found | turn << (index_bits * many)
-        codes[v] = code | mask << (index_bits * many) if signed else code
-
-
-@inner
+@borrowing
 def _quadratic(table, metric, first, mask, out):  # type: ignore[no-untyped-def]
     """Fill in ``g (S M S) g`` of all points, ``M`` the part of the metric from ``first`` on, ``S`` of ``mask``."""
     width, points = table.shape
@@ -111,7 +78,7 @@ def _quadratic(table, metric, first, mask, out):  # type: ignore[no-untyped-def]
                 out[p] += value * (table[i, p] * table[j, p])
 
 
-@inner
+@borrowing
 def _choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped-def]
     """Fill ``masks`` with choices of signs and return how many: those of ``u``, and with the cheapest ones turned."""
     mask, count = 0, 0
@@ -144,7 +111,7 @@ def _choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped
 
 
 @inner
-def _pair(table, tables, metric, marginal, u, slopes, mask, score, lows, index_bits):  # type: ignore[no-untyped-def]
+def _pair(table, tables, metric, marginal, u, slopes, mask, score, index_bits):  # type: ignore[no-untyped-def]
     """Return score and places of two points: the first by the distance that the second cannot make up for."""
     width, (base, free, last) = table.shape[0], tables
     mine, later = numpy.empty(width, numpy.float32), numpy.empty(width, numpy.float32)
@@ -154,9 +121,10 @@ def _pair(table, tables, metric, marginal, u, slopes, mask, score, lows, index_b
             pull -= _TWO * marginal[i, j] * u[j]
         mine[i] = -pull if mask >> i & 1 else pull
     first = numpy.empty(FIRST, numpy.int64)
-    _score(table, free, mine, score)
+    for p in range(0, table.shape[1], 8):
+        store(score, p, _score(table, free, mine, p))
     for number in range(FIRST):
-        first[number] = _least(score, lows)
+        first[number] = _least(score)
         score[first[number]] = _LARGEST
     best, found = _LARGEST, 0
     for number in range(FIRST):
@@ -169,10 +137,9 @@ def _pair(table, tables, metric, marginal, u, slopes, mask, score, lows, index_b
             for j in range(width):
                 crossed = _TWO * metric[width + i, j] * table[j, p]
                 later[i] += -crossed if (mask >> (width + i) ^ mask >> j) & 1 else crossed
-        _score(table, last, later, score)
-        q = _least(score, lows)
-        if known + score[q] < best:
-            best, found = known + score[q], p | q << index_bits
+        q, rest = _nearest(table, last, later)
+        if known + rest < best:
+            best, found = known + rest, p | q << index_bits
     return best, found
 
 
@@ -181,7 +148,7 @@ def _best(u, metric, marginal, table, form, cache, scratch):  # type: ignore[no-
     """Return distance, place or places, and signs of the best of some choices for one vector."""
     width, many, index_bits, signed, even, _ = form
     base, free, last, known = cache
-    pulls, slopes, masks, order, score, lows = scratch
+    pulls, slopes, masks, order, score = scratch
     columns, constant = width * many, _ZERO
     for i in range(columns):
         pulls[i] = _ZERO
@@ -205,13 +172,11 @@ def _best(u, metric, marginal, table, form, cache, scratch):  # type: ignore[no-
                     _quadratic(table, marginal, 0, part, free[part])
                     _quadratic(table, metric, width, part, last[part])
         if many == 1:
-            _score(table, base[mask], slopes, score)
-            place = _least(score, lows)
-            total = score[place]
+            place, total = _nearest(table, base[mask], slopes)
         else:
             tables = (base[low], free[low], last[high])
             total, place = _pair(
-                table, tables, metric, marginal, u, slopes, mask, score, lows, index_bits
+                table, tables, metric, marginal, u, slopes, mask, score, index_bits
             )
         if total + constant < best:
             best, found, taken = total + constant, place, mask
@@ -234,9 +199,9 @@ def whole(t, steps, shifts, points, form, eighth, metric, marginal, codes):  # t
         free, last = numpy.empty_like(base), numpy.empty_like(base)
     cache = (base, free, last, numpy.zeros(masks_of, numpy.bool_))
     u, pulls, slopes = numpy.empty((3, columns), numpy.float32)
-    score, lows = numpy.empty(size, numpy.float32), numpy.empty(LANES, numpy.float32)
+    score = numpy.empty(size, numpy.float32)
     masks, order = numpy.zeros(5, numpy.int64), numpy.empty(columns, numpy.int64)
-    scratch = (pulls, slopes, masks, order, score, lows)
+    scratch = (pulls, slopes, masks, order, score)
     for v in range(len(t)):
         step, code, best = steps[v], 0, _LARGEST
         inverse = _ZERO if step == _ZERO else _ONE / step
