@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from interop_sections import renew
+
 # name -> (scheme, format, extra options); `source` is the model itself, the noise floor of an engine.
 ARTIFACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ct-int4-g128": ("int4:g128:sym", "compressed-tensors", ()),
@@ -58,35 +60,52 @@ PROMPT = 48  # tokens whose next-token log-probabilities are compared
 
 def make(model: Path, directory: Path) -> None:
     """Quantize into every layout and save what our decoding says of one fixed prompt."""
+    linked(model, directory / "source")
+    for name, entry in ARTIFACTS.items():
+        write(model, entry, directory / name)
+    for name in ("source", *ARTIFACTS):
+        expect(directory / name)
+
+
+def linked(model: Path, place: Path) -> None:
+    """Put a link to a model among its artifacts."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(model.resolve())
+
+
+def write(model: Path, entry: tuple[str, str, tuple[str, ...]], out: Path) -> None:
+    """Quantize a model by one entry of `ARTIFACTS`."""
+    from quantforge.execution.execute import Settings
+    from quantforge.planning.recipe_options import build_recipe
+    from quantforge.verbs import quantize
+
+    scheme, form, extra = entry
+    pairs = dict(zip(extra[::2], extra[1::2], strict=True))
+    recipe = build_recipe(
+        None, method="rtn", scales="absmax", scheme=scheme, format=form,
+        head=pairs.get("--head"), ignore=[v for k, v in pairs.items() if k == "--ignore"],
+        rules=[v for k, v in pairs.items() if k == "--rule"],
+    )  # fmt: skip
+    quantize(str(model), recipe, out, Settings(overwrite=True))
+
+
+def expect(artifact: Path) -> None:
+    """Save beside an artifact what our decoding says of one fixed prompt."""
     import numpy as np
     import torch
 
-    from quantforge.execution.execute import Settings
-    from quantforge.planning.recipe_options import build_recipe
     from quantforge.runtime.load import load
-    from quantforge.verbs import quantize
 
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "source").unlink(missing_ok=True)
-    (directory / "source").symlink_to(model.resolve())
-    for name, (scheme, form, extra) in ARTIFACTS.items():
-        pairs = dict(zip(extra[::2], extra[1::2], strict=True))
-        recipe = build_recipe(
-            None, method="rtn", scales="absmax", scheme=scheme, format=form,
-            head=pairs.get("--head"), ignore=[v for k, v in pairs.items() if k == "--ignore"],
-            rules=[v for k, v in pairs.items() if k == "--rule"],
-        )  # fmt: skip
-        quantize(str(model), recipe, directory / name, Settings(overwrite=True))
     ids = torch.arange(PROMPT)[None] * 37 % 1000 + 5
-    for name in ("source", *ARTIFACTS):
-        loaded = load(directory / name)
-        with torch.inference_mode():
-            logits = loaded.model(input_ids=ids).logits[0, :-1].float()
-        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        values = {"ids": ids[0].numpy(), "logprobs": chosen.numpy(), "logits": logits.numpy()}
-        if name.startswith("mlx-"):
-            values["digests"] = np.array(json.dumps(_digests(directory / name)))
-        np.savez(directory / f"{name}.npz", **values)
+    loaded = load(artifact)
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=ids).logits[0, :-1].float()
+    chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    values = {"ids": ids[0].numpy(), "logprobs": chosen.numpy(), "logits": logits.numpy()}
+    if artifact.name.startswith("mlx-"):
+        values["digests"] = np.array(json.dumps(_digests(artifact)))
+    np.savez(artifact.with_name(f"{artifact.name}.npz"), **values)
 
 
 def _digests(artifact: Path) -> dict[str, str]:
@@ -129,11 +148,10 @@ def table(work: Path, out: Path) -> None:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        *(f"- {name}: {_versions(engine['versions'])}" for name, engine in engines.items()),
+        *(f"- {name}: {versions_of(engine['versions'])}" for name, engine in engines.items()),
     ]
     lines += _peers(json.loads((work / "peers.found").read_text()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    renew(out, "\n".join(lines))
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -175,10 +193,11 @@ def _peers(found: dict[str, dict[str, Any]]) -> list[str]:
         made = str(row["made"]).replace("|", "/")
         lines.append(f"| {name} | {made[:110]} | {row['weights']} | {verdict[:160]} |")
     versions = {json.dumps(row["versions"]): row["versions"] for row in found.values()}
-    return [*lines, "", *(f"- {_versions(each)}" for each in versions.values())]
+    return [*lines, "", *(f"- {versions_of(each)}" for each in versions.values())]
 
 
-def _versions(found: dict[str, str]) -> str:
+def versions_of(found: dict[str, str]) -> str:
+    """Return the versions of an engine as one line."""
     return ", ".join(f"{name} {number}" for name, number in found.items() if number != "absent")
 
 
