@@ -3,8 +3,9 @@
     python benchmarks/quality.py --model MODEL --calibration cal.txt --evaluation eval.txt --peer PYTHON --out PREFIX
 
 Writes PREFIX.json (everything) and PREFIX.md (a table for each scheme and evaluation text: mean over the seeds, ratio
-to llm-compressor's GPTQ). Seconds are those of quantizing alone, imports excluded, on all sides. Each peer runs where
-it is installed: ``--peer`` is the python of llm-compressor, ``--autoround`` that of AutoRound.
+to llm-compressor's GPTQ). Seconds are those of quantizing alone, imports excluded, on all sides; ``processor`` in the
+JSON are those of the processor, with imports on our side. Each peer runs where it is installed: ``--peer`` is the
+python of llm-compressor, ``--autoround`` that of AutoRound.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -119,8 +121,12 @@ def ours(
         "--samples", options.samples, "--length", options.length, "--seed", seed,
         "--threads", options.threads, "--json", "-o", out,
     ]  # fmt: skip
-    result = quantforge(*command)
-    return {"tool": name, "scheme": scheme, "seed": seed, "seconds": result["seconds"], "path": out}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = quantforge(*command)["seconds"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    run = {"tool": name, "scheme": scheme, "seed": seed, "seconds": seconds}
+    return {**run, "processor": used, "path": out}
 
 
 def peer(

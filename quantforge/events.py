@@ -25,6 +25,7 @@ KINDS: Mapping[str, str] = {
     "expert-few-tokens": "experts to which the router sent few calibration tokens, or none",
     "calibration-duplicates": "calibration rows repeat each other",
     "guide-blind": "no gradient reaches rows of a matrix, so that calibration tokens count alike for them",
+    "tune-blind": "experts to which the router sent no token while scales were learned: theirs stay",
     "importance-missing": "a file of importance lacks matrices, which are rounded as if all columns were alike",
     "dead-channels": "input columns that never were non-zero in calibration",
     "requantized": "the input was already quantized and was quantized again",

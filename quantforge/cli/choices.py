@@ -85,7 +85,7 @@ RECIPE: Mapping[str, Choice] = {
         "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix."
     ),
     "tune": Choice(
-        "For gptq: epochs in which scales and norms are learned on the divergence, codes frozen."
+        "For gptq: epochs in which scales, norms and, from two on, codes are learned on the divergence."
     ),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice(

@@ -154,6 +154,7 @@ class Run:
         self._work.commit(TUNE, record)
         self._tuning.write(record)
         self._tell(TUNE, record, start)
+        self._settings.policy.check(self.events())
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""

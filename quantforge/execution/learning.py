@@ -16,6 +16,7 @@ from torch import Tensor
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import IntegrityError
+from quantforge.events import Event
 from quantforge.execution.journal import write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, checksum, merge
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
 FILE = "tuned.bin"  # in the directory of the journal
+LISTED = 8  # experts that an event names
 
 
 class Tuning:
@@ -68,9 +70,10 @@ class Tuning:
             )  # fmt: skip
             with stream:
                 tuned = stream.tune(self._read, planned.plan.tune, options.seed, told)
-                record: Record = {"tuned": [], "sums": {}, "figures": {}}
+                record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": []}
                 values: list[Tensor] = []
                 for block in tuned.blocks:
+                    record["events"] += [event.to_json() for event in _blind(block)]
                     for name, value in self._changed(block, record):
                         record["tuned"].append(name)
                         record["sums"][name] = checksum(value, 0)
@@ -141,3 +144,13 @@ class Tuning:
                 change = float(gains.factor.abs().max())
                 merge(record, {"figures": {tensor.name: {"tuned": change}}})
         return found
+
+
+def _blind(block: TunedBlock) -> list[Event]:
+    """Return the event for experts of a block to which no token was sent while it learned."""
+    if block.experts is None or not (missed := block.experts.missed):
+        return []
+    listed = ", ".join(map(str, missed[:LISTED]))
+    more = ", ..." if len(missed) > LISTED else ""
+    detail = f"{len(missed)} of {len(block.experts.numbers)} experts got no token: {listed}{more}"
+    return [Event("tune-blind", block.experts.name, detail)]

@@ -134,6 +134,8 @@ class TunedBlock:
             matrix = self.matrices[linear]
             for key, one in matrix.of_scales(gradient).items():
                 _add(found, (linear, key), one)
+            if moves and _owner(linear) != _owner(next(iter(moves))[0]) and linear not in self.own:
+                self._move(moves, share)  # of an expert whose turn is over
             for key, one in matrix.of_steps(gradient).items():
                 _add(moves, (linear, key), one)
 
@@ -148,8 +150,7 @@ class TunedBlock:
         for _, _, vectors in passed:
             for name, gradient in zip(self.gains, vectors, strict=True):
                 _add(found, (name, ""), gradient)
-        for (name, key), move in moves.items():
-            self.matrices[name].steps[key].step(move, share)
+        self._move(moves, share)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
         factors = [found.get(place) for place in (*scales, *((name, "") for name in self.gains))]
         return [first for first, _, _ in passed], factors
@@ -190,6 +191,16 @@ class TunedBlock:
         matrices = [self._matrix(gradient) for gradient in others[: len(self.own)]]
         pairs = zip(self.gains.values(), others[len(self.own) :], strict=True)
         return first, matrices, [gains.gradient(gradient) for gains, gradient in pairs]
+
+    def _move(self, moves: dict[Place, Tensor], share: float) -> None:
+        """Move codes by their gradients, which are let go of."""
+        for name, key in [*moves]:
+            self.matrices[name].steps[key].step(moves.pop((name, key)), share)
+
+
+def _owner(linear: str) -> str:
+    """Return the module that a linear is part of."""
+    return linear.rpartition(".")[0]
 
 
 def gains_of(part: BlockPart) -> Mapping[str, float]:

@@ -32,7 +32,8 @@ class TunedExperts:
     """Experts of a block, of which some matrices are codes.
 
     Attributes:
-        reached: numbers of those that had a token when gradients were computed.
+        name: the canonical one.
+        numbers: of those that have matrices in codes.
     """
 
     def __init__(
@@ -48,7 +49,20 @@ class TunedExperts:
         """
         self._experts, self._linears, self._weight, self._run = experts, linears, weight, run
         self._source = experts.read_with(self._read)
-        self.reached: set[int] = set()
+        self.name = experts.name
+        self._expert_of = {
+            linear: number
+            for number in experts.numbers
+            for linear in experts.places(number)
+            if linear in linears
+        }
+        self.numbers = tuple(dict.fromkeys(self._expert_of.values()))
+        self._reached: set[int] = set()
+
+    @property
+    def missed(self) -> list[int]:
+        """Return the numbers of those to which no token was sent of all rows that gradients were computed of."""
+        return [number for number in self.numbers if number not in self._reached]
 
     @contextmanager
     def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
@@ -72,7 +86,7 @@ class TunedExperts:
 
         Errors as of `MixtureGradients.back`.
         """
-        tokens = self._collect(rows)
+        self._collect(rows)
         mixture = MixtureGradients(self._experts)
 
         def meet(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
@@ -82,6 +96,7 @@ class TunedExperts:
         def seen(one: OutputGradients) -> None:
             linear = one.name.removeprefix(prefix)
             if len(one.inputs) and linear in self._linears:
+                self._reached.add(self._expert_of[linear])
                 with one_thread():
                     visit(linear, one.gradients.T @ one.inputs)
 
@@ -89,13 +104,11 @@ class TunedExperts:
             side_by_side(meet, [*enumerate(zip(rows, behind, strict=True))])
         prefix = self._experts.name.removesuffix(self._experts.path)
         mixture.back(prefix, seen)
-        counts = tokens.counts(1 + max(self._experts.numbers))
-        self.reached |= {number for number in self._experts.numbers if counts[number]}
         with mixture.known():
             yield
         self._experts.forget_tokens()
 
-    def _collect(self, rows: Sequence[Batch]) -> RoutedTokens:
+    def _collect(self, rows: Sequence[Batch]) -> None:
         """Keep the tokens of rows that are sent to experts, and what these return for them."""
         count, length = len(rows), rows[0].states.shape[1]
         tokens = RoutedTokens(
@@ -111,7 +124,6 @@ class TunedExperts:
         with self._experts.collecting(tokens):
             side_by_side(keep, [*enumerate(rows)])
         self._experts.run_all()
-        return tokens
 
     def _read(self, number: int, places: Mapping[str, Place]) -> dict[str, Tensor]:
         """Return the parameters of an expert, ``[1, ...]`` each."""

@@ -71,10 +71,19 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
                 for (part, _), group in groups.items()
             ),
         ]
-    if run.tune and streamed:
-        taken = tuning_memory.tuning_bytes(tensors, matched, (run.rows, run.length), run.workers)
-        moments.append(taken + 2 * _hidden(run, matched))
+        if run.tune:
+            moments += _tuning(tensors, matched, run, held + apart)
     return OVERHEAD + int(max(moments))
+
+
+def _tuning(
+    tensors: tuple[TensorPlan, ...], matched: Matched, run: RunSizes, held: float
+) -> tuple[float, float]:
+    """Return what tuning takes: while the source passes, the states in front of its first block kept, and then."""
+    states, (_, sizes) = _hidden(run, matched), declared(matched)
+    rows = (run.rows, run.length)
+    taken = tuning_memory.tuning_bytes(tensors, matched, rows, run.workers, run.tune)
+    return held + states + _activations(matched, sizes, run), taken + 2 * states
 
 
 def whole_model(matched: Matched) -> int:

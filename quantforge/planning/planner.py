@@ -139,7 +139,7 @@ def _plan_of(
             *(row_notes(run.calibration, checkpoint.path) if run.needs else ()),
             *(check_length(run.calibration, matched.config) if run.needs else ()),
             *guide_notes(run.guide, draft.tensors, matched, run.calibration),
-            *tune_notes(run.tune, run.calibration),
+            *tune_notes(run.tune, run.calibration, matched),
         ),
         guide=run.guide,
         tune=run.tune,

@@ -25,6 +25,7 @@ from quantforge.model.statistics import Statistic
 from quantforge.planning import expert_memory
 from quantforge.planning.peak_memory import groups_of
 from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.tunable import epoch_passes
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import Action, RunWork, TensorPlan
 from quantforge.quantizers import METHODS
@@ -37,7 +38,6 @@ BLOCKS, VECTORS = 2800.0, 80_000.0
 ATTENDED = 3.0  # for each token, token before it and row of the queries: softmax is no product
 TOKEN = 200.0  # for each token and number of a block's widest place: norms, activations, rotations
 BACKWARD = 4.0  # times a forward pass: it is computed again, then twice backward
-EPOCH = 4.0  # times a forward pass, with decoding
 GRADIENT_ROWS = 32  # and more, evenly spread over the calibration rows, have gradients where candidates are measured
 OUTPUT_ROWS = 256  # and more of a matrix, evenly spread, are rounded under every candidate there
 INNER_SAMPLE = 8  # tokens for each column that an expert's inner statistics are made of, at least
@@ -151,7 +151,7 @@ def _passing(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, sha
     rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
     once = weights + tokens * matched.blocks * rows
     passes = 1.0 + (run.calibration.propagate != "source")
-    return once * (passes + BACKWARD * bool(run.guide) + EPOCH * run.tune)
+    return once * (passes + BACKWARD * bool(run.guide) + epoch_passes(matched) * run.tune)
 
 
 def _observing(group: list[TensorPlan], matched: Matched, run: RunSizes, share: float) -> float:

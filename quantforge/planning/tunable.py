@@ -7,22 +7,34 @@ from collections.abc import Iterable, Sequence
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
+from quantforge.model.tuning_bounds import learns_codes
 from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
 HINT = "leave --tune out"
+DENSE, MIXED = 4, 6  # forward passes that take as long as an epoch
 
 
-def tune_notes(epochs: int, calibration: CalibrationOptions) -> tuple[str, ...]:
+def epoch_passes(matched: Matched) -> int:
+    """Return how many forward passes take as long as an epoch: blocks with experts run as far as these first."""
+    return MIXED if any(kind.stacks for kind in matched.layers) else DENSE
+
+
+def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -> tuple[str, ...]:
     """Say what tuning takes; nothing without it."""
     if not epochs:
         return ()
     tokens = calibration.samples * calibration.length
+    what = (
+        "the codes of all blocks, and six bytes more for each"
+        if learns_codes(epochs)
+        else "the codes of all blocks"
+    )
     return (
-        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as four forward passes;"
-        " the codes of all blocks are in memory meanwhile",
+        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as"
+        f" {epoch_passes(matched)} forward passes; in memory meanwhile are {what}",
     )
 
 

@@ -6,16 +6,23 @@ import math
 from collections.abc import Iterable
 
 from quantforge.architectures.match import Matched, declared
-from quantforge.model.tuning_bounds import ROWS
+from quantforge.model.statistics import EXPERT_TOKENS
+from quantforge.model.tuning_bounds import ROWS, learns_codes
 from quantforge.planning import expert_memory
 from quantforge.plans import TensorPlan
 
 FLOAT = 4
 COPIES = 6  # of logits of a row, and floats of everything that is learned
+CODE_BYTES = 6  # of a code that is learned: its offset, a moment of its gradients, two snapshots
+MIXED = 4  # states of the tokens of a step: what reaches the experts, what they return, and both gradients
 
 
 def tuning_bytes(
-    tensors: Iterable[TensorPlan], matched: Matched, rows: tuple[int, int], workers: int
+    tensors: Iterable[TensorPlan],
+    matched: Matched,
+    rows: tuple[int, int],
+    workers: int,
+    epochs: int,
 ) -> float:
     """Return the bytes of tuning, beside the states of all rows.
 
@@ -24,6 +31,7 @@ def tuning_bytes(
         matched: the model.
         rows: how many calibration rows there are, and their length.
         workers: rows that pass at the same time, at most.
+        epochs: which decide what is learned.
     """
     _, sizes = declared(matched)
     linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
@@ -36,6 +44,13 @@ def tuning_bytes(
     states = count * length * sizes.hidden * (matched.blocks + 1)
     states += side * length * max(passing, COPIES * sizes.vocab)
     block = expert_memory.block_bytes(matched) * (1 + 2 * side)
+    if learns_codes(epochs):
+        codes *= 1 + CODE_BYTES
+        block += expert_memory.block_bytes(matched) * count
+    if expert_memory.states(matched) > 1:
+        states += MIXED * count * length * sizes.hidden
+        states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        block += expert_memory.routing_bytes(matched, count * length)
     return codes + block + FLOAT * (COPIES * learned + states + sizes.vocab * sizes.hidden)
 
 

@@ -148,7 +148,6 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
         ("llama", "gptq", {"scheme": "mxfp4", "format": "gguf"}, RefusedError, "are powers of two"),
         ("llama", "gptq", {"scheme": "fp8:row"}, RefusedError, "no scale for each group"),
         ("llama", "gptq", {"scheme": "W8A8"}, RefusedError, "reads rounded inputs"),
-        ("mixtral", "gptq", {}, RefusedError, "the model has experts"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(

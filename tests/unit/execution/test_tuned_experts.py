@@ -1,0 +1,162 @@
+"""Tuning of mixtures: gradients are those of the whole model, and a run with it is as any other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import RefusedError
+from quantforge.events import Policy
+from quantforge.model import routed_tokens
+from quantforge.model.tuned_block import TunedBlock
+from quantforge.model.tuning import Tuned, TuningStream
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+
+ROWS = replace(CALIBRATION, samples=16, length=24)
+MOST = 1e-4  # of the norm
+
+
+def tuned(**choices: Any) -> Any:
+    return recipe("gptq", **{"scheme": "int2:g32:asym", "tune": 2, "calibration": ROWS, **choices})
+
+
+def first_step(
+    model: Path, out: Path, patch: pytest.MonkeyPatch
+) -> tuple[list[TunedBlock], Tensor, list[Tensor | None]]:
+    """The blocks, rows and gradients of the first step of a run, which ends there."""
+    steps: list[tuple[list[TunedBlock], Tensor, list[Tensor | None]]] = []
+    gradients = TuningStream._gradients
+
+    def noted(
+        stream: Any, blocks: list[TunedBlock], states: Any, rows: list[int], *share: float
+    ) -> Any:
+        steps.append((blocks, stream._rows[rows], gradients(stream, blocks, states, rows, *share)))
+        raise StopError
+
+    patch.setattr(TuningStream, "_gradients", noted)
+    with pytest.raises(StopError):
+        quantize(model, out, tuned())
+    return steps[0]
+
+
+def in_memory(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> Tensor:
+    """A matrix of the whole model, or its gradient, as a view."""
+    place = block.part.kind.places().get(linear)
+    name = f"{linear}.weight" if place is None else place.stack.parameter
+    value = model.get_parameter(f"{block.part.name}.{name}")
+    value = value.grad if gradient else value.data
+    return value if place is None else place.view(value)
+
+
+@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss"])
+def test_gradients_are_those_of_the_whole_model(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    blocks, rows, found = first_step(tiny(family), tmp_path / "out", monkeypatch)
+    source, model = in_memory(tiny(family)), in_memory(tiny(family))
+    with torch.no_grad():
+        for block in blocks:
+            for linear in block.matrices:
+                matrix_of(model, block, linear, gradient=False).copy_(block.weight(linear))
+    for row in rows.split(1):
+        with torch.no_grad():
+            wanted = source(row).logits.log_softmax(-1)
+        own = model(row).logits.log_softmax(-1)
+        (wanted.exp() * (wanted - own)).sum().backward()
+    compared = iter(found)
+    experts = 0
+    for block in blocks:
+        for linear, matrix in block.matrices.items():
+            scales = matrix.scales["scales"]
+            # The factor of a group: the sum over its weights of gradient times weight.
+            gradient = matrix_of(model, block, linear, gradient=True) / rows.numel()
+            products = (gradient * block.weight(linear)).reshape(*scales.start.shape, -1)
+            nearly(next(compared), products.sum(-1), linear)
+            experts += ".experts." in linear
+        for name, gains in block.gains.items():
+            whole = model.get_parameter(f"{block.part.name}.{name}")
+            expected = whole.grad * (whole.detach() + gains.offset) / rows.numel()
+            nearly(next(compared), expected, name)
+    assert experts >= 24
+    assert not [*compared]
+
+
+def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
+    if found is None:  # an expert without tokens
+        assert not bool(expected.any()), name
+        return
+    assert found.shape == expected.shape, name
+    assert float((found - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
+
+
+def test_the_divergence_falls_and_routers_stay(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(tiny("qwen2-moe"), tmp_path / "plain", tuned(tune=0))
+    ends: list[Tuned] = []
+    tune = TuningStream.tune
+    monkeypatch.setattr(TuningStream, "tune", lambda *a: ends.append(tune(*a)) or ends[-1])
+    quantize(tiny("qwen2-moe"), tmp_path / "tuned", tuned())
+    assert ends[0].after < 0.97 * ends[0].before
+    plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
+    changed = {n for n in plain.entries if not torch.equal(plain.read(n), other.read(n))}
+    for kind in (".experts.", ".shared_expert.", ".self_attn."):
+        assert any(kind in name and name.endswith("weight_scale") for name in changed), kind
+    assert "model.layers.1.post_attention_layernorm.weight" in changed  # of an MLP
+    assert not [n for n in changed if re.search(r"[02]\.post_att|mlp\.gate\.", n)]
+    report = verify(tmp_path / "tuned", VerificationOptions(tiny("qwen2-moe"), forward=False))
+    assert report.findings == []
+
+
+@pytest.mark.parametrize(("family", "part"), [("qwen3-moe", "tune"), ("gpt-oss", "block 1")])
+def test_neither_threads_nor_kills_change_a_byte(
+    tiny: Tiny, tmp_path: Path, family: str, part: str
+) -> None:
+    wanted = tuned(tune=1)
+    quantize(tiny(family), tmp_path / "whole", wanted, threads=1)
+    out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
+    with pytest.raises(StopError):
+        quantize(tiny(family), out, wanted, progress=crash_after(part), **settings)
+    assert quantize(tiny(family), out, wanted, **settings).resumed
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_an_expert_without_tokens_keeps_its_scales(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = routed_tokens.RoutedTokens.keep
+
+    def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
+        keep(self, row, states, torch.where(index == 3, 0, index), weights)
+
+    monkeypatch.setattr(routed_tokens.RoutedTokens, "keep", never_three)
+    quantize(tiny("mixtral"), tmp_path / "plain", tuned(tune=0))
+    done = quantize(tiny("mixtral"), tmp_path / "tuned", tuned())
+    plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
+    changed = {n for n in plain.entries if not torch.equal(plain.read(n), other.read(n))}
+    assert [n for n in changed if ".experts.2." in n]
+    assert not [n for n in changed if ".experts.3." in n]
+    blind = [event for event in done.events if event.kind == "tune-blind"]
+    assert [event.where for event in blind] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
+    assert "1 of 4 experts got no token: 3" in blind[0].detail
+    allowed = {event.kind: len(done.events) for event in done.events if event not in blind}
+    with pytest.raises(RefusedError, match="tune-blind"):
+        quantize(
+            tiny("mixtral"), tmp_path / "strict", tuned(), policy=Policy(strict=True, allow=allowed)
+        )
