@@ -219,7 +219,7 @@ class TuningStream(ModelStream):
 
 
 class _Snapshot:
-    """What blocks have learned at one moment."""
+    """Factors and codes of blocks at one moment."""
 
     def __init__(self, blocks: list[TunedBlock]) -> None:
         """Take it."""
