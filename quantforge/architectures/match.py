@@ -63,8 +63,7 @@ def match(
         InputError: tensors are missing, left over, stored twice, of a wrong shape or type (all are listed, the first
             ten by name), or the configuration is impossible.
     """
-    stored = list(entries)
-    _check_stored(stored)
+    _check_stored(stored := [*entries])
     if is_draft(config):
         return match_draft(config, stored)
     architecture = found.architecture if found else architecture_of(config)
@@ -245,8 +244,6 @@ def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, 
         tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
         for tensor in tensors
     }
-    stored = ((tensor, modules.get(tensor.shared, "")) for tensor in tensors)
-    return tuple(
-        tensor if shared == tensor.shared else replace(tensor, shared=shared)
-        for tensor, shared in stored
-    )
+    stored = [modules.get(tensor.shared, "") for tensor in tensors]
+    pairs = zip(tensors, stored, strict=True)
+    return tuple(one if one.shared == name else replace(one, shared=name) for one, name in pairs)
