@@ -8,7 +8,7 @@ a margin; docs/results/verify.md has the extremes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ CHANCES = (
 UNSEEN = (
     5.0  # times more where no inputs were seen, so that GPTQ's errors cannot be told from others
 )
+LEARNED = 0.08  # of the gain: by so much learned scales may be off together
 ROUGH = 3.0  # times the gain of a row where scales are rounded too: those of small rows are far off
 
 
@@ -60,9 +61,21 @@ class Excess:
     text: str
 
 
-def excesses(found: Deviation, scheme: Scheme, *, wanders: bool) -> Iterator[Excess]:
-    """Yield what is beyond the limits; ``wanders``: errors may be GPTQ's, and no inputs were seen."""
+def excesses(
+    found: Deviation, scheme: Scheme, *, wanders: bool, tuned: bool = False
+) -> Iterator[Excess]:
+    """Yield what is beyond the limits.
+
+    Args:
+        found: what was compared.
+        scheme: of the tensor.
+        wanders: errors may be GPTQ's, and no inputs were seen.
+        tuned: scales were learned.
+    """
     limits = BY_BITS[scheme.weight_bits]
+    if tuned:
+        gain, row_gain = limits.gain + LEARNED, limits.row_gain + LEARNED
+        limits = replace(limits, gain=gain, row_gain=row_gain)
     more = UNSEEN if wanders else 1.0
     if found.whole > limits.whole * more:
         yield Excess(True, f"{found.whole:.2f} times the error of plain rounding, at most "

@@ -56,7 +56,7 @@ class Numbers:
             inputs: what its linears read, as far as that is known.
             twice: it was rounded twice, so that too much noise is a warning only.
             zeros: those that the manifest states; with any, no factors are looked for.
-            tuned: gains of norms were tuned, likewise.
+            tuned: scales and gains of norms were tuned, likewise.
         """
         self._zeros, self._tuned = zeros, tuned
         self._inputs = inputs or Inputs()
@@ -225,7 +225,7 @@ class Numbers:
             self._report.add("zero-convention", name, text)
             return
         wanders = inputs is None and tensor.role is Role.LINEAR
-        for excess in excesses(apart, scheme, wanders=wanders):
+        for excess in excesses(apart, scheme, wanders=wanders, tuned=self._tuned):
             check = "noise" if excess.whole else "groups"
             self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):
