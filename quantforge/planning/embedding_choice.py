@@ -48,7 +48,8 @@ def chosen_embedding(
     """
     part = share(draft, matched)
     told = f"{TOLD}: {part:.0%} of the bytes"
-    if part <= LARGE or wanted.embedding != KEEP or not any(item.scheme for item in draft.tensors):
+    quantized = any(item.scheme for item in draft.tensors)
+    if part <= LARGE or wanted.embedding != KEEP or matched.draft or not quantized:
         return wanted.embedding, (told,)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads}
     narrow = wanted.bits is not None and wanted.bits <= NARROW

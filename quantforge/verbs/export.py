@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from quantforge.architectures.draft_kinds import is_draft
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
@@ -127,5 +128,7 @@ def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bo
     ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
     """
     if key == DECODED:
-        return readable(checkpoint) is not checkpoint  # no format has its layout, to be moved from
+        return (
+            not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
+        )  # no format has its layout
     return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
