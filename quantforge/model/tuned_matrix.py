@@ -22,6 +22,7 @@ from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
 CODES = "codes"
 INTEGERS = ("scales", "mins")  # parameters that are integers under a scale of their block
 RATE = 1e-2  # of factors under codes of 0 bits
+IN_BLOCKS = 0.3  # of it, where one multiplies the scales of all groups of a block
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +84,10 @@ class TunedMatrix:
             tensor: the linear.
             rate: with which codes and integers are learned at first, 0 for frozen ones.
         """
-        shared = 1.0 / 2 ** (tensor.scheme.weight_bits / 2)
+        most = RATE * (IN_BLOCKS if tensor.scheme.block else 1.0)
+        first = most / 2 ** (tensor.scheme.weight_bits / 2)
         scales = {
-            key: Learned.of(value, value.dtype, RATE * shared)
+            key: Learned.of(value, value.dtype, first)
             for key, value in tensor.parameters.items()
             if value.is_floating_point() and key not in (*OF_INPUT, *OF_MATRIX)
         }
