@@ -88,7 +88,7 @@ def test_weights_that_are_rounded_plainly_are_handed_over_too(model, out, away):
 
 
 def test_files_lie_there_no_longer_than_is_forecast(codes, out, away, whole, monkeypatch):
-    most, commit, held = [0], Workspace.commit, move_codes._held
+    most, commit, held = [0], Workspace.commit, move_codes.most_held
     forecast = []
 
     def watched(self, *arguments):
@@ -98,7 +98,7 @@ def test_files_lie_there_no_longer_than_is_forecast(codes, out, away, whole, mon
 
     monkeypatch.setattr(Workspace, "commit", watched)
     monkeypatch.setattr(
-        move_codes, "_held", lambda *given: forecast.append(held(*given)) or forecast[0]
+        move_codes, "most_held", lambda *given: forecast.append(held(*given)) or forecast[0]
     )
     made = export(codes, out, on_shard=moving(away))
     assert 0 < most[0] <= forecast[0] < made.output_bytes

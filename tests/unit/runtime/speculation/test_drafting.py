@@ -70,7 +70,7 @@ def test_a_packed_model_is_rounded_further(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"draft": "int5"}, InputError),  # no such path
+        ({"draft": "int5"}, UsageError),  # no such path
         ({"draft": "ngram", "draft_tokens": 0}, UsageError),
         ({"draft": "ngram", "draft_tokens": 1000}, UsageError),
         ({"draft": "ngram", "n": 2, "temperature": 1.0}, UsageError),
