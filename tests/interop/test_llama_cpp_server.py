@@ -38,7 +38,7 @@ def url(file: Path) -> Iterator[str]:
     settings.model.path = str(file)
     settings.model_alias = {NAME}
     settings.hostnames, settings.port = ["127.0.0.1"], 0
-    settings.n_ctx, settings.n_parallel = 512, 4
+    settings.n_ctx, settings.n_parallel = 2048, 4  # which all share
     settings.cpuparams.n_threads = 1
     settings.warmup, settings.verbosity = False, -1
     server = xllamacpp.Server(settings)
@@ -48,7 +48,7 @@ def url(file: Path) -> Iterator[str]:
 
 def test_requests_are_served_in_their_length(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = command(capsys, "bench", DEMO, "--url", url, *SMALL, "--json")
-    assert result.code == 0, result.err
+    assert result.code == 0, result.err + result.out
     (row,) = json.loads(result.out)["rows"]
     figures = row["figures"]
     assert (row["name"], figures["requests"], figures["failed"]) == (url, 5, 0)
