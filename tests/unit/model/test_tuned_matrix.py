@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
 INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
 
 
+@cache
 def made(grid: str, rows: int = 3) -> QuantizedTensor:
     torch.manual_seed(0)
     weight, scheme = torch.randn(rows, 512) * torch.rand(512), parse(grid)
