@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_PALEY = 1024  # every output of this factor is a sum over all of its inputs
-TILE = 1 << 20  # numbers that are rotated at once
+TILE = 1 << 18  # numbers that are rotated at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class RunSizes:
         workers: strips of rows that are rounded side by side, `settings.workers_of`.
         guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
         tune: epochs in which scales are learned on the whole model, 0 for none.
-        copies: of a matrix in float32, held by transforms of the whole source while its strips are rounded.
+        whole: the transforms of the whole source.
     """
 
     calibration: CalibrationOptions
@@ -32,7 +32,7 @@ class RunSizes:
     workers: int
     guide: int = 0
     tune: int = 0
-    copies: float = 0.0
+    whole: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

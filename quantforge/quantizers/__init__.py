@@ -113,7 +113,8 @@ METHODS: Mapping[str, Method] = {
         MethodWork(tries=21, finalists=2),
     ),
     "rotate": Method(
-        "quantforge.quantizers.rotate", MethodKind.SOURCE_TRANSFORM, frozenset(), MethodMemory(matrices=1.5)
+        "quantforge.quantizers.rotate", MethodKind.SOURCE_TRANSFORM, frozenset(), MethodMemory(matrices=1.5),
+        MethodWork(weights=1500.0),
     ),
     "magnitude": Method(
         "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
@@ -174,11 +175,6 @@ def source_transforms(method: str) -> tuple[str, ...]:
     """Return the transforms of the whole source in a method, in their order; other words are passed over."""
     known = [word for word in method.lower().split("+") if word in METHODS]
     return tuple(word for word in known if METHODS[word].kind is MethodKind.SOURCE_TRANSFORM)
-
-
-def copies_of(method: str) -> float:
-    """Return the float32 copies of a matrix that transforms of the whole source hold while its strips are read."""
-    return sum(METHODS[word].workspace.matrices for word in source_transforms(method))
 
 
 def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.execution import row_wise
 from quantforge.execution.progress import Progress
 from quantforge.model.stream import ModelStream
-from quantforge.quantizers import prepared
+from quantforge.plans import Plan
+from quantforge.quantizers import METHODS, prepared
 from quantforge.quantizers.rotate import Rotated
 from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.results import manifest
@@ -167,6 +169,20 @@ def test_from_quantize_to_verify(
     report = verify(out, VerificationOptions(model))
     assert report.findings == []
     assert reproduce(out, str(model), Settings()).differing == ()
+
+
+def test_plan_forecasts_the_work(tiny: Tiny) -> None:
+    def planned(method: str, samples: str) -> Plan:
+        values = {"type": "Q4_K_S", "format": "gguf"}
+        data = CalibrationOptions(source=samples)
+        return verbs.plan(str(tiny("llama-wide")), recipe(method, calibration=data, **values))
+
+    plain, rotated = planned("rtn", NO_DATA), planned("rotate+rtn", NO_DATA)
+    assert rotated.work is not None
+    assert plain.work is not None
+    weights = sum(math.prod(tensor.shape) for tensor in rotated.tensors)
+    added = rotated.work.operations["round"] - plain.work.operations["round"]
+    assert added == pytest.approx(METHODS["rotate"].work.weights * weights)
 
 
 def test_norms_that_are_not_one_are_found(tiny: Tiny, tmp_path: Path) -> None:
