@@ -10,13 +10,12 @@ a half returns is added to the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
 from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter, SharedInput
+from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
 from quantforge.architectures.matched import Matched
 from quantforge.errors import RefusedError
 
@@ -37,33 +36,16 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """The values of one attention, which pass it channel by channel, and its output.
-
-    Attributes:
-        makers: tensors that make them (a matrix, its bias), by canonical name.
-        rows: of these tensors that are values.
-        reader: the matrix that reads the heads, likewise.
-    """
-
-    makers: tuple[str, ...]
-    rows: slice
-    reader: str
-
-
-@dataclass(frozen=True, slots=True)
 class ResidualStream:
     """Every tensor with channels of the stream, but for norms, by canonical name, and the norms.
 
     Attributes:
         places: of readers and writers; a tied head is not among them.
         norms: canonical names of all gains.
-        values: of every attention.
     """
 
     places: dict[str, Channels]
     norms: tuple[str, ...]
-    values: tuple[Values, ...]
 
 
 def residual_stream(matched: Matched, asked: str) -> ResidualStream:
@@ -90,7 +72,6 @@ class _Proof:
         graph, architecture = self._graph()
         places: dict[str, Channels] = {}
         norms: list[str] = [f"{architecture.final_norm}.weight"]
-        values: list[Values] = []
         places[f"{architecture.embedding}.weight"] = Channels(1)
         if not self._matched.tied:
             places[f"{architecture.head}.weight"] = Channels(1, norms[0])
@@ -109,11 +90,10 @@ class _Proof:
                 name = f"{block}.{item.name}"
                 if self._has(name) and _touches(item) and name not in norms:
                     places[name] = self._place(name, item, kind, block, before)
-            values += self._values(kind, block)
         for norm in norms:
             if not self._has(norm):
                 self._refuse(norm, "is not there: what a half of a block reads is no norm")
-        return ResidualStream(places, tuple(norms), tuple(values))
+        return ResidualStream(places, tuple(norms))
 
     def _graph(self) -> tuple[DecoderGraph, Architecture]:
         architecture = self._matched.architecture
@@ -170,23 +150,6 @@ class _Proof:
             self._refuse(name, "reads the residual stream in a way that is not known")
         return Channels(reads, f"{block}.{norm}.weight")
 
-    def _values(self, kind: LayerKind, block: str) -> Iterator[Values]:
-        """Yield the values of the attention of a block."""
-        architecture, dimensions = self._matched.architecture, self._matched.dimensions
-        assert architecture is not None
-        assert dimensions is not None
-        for shared in filter(_reads_heads, kind.inputs):
-            assert shared.absorber is not None
-            rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
-            maker = f"{block}.{shared.absorber.module}"
-            if not isinstance(rows, slice):
-                self._refuse(f"{maker}.weight", "has values between queries and keys")
-            makers = tuple(
-                name for leaf in ("weight", "bias") if self._has(name := f"{maker}.{leaf}")
-            )
-            for reader in shared.linears:
-                yield Values(makers, rows, f"{block}.{reader}.weight")
-
     def _has(self, name: str) -> bool:
         return name in self._matched.by_name
 
@@ -204,7 +167,3 @@ def _norms(graph: DecoderGraph) -> dict[str, str]:
 
 def _touches(item: Parameter) -> bool:
     return any("hidden" in size.replace("*", "+").split("+") for size in item.shape)
-
-
-def _reads_heads(shared: SharedInput) -> bool:
-    return shared.heads and shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS

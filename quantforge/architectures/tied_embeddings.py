@@ -33,3 +33,12 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get("text_config")
     inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
     return {**config, **inner, "tie_word_embeddings": False}
+
+
+def no_tie(embedding: str, head: str) -> InputError:
+    """Return the error for a tied head that is stored twice, and not alike."""
+    return InputError(
+        f"{head} differs from {embedding} although tie_word_embeddings is true",
+        'a model with its own head says "tie_word_embeddings": false in config.json',
+        tensor=head,
+    )

@@ -2,25 +2,23 @@
 
 With a Hadamard matrix ``Q`` under random signs, the residual stream ``x`` becomes ``x Q``: embedding ``E Q``, whatever
 writes ``Q^T W`` (and its bias), whatever reads ``W diag(g) Q`` with the gain ``g`` of the norm before it, which becomes
-one (QuaRot, Ashkboos et al., arXiv 2404.00456; R1 of SpinQuant, arXiv 2405.16406). The values of each attention head
-become ``v R``, in the rows of ``W_v`` and in the columns that read them (R2). Nothing is computed while the model
-runs, so that any format and any engine holds the result.
+one (QuaRot, Ashkboos et al., arXiv 2404.00456; R1 of SpinQuant, arXiv 2405.16406). Nothing is computed while the model
+runs, so that any format and any engine holds the result. Rotations of the values of heads (R2) are left out: they
+brought nothing (docs/results/quality.md).
 
 A head that was the embedding becomes one of its own: it has the gain of the last norm in it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import match, needs_architecture
-from quantforge.architectures.matched import Matched
-from quantforge.architectures.residual_stream import ResidualStream, residual_stream
-from quantforge.architectures.tied_embeddings import untied
+from quantforge.architectures.residual_stream import residual_stream
+from quantforge.architectures.tied_embeddings import no_tie, untied
 from quantforge.checkpoint.prepared import ROTATION, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
@@ -33,24 +31,8 @@ NAME = "rotate"
 SEED = 0  # of the signs
 
 
-class Turn(NamedTuple):
-    """One axis of a tensor, and how it is rotated.
-
-    Attributes:
-        axis: its number.
-        rotation: of each run of so many channels.
-        rows: the part of the axis that is rotated.
-        gain: stored name of the norm whose gain is multiplied in first; "" for none.
-    """
-
-    axis: int
-    rotation: Rotation
-    rows: slice = slice(None)
-    gain: str = ""
-
-
 def prepare(source: Checkpoint) -> Checkpoint:
-    """Return a source whose residual stream and values are rotated, and whose norms have gain 1.
+    """Return a source whose residual stream is rotated, and whose norms have gain 1.
 
     Raises:
         InputError: the family is not declared.
@@ -61,79 +43,74 @@ def prepare(source: Checkpoint) -> Checkpoint:
     if matched.architecture is None or matched.dimensions is None:
         raise needs_architecture(matched, NAME)
     stream = residual_stream(matched, f"--method {NAME}")
-    head = f"{matched.architecture.head}.weight"
-    offset = matched.architecture.norm_offset
+    rotation, offset = _rotation(matched.dimensions.hidden), matched.architecture.norm_offset
     stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
-    turns, last = _turns(matched, stream, stored), Last()
+    head, embedding = (
+        f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
+    )
+    rotated = partial(Rotated, rotation=rotation, offset=offset, last=Last())
     computed: dict[str, Rows] = {
-        stored[name]: Rotated(stored[name], tuple(found), offset, last)
-        for name, found in turns.items()
+        stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
+        for name, place in stream.places.items()
     }
     computed |= {stored[norm]: Gain(1.0 - offset) for norm in stream.norms}
-    facts = {ROTATION: _described(matched, stream)}
-    if not matched.tied:
-        return prepared_checkpoint(source, computed, facts=facts)
-    embedding = stored[f"{matched.architecture.embedding}.weight"]
-    (turn,) = turns[f"{matched.architecture.embedding}.weight"]
-    gained = turn._replace(gain=stored[stream.norms[0]])
-    computed[head] = Rotated(embedding, (gained,), offset, last)
-    added = {head: replace(source.entries[embedding], name=head)}
-    return prepared_checkpoint(
-        source, computed, config=untied(source.config), added=added, facts=facts
+    said = (
+        f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SEED};"
+        f" {len(stream.norms)} norms in their readers"
     )
+    if not matched.tied:
+        return prepared_checkpoint(source, computed, facts={ROTATION: said})
+    base = matched.by_name[embedding].stored
+    twice = stored[head] if matched.tied_twice else ""
+    computed[head] = rotated(base.name, 1, stored[stream.norms[0]], twice=twice)
+    added = {head: replace(source.entries[base.name], name=head)}
+    said += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
+    config = untied(source.config)
+    return prepared_checkpoint(source, computed, config=config, added=added, facts={ROTATION: said})
 
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """Reader of a tensor with its turns.
+    """Reader of a tensor whose channels are rotated.
 
     Attributes:
         base: the stored tensor.
-        turns: one for each axis at most.
+        axis: along which the channels lie.
+        gain: stored name of the norm whose gain it takes first; "" for none.
+        rotation: of the channels.
         offset: what norms add to their gains.
         last: keeps what strips are taken of, where each depends on all rows.
+        twice: a stored tensor that has to hold the same; "" for none.
     """
 
     base: str
-    turns: tuple[Turn, ...]
+    axis: int
+    gain: str
+    rotation: Rotation
     offset: float
     last: Last
+    twice: str = ""
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
         """Return rows ``first:last`` in float32."""
-        start, stop = self._runs(checkpoint, first, last)
-        if stop - start > last - first and stop - start == checkpoint.entries[self.base].shape[0]:
-            return self.last.of(self, checkpoint, stop)[first:last].clone()
-        return self.rotated(checkpoint, start, stop)[first - start : last - start]
+        rows = checkpoint.entries[self.base].shape[0]
+        if self.axis == 0 and last - first < rows:
+            return self.last.of(self, checkpoint, rows)[first:last].clone()
+        return self.rotated(checkpoint, first, last)
 
-    def rotated(self, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
-        """Return rows that are whole runs of what is rotated."""
+    def rotated(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
+        """Return rows, all of them where they are the channels."""
         import torch
 
-        value = checkpoint.read_rows(self.base, start, stop).to(torch.float32, copy=True)
-        for turn in self.turns:
-            axis = turn.axis
-            if turn.gain:
-                gain = checkpoint.read(turn.gain).float() + self.offset
-                value *= gain.view(-1, *[1] * (value.dim() - 1 - axis))
-            if axis == 0:
-                low, high, _ = turn.rows.indices(checkpoint.entries[self.base].shape[0])
-                turn.rotation.along(value[max(low - start, 0) : max(high - start, 0)], 0)
-            else:
-                turn.rotation.along(value, axis)
+        stored = checkpoint.read_rows(self.base, first, last)
+        if self.twice and not torch.equal(stored, checkpoint.read_rows(self.twice, first, last)):
+            raise no_tie(self.base, self.twice)
+        value = stored.to(torch.float32, copy=True)
+        if self.gain:
+            gain = checkpoint.read(self.gain).float() + self.offset
+            value *= gain.view(-1, *[1] * (value.dim() - 1 - self.axis))
+        self.rotation.along(value, self.axis)
         return value
-
-    def _runs(self, checkpoint: Checkpoint, first: int, last: int) -> tuple[int, int]:
-        """Return the rows from which rows ``first:last`` are computed."""
-        for turn in self.turns:
-            if turn.axis == 0:
-                size = turn.rotation.size
-                low, high, _ = turn.rows.indices(checkpoint.entries[self.base].shape[0])
-                if low < last and first < high:
-                    start, stop = max(first, low), min(last, high)
-                    first = min(first, start - (start - low) % size)
-                    last = max(last, stop + (low - stop) % size)
-        return first, last
 
 
 class Last:
@@ -174,48 +151,10 @@ class Gain:
         return torch.full((last - first,), self.value)
 
 
-def _turns(
-    matched: Matched, stream: ResidualStream, stored: dict[str, str]
-) -> dict[str, list[Turn]]:
-    """Return the turns of every tensor, by canonical name."""
-    assert matched.dimensions is not None
-    whole = _rotation(matched.dimensions.hidden, "residual stream")
-    head = _rotation(matched.dimensions.head, "values")
-    found: dict[str, list[Turn]] = defaultdict(list)
-    for name, place in stream.places.items():
-        gain = stored[place.norm] if place.norm else ""
-        found[name].append(Turn(place.axis, whole, gain=gain))
-    for values in stream.values:
-        for maker in values.makers:
-            found[maker].append(Turn(0, head, values.rows))
-        found[values.reader].append(Turn(1, head))
-    return found
-
-
-def _rotation(size: int, what: str) -> Rotation:
+def _rotation(size: int) -> Rotation:
     if not known(size):
         raise RefusedError(
-            f"--method {NAME}: no Hadamard matrix of {size} channels ({what}) is known here",
+            f"--method {NAME}: no Hadamard matrix of {size} channels is known here",
             "the same without it",
         )
-    return Rotation(size, f"{what} {SEED}")
-
-
-def _described(matched: Matched, stream: ResidualStream) -> str:
-    """Say for people and for the manifest what was rotated."""
-    architecture, dimensions = matched.architecture, matched.dimensions
-    assert architecture is not None
-    assert dimensions is not None
-    words = [
-        f"residual stream ({dimensions.hidden}) and values of heads ({dimensions.head})"
-        f" by Hadamard matrices under signs of seed {SEED}"
-    ]
-    words.append(f"{len(stream.norms)} norms in their readers")
-    if matched.tied:
-        size = _bytes(matched, [f"{architecture.embedding}.weight"])
-        words.append(f"the head stored on its own, {size:,} bytes before rounding")
-    return "; ".join(words)
-
-
-def _bytes(matched: Matched, names: Iterable[str]) -> int:
-    return sum(matched.by_name[name].stored.nbytes for name in names)
+    return Rotation(size, f"residual stream {SEED}")

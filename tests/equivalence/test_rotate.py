@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantforge import verbs
@@ -126,7 +128,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
 
 def test_a_size_without_a_hadamard_matrix_is_refused(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, hidden_size=92, head_dim=16)
-    with pytest.raises(RefusedError, match=r"no Hadamard matrix of 92 channels .residual stream."):
+    with pytest.raises(RefusedError, match=r"no Hadamard matrix of 92 channels is known"):
         prepared(open_checkpoint(tmp_path), ["rotate"])
 
 
@@ -164,7 +166,7 @@ def test_from_quantize_to_verify(
     document = manifest.read(out)
     assert document is not None
     said = document["source"][ROTATION]
-    assert re.match(r"residual stream \(\d+\) and values of heads .* seed 0; ", said)
+    assert re.match(r"residual stream \(\d+\) by a Hadamard matrix .* seed 0; ", said)
     assert ("the head stored on its own" in said) == (family in {"llama-tied", "gemma"})
     report = verify(out, VerificationOptions(model))
     assert report.findings == []
@@ -183,6 +185,26 @@ def test_plan_forecasts_the_work(tiny: Tiny) -> None:
     weights = sum(math.prod(tensor.shape) for tensor in rotated.tensors)
     added = rotated.work.operations["round"] - plain.work.operations["round"]
     assert added == pytest.approx(METHODS["rotate"].work.weights * weights)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_tied_head_may_be_stored_twice(tiny: Tiny, tmp_path: Path, *, alike: bool) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(tiny("llama-tied"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if not alike:
+        tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    wanted = recipe("rotate+rtn", scheme="int8:g32:sym")
+    if not alike:
+        with pytest.raises(InputError, match=r"lm_head.weight differs from model.embed_tokens"):
+            quantize(model, tmp_path / "q", wanted)
+        return
+    quantize(model, tmp_path / "q", wanted)
+    quantize(tiny("llama-tied"), tmp_path / "once", wanted)
+    weights = "model.safetensors"
+    assert (tmp_path / "q" / weights).read_bytes() == (tmp_path / "once" / weights).read_bytes()
 
 
 def test_norms_that_are_not_one_are_found(tiny: Tiny, tmp_path: Path) -> None:
@@ -209,7 +231,7 @@ def test_plan_says_what_becomes_of_the_model(
     )
     assert told.code == 0, told.err
     assert (
-        "source rotation: residual stream (64) and values of heads (16) by Hadamard matrices under signs of seed 0;"
+        "source rotation: residual stream (64) by a Hadamard matrix under signs of seed 0;"
         " 7 norms in their readers; the head stored on its own, 40,960 bytes before rounding"
     ) in told.out
     assert re.search(r"^lm_head +1  keep", told.out, re.MULTILINE)
