@@ -19,7 +19,7 @@ from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
 from quantforge.architectures.matched import Matched
 from quantforge.errors import RefusedError
 
-_HINT = "the same without it"
+_HINT = "leave it out: the rest of the method works without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class _Proof:
             self._refuse(
                 tensor.stored.name,
                 "lies outside of the decoder, and may read or write its residual stream",
+                "--mtp drop leaves heads for further tokens out" if tensor.further else _HINT,
             )
         graph = architecture.own_graph
         if graph is None or architecture.transposed:
@@ -153,8 +154,8 @@ class _Proof:
     def _has(self, name: str) -> bool:
         return name in self._matched.by_name
 
-    def _refuse(self, what: str, why: str) -> NoReturn:
-        raise RefusedError(f"{self._asked}: {what} {why}", _HINT)
+    def _refuse(self, what: str, why: str, hint: str = _HINT) -> NoReturn:
+        raise RefusedError(f"{self._asked}: {what} {why}", hint)
 
 
 def _norms(graph: DecoderGraph) -> dict[str, str]:

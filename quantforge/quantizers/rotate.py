@@ -155,6 +155,6 @@ def _rotation(size: int) -> Rotation:
     if not known(size):
         raise RefusedError(
             f"--method {NAME}: no Hadamard matrix of {size} channels is known here",
-            "the same without it",
+            "leave it out: the rest of the method works without it",
         )
     return Rotation(size, f"residual stream {SEED}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from quantforge import verbs
 from quantforge.architectures import MODEL_TYPES, Parameter, architecture_of
 from quantforge.architectures.match import match
+from quantforge.architectures.matched import Role
 from quantforge.architectures.residual_stream import residual_stream
 from quantforge.checkpoint.prepared import ROTATION
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
@@ -124,6 +125,15 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
     changed = replace(matched, layers=kinds, tensors=(*matched.tensors, first))
     with pytest.raises(RefusedError, match=re.escape(first.name) + f".*{said}"):
         residual_stream(changed, "this")
+
+
+def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
+    source = open_checkpoint(tiny("glm4-moe"))
+    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    head = replace(matched.tensors[0], name="further", role=Role.FOREIGN, further=True)
+    with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:
+        residual_stream(replace(matched, tensors=(*matched.tensors, head)), "this")
+    assert refused.value.hint == "--mtp drop leaves heads for further tokens out"
 
 
 def test_a_size_without_a_hadamard_matrix_is_refused(tmp_path: Path) -> None:
