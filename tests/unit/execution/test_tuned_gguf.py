@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quantforge import plan
+from quantforge.execution import learning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
 from quantforge.grids import SUPERBLOCKS
@@ -22,7 +23,7 @@ from quantforge.recipe import CalibrationOptions
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, quantize, recipe, tree
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
 TYPES = ["Q2_K", "Q3_K_M", "Q5_K_M", "Q5_1", "IQ4_XS"]
@@ -138,8 +139,10 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
     assert report.findings == []
 
 
-def test_neither_threads_nor_a_kill_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
-    """A file's tensors are written when all are learned; where else a run may stop is told by `test_tuning`."""
+def test_neither_threads_nor_a_kill_change_a_byte(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed when all is learned and nothing of it written; other places are those of `test_tuning`."""
 
     def made(name: str, **settings: Any) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -147,8 +150,10 @@ def test_neither_threads_nor_a_kill_change_a_byte(tiny: Tiny, tmp_path: Path) ->
 
     made("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
-    with pytest.raises(StopError):
-        made("out", progress=crash_after("tune"), **other)
+    with monkeypatch.context() as patched:
+        patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        with pytest.raises(StopError):
+            made("out", **other)
     assert made("out", **other).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
