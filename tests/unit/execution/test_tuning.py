@@ -21,7 +21,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
 SCHEME = "int2:g32:asym"
@@ -38,17 +38,22 @@ def tuned(**choices: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the files of a run that nothing interrupts."""
+def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what a run made that nothing interrupted. Do not write into it."""
     out = tmp_path_factory.mktemp("tuned") / "whole"
     quantize(tiny("llama"), out, tuned())
-    return tree(out)
+    return out
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.fixture(scope="module")
+def whole(result: Path) -> dict[str, str]:
+    """Return the files of that run."""
+    return tree(result)
+
+
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [("gemma2", "gptq"), ("gpt2", "compressed-tensors")],
+    ("family", "form", "epochs"),
+    [("gemma2", "gptq", 1), ("gpt2", "compressed-tensors", 2)],
 )
 def test_only_what_is_learned_changes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str, epochs: int
@@ -165,10 +170,10 @@ def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:
+def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path, result: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+    copied(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
     name = "model.layers.1.input_layernorm.weight"
@@ -204,8 +209,8 @@ def test_what_is_made_of_it_verifies_against_the_source(tiny: Tiny, tmp_path: Pa
     assert (report.findings, report.tuned) == ([], [])
 
 
-def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path, result: Path) -> None:
+    copied(result, tmp_path / "out")
     path = tmp_path / "out" / "quantforge.manifest.json"
     document = json.loads(path.read_text())
     assert "\ntune = 2\n" in document["recipe"]
