@@ -6,7 +6,8 @@
 One layer of a mixture (`--experts 0`: of a dense model) with random weights is written twice, in bfloat16 and in fp8
 with tiles of 128 by 128, and rounded to int4 by absmax: the run reads, decodes, rounds, packs and writes. Each run is a
 process of its own; its peak above the imports is the kernel's high-water mark of resident memory. `cp` copies the files
-of the source in the same run (`--cold` drops the cache of the disk before, as root). Times are of the whole command but
+of the source in the same run, one by one, each copy removed at once: the disk holds the source beside a shard or the
+result (`--cold` drops the cache of the disk before, as root). Times are of the whole command but
 for its imports, seconds of the processor beside them, because other work on the machine moves the former alone.
 """
 
@@ -21,15 +22,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from quantforge.checkpoint.shards import file_plans, plan_shards
+from quantforge.checkpoint.shards import file_plans, index_json, plan_shards
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.plans import StoredTensor
 
 SIDE = 128
+SHARD = 5 * 10**9
+INDEX = "model.safetensors.index.json"
 RUN = r"""
 import json, re, resource, sys, time
 from pathlib import Path
@@ -69,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory(dir=options.work) as name:
-        for kind in ("bfloat16", "fp8"):
+        for kind in ("fp8", "bfloat16"):
             model = Path(name) / kind
             weights = written(model, kind == "fp8", options)
             rows[kind] = measured(model, Path(name), options) | {"weights": weights}
@@ -98,13 +102,15 @@ def measured(model: Path, work: Path, options: argparse.Namespace) -> dict[str, 
     """Copy the source, then round it in a process of its own."""
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     dropped(options)
-    begun = time.monotonic()
-    subprocess.run(["cp", "-r", model, work / "copy"], check=True)
-    copied = time.monotonic() - begun
-    shutil.rmtree(work / "copy")
+    copied = 0.0
+    for path in sorted(model.glob("*.safetensors")):
+        begun = time.monotonic()
+        subprocess.run(["cp", path, work / "copy"], check=True)
+        copied += time.monotonic() - begun
+        (work / "copy").unlink()
     dropped(options)
     command = [sys.executable, "-c", RUN, str(model), str(work / "out"), str(options.threads)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     shutil.rmtree(work / "out")
     return json.loads(found.stdout.splitlines()[-1]) | {"bytes": size, "cp": copied}
 
@@ -131,22 +137,25 @@ def written(model: Path, tiles: bool, options: argparse.Namespace) -> int:
             ]
         else:
             stored.append(StoredTensor(name, "BF16", shape))
-    files = file_plans(plan_shards(stored, 1 << 40))
-    generator = torch.Generator().manual_seed(0)
-    with WeightsWriter(model, files) as writer:
-        for item in stored:
-            writer.write(item.name, drawn(item, generator))
+    shards = plan_shards(stored, SHARD)
+    if len(shards) > 1:
+        (model / INDEX).write_bytes(index_json(shards))
+    with WeightsWriter(model, file_plans(shards)) as writer:
+        for index, item in enumerate(stored):
+            writer.write(item.name, drawn(item.dtype, item.shape).roll(index, 0))
     return sum(map(math.prod, shapes.values()))
 
 
-def drawn(item: StoredTensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw a tensor: any bytes but those of a NaN, or small numbers."""
-    if item.dtype == "F8_E4M3":
-        codes = torch.randint(0, 127, item.shape, generator=generator, dtype=torch.uint8)
+@cache
+def drawn(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Draw a tensor, once for each shape: any bytes but those of a NaN, or small numbers."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == "F8_E4M3":
+        codes = torch.randint(0, 127, shape, generator=generator, dtype=torch.uint8)
         return codes.view(torch.float8_e4m3fn)
-    if item.dtype == "F32":
-        return torch.rand(item.shape, generator=generator) * 1e-4 + 1e-5
-    return (torch.randn(item.shape, generator=generator) * 0.02).bfloat16()
+    if dtype == "F32":
+        return torch.rand(shape, generator=generator) * 1e-4 + 1e-5
+    return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
 
 
 def configuration(tiles: bool, options: argparse.Namespace) -> dict[str, object]:

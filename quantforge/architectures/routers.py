@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 _COUNT = re.compile(r"experts?$|^n(um)?_?(local_|routed_)?experts", re.IGNORECASE)
 _NO_COUNT = re.compile(r"per_tok|top_?k|active|shared|group|_dim|_size", re.IGNORECASE)
@@ -46,6 +46,11 @@ def counts_experts(key: str) -> bool:
 def is_named_router(name: str) -> bool:
     """Return whether a stored tensor has one of the names that routers have."""
     return _NAMES.search(name) is not None
+
+
+def is_stack(shape: tuple[int, ...], counts: Collection[int]) -> bool:
+    """Return whether a tensor inside of a block has the shape of stacked experts, of which there are ``counts``."""
+    return len(shape) == 3 and shape[0] in counts and min(shape) > 1
 
 
 def routers(config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

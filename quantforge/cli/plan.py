@@ -34,6 +34,7 @@ def plan(
     given: choices.Given,
     output: options.Output = None,
     size: Size,
+    mmproj: options.Mmproj = False,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
@@ -65,11 +66,11 @@ def plan(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    asked = plan_capacity.Asked(
-        context, batch, cache, memory, bandwidth, compute, device_name, price, throughput
-    )
-    serving, given = serving_of(context, cache, draft), {**given, **size}
-    settings = Settings(threads=threads, activations=activations, offline=offline, serving=serving)
+    asked = plan_capacity.Asked(context, batch, cache, memory, bandwidth, compute, device_name, price,
+                                throughput)  # fmt: skip
+    settings = Settings(threads=threads, activations=activations, offline=offline, mmproj=mmproj,
+                        serving=serving_of(context, cache, draft))  # fmt: skip
+    given = {**given, **size}
     with uncollected():
         if asked.anything:
             load = asked.load(given.get("tensor_parallel"))

@@ -35,6 +35,7 @@ In this folder:
     gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
     gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
     headers             Headers of stored tensors: what a format announces has to be there, with its type and shape
+    kept_experts        Experts that stay as they are, by the names under which engines look for them
     kv_scales           Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
     libraries           Engines that are libraries of Python: the program that loads a result and lets it write
     loading             Code that loads a result, for its card: Python where an engine is a library

@@ -26,10 +26,8 @@ from quantforge.formats.configuration import (
     config_json,
     half_dtype,
     head_of,
-    kept_mixtures,
     quantization_config,
     quantized_modules,
-    skipped,
 )
 from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
@@ -37,6 +35,7 @@ from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND,
 from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
 from quantforge.formats.gptq import override
 from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
+from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -188,7 +187,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
-    kept = [*skipped(plan, config, modules), *kept_mixtures(plan, config, modules)]
+    kept = skipped_with_mixtures(plan, config, modules)
     quantization = {
         "quant_method": KEY,
         "bits": 4,

@@ -22,12 +22,12 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped,
 )
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.fits import outside_blocks, possible
 from quantforge.formats.headers import matrix, refuse_open_head, require
+from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import PerGroup, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -145,7 +145,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "bnb_4bit_use_double_quant": scheme.scale is ScaleType.DOUBLE,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        ABOUT.exceptions: skipped(plan, config, modules),
+        ABOUT.exceptions: skipped_with_mixtures(plan, config, modules),
         "llm_int8_threshold": next(iter(_thresholds(schemes)), THRESHOLD),
         "load_in_4bit": not eight,
         "load_in_8bit": eight,

@@ -23,7 +23,6 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped,
     targeted,
 )
 from quantforge.formats.contradictions import denied
@@ -45,6 +44,7 @@ from quantforge.formats.ct_turned import in_blocks, in_groups
 from quantforge.formats.engine_families import reads_weights
 from quantforge.formats.fits import grouped, possible
 from quantforge.formats.headers import bare_codes
+from quantforge.formats.kept_experts import skipped_with_stacks
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -173,7 +173,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             }
             for index, (layer, names) in enumerate(targets.items())
         },
-        "ignore": skipped(plan, config, modules),
+        "ignore": skipped_with_stacks(plan, config, modules),
         "kv_cache_scheme": kv_scales.scheme(
             item for tensor in plan.tensors for item in tensor.stored
         ),

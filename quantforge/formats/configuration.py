@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
@@ -20,7 +19,6 @@ FLOATS = ("F16", "BF16", "F32")
 LOADED_FROM = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
-_MIXTURE = re.compile(r"(.*\bexperts)\.")
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,27 +150,6 @@ def skipped(
     taken = {name for module in quantized for name in targeted(module, plan, config)}
     kept = {name for module in names for name in spellings(module, config)}
     return sorted(kept.union(plan.running.kept if plan.running else ()) - taken)
-
-
-def kept_mixtures(
-    plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
-) -> list[str]:
-    """Return the names of the mixtures whose experts all stay as they are, however these are stored.
-
-    vLLM holds the experts of a mixture as one module, and asks for its name alone (not in compressed-tensors).
-    """
-    stored = [
-        item.name
-        for tensor in plan.tensors
-        if tensor.action is not Action.DROP
-        for item in tensor.stored
-    ]
-    whole = _mixtures(stored) - _mixtures(quantized)
-    return sorted(name for mixture in whole for name in spellings(mixture, config))
-
-
-def _mixtures(names: Iterable[str]) -> set[str]:
-    return {found[1] for name in names if (found := _MIXTURE.match(name))}
 
 
 def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,6 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped,
 )
 from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
@@ -41,6 +40,7 @@ from quantforge.formats.headers import (
     require,
     scale_of,
 )
+from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -165,7 +165,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [SIDE, SIDE],
-        ABOUT.exceptions: skipped(plan, config, modules),
+        ABOUT.exceptions: skipped_with_mixtures(plan, config, modules),
     }
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 

@@ -23,7 +23,6 @@ from quantforge.formats.configuration import (
     half_dtype,
     json_bytes,
     kept_linears,
-    kept_mixtures,
     quantization_config,
     quantized_modules,
     within_block,
@@ -49,6 +48,7 @@ from quantforge.formats.gptq_layouts import (
     stored,
     unpack,
 )
+from quantforge.formats.kept_experts import kept_mixtures
 from quantforge.formats.module_names import matches
 from quantforge.grids import PerGroup, ScaleType
 from quantforge.plans import Plan, StoredTensor

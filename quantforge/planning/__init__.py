@@ -6,6 +6,7 @@ No torch, but where declarations have to be derived (`undeclared`) or a source i
 In this folder:
 
     allocation         Allocation: the linears of a model in groups, the room that a target leaves them
+    beside_towers      The plan of a GGUF file beside which its vision tower is written, in a file of its own
     budgets            Budgets: which scheme each group of linears gets
     builtin_recipes    The built-in recipes: TOML files whose first lines say what they are, how good
     by_module          Planning for the formats that store a model module by module: which layer gets which scheme

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.planning.beside_towers import with_tower
 from quantforge.planning.calibration_rows import (
     check_source,
     check_towers,
@@ -24,13 +25,16 @@ def planned_of(
     """Plan for an opened model, with what the settings say of memory, threads, calibration text and file of importance.
 
     Raises:
-        QuantForgeError: as `make_plan` and `with_known_importance`, and of the text what the run would refuse.
+        QuantForgeError: as `make_plan`, `with_tower` and `with_known_importance`, and of the text what the run would
+            refuse.
     """
     in_memory = settings.activations == "memory"
     planned = make_plan(
         recipe, checkpoint, out,
         in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
     )  # fmt: skip
+    named = with_tower(planned.plan, checkpoint, wanted=settings.mmproj)
+    planned = replace(planned, plan=named)
     if (
         settings.calibration
     ):  # a text that is named; without one a model is planned that has no tokenizer yet
@@ -49,7 +53,7 @@ def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> 
     """
     if planned.plan.needs or planned.recipe.prune_experts is not None:
         options, place = planned.recipe.calibration, settings.calibration
-        check_towers(named_image(options, place), checkpoint.config)
+        check_towers(named_image(options, place), checkpoint.config, planned.plan)
         check_source(options, place, checkpoint.path)
 
 

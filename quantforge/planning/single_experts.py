@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.match import match
-from quantforge.architectures.routers import experts_of
+from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.architectures.towers import BLOCK
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import unstacked
@@ -39,7 +39,7 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
     """Return whether a tensor inside of a block has three dimensions, of which the first counts experts."""
     counts = experts_of(text_config(checkpoint.config))
     return any(
-        len(entry.shape) == 3 and entry.shape[0] in counts and min(entry.shape) > 1
+        is_stack(entry.shape, counts)
         for name, entry in checkpoint.entries.items()
         if BLOCK.match(name)
     )

@@ -17,6 +17,7 @@ from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
+from quantforge.planning.beside_towers import with_tower
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, plan_export
 from quantforge.planning.recipe_options import (
@@ -95,10 +96,10 @@ def export(
                 )
         _check_moves(checkpoint, chosen.format)
         check_device(settings.device)  # though codes are moved on the processor
-        before = small_files(checkpoint)
+        asked, before = chosen.to_toml(), small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
-        conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-        asked = chosen.to_toml()
+        planned = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
+        conversion.plan = with_tower(planned, checkpoint, wanted=settings.mmproj)
         return move(conversion, asked, before, place, settings, allow_inexact=allow_inexact)
 
 

@@ -12,7 +12,7 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
 from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
-from quantforge.formats.gguf.projector_file import OPTION, projector_file
+from quantforge.formats.gguf.projector_file import projector_file
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
@@ -46,12 +46,6 @@ def stage_for(
         raise UsageError(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
             "add --format gguf, or leave --modelfile out",
-        )
-    if settings.mmproj and not one_file:
-        raise UsageError(
-            f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {plan.format},"
-            " which holds it",
-            f"add --format gguf, or leave {OPTION} out",
         )
     tower_bytes(checkpoint, settings)  # what cannot be written is refused now
     out = out or naming.place(plan.name, source)

@@ -206,6 +206,35 @@ def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
     assert not left_out("model.layers.0.self_attn.o_proj")
 
 
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("compressed-tensors", "ignore"), ("fp8", "modules_to_not_convert"), ("bnb", "llm_int8_skip_modules")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("stacks", "mixture"),
+    [
+        (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), "mlp.experts"),
+        (("moe.input_linear.weight", "moe.output_linear.weight"), "moe.experts"),
+    ],
+)
+def test_stacked_experts_that_stay_are_named_by_what_engines_ask_for(key, place, stacks, mixture):
+    """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""
+    form = format_of(key)
+    scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
+    tensors = [
+        quantized_plan(form, ATTENTION.format(0), scheme, (128, 128), 0),
+        *(kept_plan(f"model.layers.0.{name}", (4, 128, 128), 0) for name in stacks),
+        kept_plan("model.layers.0.mixer.conv1d.weight", (4, 1, 3), 0),
+        kept_plan("lm_head.weight", (64, 128)),
+    ]
+    files = form.side_files(plan_of(form, tensors), SOURCE | {"num_local_experts": 4})
+    named = json.loads(files["config.json"])["quantization_config"][place]
+    parts = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    asked = [f"{mixture}.0.{part}" for part in parts] if key == "compressed-tensors" else []
+    expected = {f"model.layers.0.{name}" for name in (mixture, *asked)}
+    assert set(named) == {"lm_head"} | expected
+
+
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_half_precision_is_not_forced_on_a_family_that_overflows_in_it(key):
     source = SOURCE | {"model_type": "gemma2"}

@@ -21,6 +21,7 @@ from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models, vision_models
 from tests.gguf_exports import NO_DATA, changed, export, refused
+from tests.runs import StopError, command
 
 gguf = pytest.importorskip("gguf")
 NAMES = sorted(vision_models.CASES)
@@ -203,6 +204,34 @@ def test_models_without_such_a_tower_are_refused(tmp_path):
     with pytest.raises(RefusedError, match="'llama' is not written") as found:
         written(other, tmp_path / "x.gguf")
     assert "gemma3, qwen2_5_vl, qwen3_vl" in found.value.hint
+
+
+def test_a_plan_says_that_the_tower_is_written_and_counts_it(models, tmp_path, capsys):
+    model, options = models["gemma3"], ("--bits", 8, "--format", "gguf", "--json")
+    bare, plan = (
+        json.loads(command(capsys, "plan", model, *options, *more).out)
+        for more in ((), ("--mmproj",))
+    )
+    rules = {one["name"]: one["rule"] for one in plan["tensors"] if one["action"] == "drop"}
+    tower = projector_file(open_checkpoint(model), "")
+    written_too = {name for name, rule in rules.items() if "--mmproj writes it" in rule}
+    assert written_too == set(tower.tensors)
+    assert "of another tower" in {one["rule"] for one in bare["tensors"]}
+    more = plan["forecast"]["disk_bytes"] - bare["forecast"]["disk_bytes"]
+    assert more == tower.plan.size > 0
+    assert "--mmproj writes that of pictures, " in " ".join(plan["notes"])
+    ended = command(capsys, "plan", model, "--bits", 8, "--mmproj")
+    assert ended.code == 2
+    assert "add --format gguf" in ended.err
+    announced = Settings(mmproj=True, announce=lambda plan, _: seen(plan))
+    with pytest.raises(StopError):
+        verbs.export(str(model), None, tmp_path / "x.gguf", announced, format="gguf", type="F16")
+
+
+def seen(plan):
+    """Stop where a dry run does, when the plan of an export is told."""
+    assert any("--mmproj writes it" in tensor.rule for tensor in plan.tensors)
+    raise StopError
 
 
 def test_another_format_holds_the_tower_itself(models, tmp_path):
