@@ -106,7 +106,7 @@ def calibrated_for(
     from quantforge.execution.self_calibration import own_rows
 
     options = planned.recipe.calibration
-    check_towers(named_image(options, settings.calibration), checkpoint.config, planned.plan)
+    check_towers(named_image(options, settings.calibration), checkpoint.config)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),

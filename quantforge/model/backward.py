@@ -49,6 +49,7 @@ from quantforge.numerics.threads import one_thread
 
 LOGITS = 1 << 27  # logits of the rows that pass the head at the same time
 
+
 Visit = Callable[[OutputGradients], None]
 
 
@@ -84,12 +85,9 @@ def backward(
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
-        RefusedError: rows have images, a block holds experts that are no stack, or reads more than the last states.
+        RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states behind
+            the last.
     """
-    if not isinstance(rows, Tensor) and rows.images is not None:
-        raise RefusedError(
-            "calibration: rows with images have no gradients here", "rows of text alone"
-        )
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(checkpoint, matched, rows, **options)
         with stream, one_thread():

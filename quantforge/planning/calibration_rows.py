@@ -15,10 +15,9 @@ from typing import Any
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.positions import positions_in
 from quantforge.architectures.towers import has_towers
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError
 from quantforge.planning.peak_memory import whole_model
 from quantforge.planning.run_sizes import RunSizes
-from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions
 
 
@@ -95,23 +94,16 @@ def named_image(options: CalibrationOptions, place: str) -> str | None:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
-def check_towers(named: str | None, config: Mapping[str, Any], plan: Plan) -> None:
-    """Refuse rows that name an image, and where, for a model that reads none, or a plan that goes back through it.
+def check_towers(named: str | None, config: Mapping[str, Any]) -> None:
+    """Refuse rows that name an image, and where, for a model that reads none.
 
     Raises:
         InputError: the configuration has no other tower.
-        RefusedError: the plan is guided, or tunes.
     """
     if named is not None and not has_towers(config):
         raise InputError(
             f"calibration: {named} names an image, and {config.get('model_type')} has no tower that reads any",
             "rows without `image` and `images`, or the whole model in the place of its text tower",
-        )
-    if named is not None and (plan.guide or plan.tune):
-        option = "--guide" if plan.guide else "--tune"
-        raise RefusedError(
-            f"calibration: {named} names an image, and {option} takes gradients, which rows of text alone have here",
-            f"leave {option} out, or rows without `image` and `images`",
         )
 
 

@@ -53,7 +53,7 @@ def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> 
     """
     if planned.plan.needs or planned.recipe.prune_experts is not None:
         options, place = planned.recipe.calibration, settings.calibration
-        check_towers(named_image(options, place), checkpoint.config, planned.plan)
+        check_towers(named_image(options, place), checkpoint.config)
         check_source(options, place, checkpoint.path)
 
 

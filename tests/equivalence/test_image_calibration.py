@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
+from quantforge.errors import InputError, IntegrityError, QuantForgeError
 from quantforge.model.outside import blocks_of
 from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
@@ -192,19 +192,6 @@ def test_a_model_without_a_tower_is_given_no_images(
     ended = command(capsys, "plan", tiny("llama"), "--method", "gptq", "--calibration", file)
     assert ended.code == 3
     assert "has no tower that reads any" in ended.err
-
-
-def test_gradients_are_of_text_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, file = make_vision(QWEN, tmp_path / "model"), rows_file(tmp_path, QWEN)
-    for option, values in (("--guide", {"guide": 2}), ("--tune", {"tune": 1})):
-        wanted = recipe("gptq", calibration=options(file), scheme=SCHEME, **values)
-        with pytest.raises(RefusedError, match=f"line 1 names an image, and {option} takes"):
-            quantize(model, tmp_path / "q", wanted)
-    rows = ("--calibration", file, "--samples", 2, "--length", LENGTH, "--chat-template")
-    ended = command(capsys, "allocate", model, "--target", "6.5bpw", "--candidates",
-                    "int4:g16:sym,int8:g16:sym", *rows, "-o", tmp_path / "mixed.toml")  # fmt: skip
-    assert ended.code == 4
-    assert "rows with images have no gradients" in ended.err
 
 
 def test_a_plan_counts_the_towers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
