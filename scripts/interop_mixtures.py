@@ -111,7 +111,7 @@ NOTE = (
     " mixture (qwen2_moe). Cells as for vLLM above. `experts-kept`: everything but the experts is quantized. On x86,"
     " vLLM 0.32 computes experts in 16 bits on any CPU; its kernels for experts in int4, int8, fp8 and mxfp4, and for"
     " linears in fp8 tiles, ask for AMX, that for int4 linears is in its build for AVX-512 alone, and the plugin for"
-    " bitsandbytes computes experts with Triton. This was run on a CPU with AVX2; a stroke was not run."
+    " bitsandbytes computes experts with Triton. This was run on a CPU with AVX2."
     " How much of what rows with rounded inputs differ is that of bfloat16 was not measured."
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ import torch
 from tests.conftest import GEMMA3, QWEN_VISION, SIZES, VISION, randomise, tiny_tokenizer
 
 PICTURE = 319  # the token that stands for a part of a picture
+BREAK = 318  # the token behind a row of one, where a family has it
 _SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
 _TOWER = {**QWEN_VISION, "depth": 4, "intermediate_size": 64}
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,18 @@ CASES = {
         "vision_config": {**VISION, "intermediate_size": 64, "num_hidden_layers": 2},
         "mm_tokens_per_image": 4, "image_token_index": PICTURE,
     }, (32, 32)),
+    "mistral3": Case("mistral3", {
+        "text_config": {**SIZES, "model_type": "mistral", "head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5},
+        "vision_config": {**VISION, "model_type": "pixtral", "num_hidden_layers": 2, "patch_size": 14,
+                          "intermediate_size": 64, "image_size": 280, "hidden_act": "silu"},
+        "image_token_index": PICTURE, "tie_word_embeddings": False,
+    }, (28 * 3, 28 * 5), _CLIP_MEAN, _CLIP_DEVIATION),
     "qwen2_5_vl": Case("qwen2_5_vl", {
         "text_config": {**SIZES, "rope_parameters": _rope(2, 3, 3)},
         "vision_config": {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"}
         | {"fullatt_block_indexes": [1, 3], "patch_size": 14},
         "image_token_id": PICTURE,
-    }, (14 * 12, 14 * 20), (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    }, (14 * 12, 14 * 20), _CLIP_MEAN, _CLIP_DEVIATION),
     "qwen3_vl": Case("qwen3_vl", {
         "text_config": {**SIZES, "head_dim": 32, "rope_parameters": _rope(6, 5, 5)},
         "vision_config": {**_TOWER, "patch_size": 16, "num_position_embeddings": 16,
@@ -66,7 +76,24 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     randomise(model)
     model.to(dtype).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
+    if name == "mistral3":
+        _with_token(directory / "tokenizer.json", "[IMG_BREAK]", BREAK)
     return directory
+
+
+def _with_token(path: Path, word: str, number: int) -> None:
+    """Give a number of a tokenizer to another word, which is added."""
+    written = json.loads(path.read_text())
+    vocabulary = written["model"]["vocab"]
+    held = next((one for one, found in vocabulary.items() if found == number), None)
+    vocabulary.pop(held, None)
+    vocabulary[word] = number
+    written["model"]["merges"] = [
+        pair for pair in written["model"]["merges"] if "".join(pair) != held
+    ]
+    written["added_tokens"].append({"id": number, "content": word, "single_word": False, "lstrip": False,
+                                    "rstrip": False, "normalized": False, "special": True})  # fmt: skip
+    path.write_text(json.dumps(written))
 
 
 def load(directory: Path) -> Any:
@@ -90,6 +117,8 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     ]
     if name == "gemma3":
         return {"pixel_values": pixels[None]}
+    if name == "mistral3":
+        return {"pixel_values": pixels[None], "image_sizes": torch.tensor([case.size])}
     size = case.config["vision_config"]["patch_size"]
     rows, columns = (side // size for side in case.size)
     frames = pixels[None].expand(2, -1, -1, -1)
@@ -103,8 +132,21 @@ def features(name: str, model: Any) -> np.ndarray:
     with torch.no_grad():
         found = model.get_image_features(**inputs(name))
     whole = _joined(found.pooler_output)
+    if name == "mistral3":  # a token behind each row but the last
+        row = model.get_input_embeddings().weight[BREAK][None].detach()
+        parts = whole.split(CASES[name].size[1] // 28)
+        whole = torch.cat([part for one in parts for part in (one, row)][:-1])
     deep = [_joined(one) for one in getattr(found, "deepstack_features", None) or ()]
     return torch.cat([whole, *deep], 1).numpy()
+
+
+def tokens(name: str, model: Any) -> list[int]:
+    """The tokens that stand for the picture, with those behind its rows."""
+    count = len(features(name, model))
+    if name != "mistral3":
+        return [PICTURE] * count
+    width = CASES[name].size[1] // 28 + 1
+    return [BREAK if place % width == width - 1 else PICTURE for place in range(count)]
 
 
 def _joined(value: Any) -> torch.Tensor:

@@ -31,6 +31,7 @@ class TowerTensor:
         axis: see ``held``.
         wide: always float32; norms and biases are anyway.
         plus_one: stored plus one.
+        heads: of so many heads rows are reordered from halves to pairs, as llama.cpp rotates them; 0: they are not.
     """
 
     name: str
@@ -39,6 +40,22 @@ class TowerTensor:
     axis: int = 0
     wide: bool = False
     plus_one: bool = False
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """The embedding of a token of the decoder that is stored with a tower.
+
+    Attributes:
+        token: its text.
+        held: the name in the file.
+        size: columns of the decoder.
+    """
+
+    token: str
+    held: str
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,7 @@ class Projector:
         tensors: all of them.
         renamed: beginnings of names in checkpoints that stand for others, tried one after the other.
         unread: regular expressions of (renamed) tensors that nothing computes with.
+        row: the embedding of a token that is stored beside them.
         mean, deviation: of the three colours, by which pictures are shifted and divided where no settings say so.
     """
 
@@ -59,6 +77,7 @@ class Projector:
     tensors: tuple[TowerTensor, ...]
     renamed: tuple[tuple[str, str], ...]
     unread: tuple[str, ...] = ()
+    row: TokenRow | None = None
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
 

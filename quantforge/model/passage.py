@@ -98,6 +98,9 @@ class Replay:
 
         def answer(index: int, at: Tensor, call: Call) -> Any:
             if index == self._index:
+                # The model embeds anew, and gradients are asked for those states that were given.
+                if index == 0 and states.requires_grad:
+                    at = self.layout.unpacked(states)
                 given = mappings(call)
                 for name, content in kept.put.items():
                     given[name].update(content)

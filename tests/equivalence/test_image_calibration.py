@@ -16,6 +16,7 @@ from quantforge.errors import InputError, IntegrityError, QuantForgeError
 from quantforge.model.outside import blocks_of
 from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
+from quantforge.verbs import allocate
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.draw import Request, draw
@@ -120,6 +121,28 @@ def test_gptq_rounds_by_what_the_images_show(family: str, model: Path, tmp_path:
     told = json.dumps(manifest["calibration"])
     assert '"images": ' in told
     assert str(tmp_path) not in told
+
+
+@pytest.mark.parametrize("choices", [{"guide": 1}, {"tune": 1}], ids=["guide", "tune"])
+def test_gradients_go_back_through_rows_with_images(
+    family: str, model: Path, tmp_path: Path, choices: dict[str, int]
+) -> None:
+    found = {}
+    for name, seed in (("one", 0), ("two", 100)):
+        file = rows_file(tmp_path / name, family, seed)
+        wanted = recipe("gptq", calibration=options(file), scheme=SCHEME, **choices)
+        quantize(model, tmp_path / name / "q", wanted)
+        found[name] = load_file(tmp_path / name / "q" / "model.safetensors")
+    differ = {key for key, one in found["one"].items() if not torch.equal(one, found["two"][key])}
+    assert any("layers.0." in key and "weight_packed" in key for key in differ)
+
+
+def test_bits_are_allocated_by_rows_with_images(family: str, model: Path, tmp_path: Path) -> None:
+    file = rows_file(tmp_path, family)
+    wanted = recipe("gptq", calibration=options(file), scheme=None)
+    schemes = (SCHEME, "int8:g16:sym")
+    made = allocate(model, "6bpw", tmp_path / "r.toml", wanted, candidates=schemes)
+    quantize(model, tmp_path / "q", made.recipe)
 
 
 def test_a_run_with_images_goes_on_and_refuses_images_that_changed(

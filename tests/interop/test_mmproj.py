@@ -21,6 +21,7 @@ BEFORE, BEHIND = "the weights", " are rounded"
 # What llama.cpp puts around a picture of its own accord.
 AROUND = {
     "gemma3": ("<start_of_image>", "<end_of_image>"),
+    "mistral3": ("", "[IMG_END]"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|vision_start|>", "<|vision_end|>"),
 }
@@ -100,12 +101,12 @@ def server(made: tuple[str, Path, Path]) -> Server:
 def expected(name: str, model: Path, before: list[int], behind: list[int]) -> torch.Tensor:
     """Log-probabilities of the next token, from transformers."""
     whole = vision_models.load(model)
-    count = len(vision_models.features(name, whole))
-    ids = torch.tensor([[*before, *[vision_models.PICTURE] * count, *behind]])
+    ids = torch.tensor([[*before, *vision_models.tokens(name, whole), *behind]])
     kinds = (ids == vision_models.PICTURE).int()
-    key = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    named = {"gemma3": {"token_type_ids": kinds}, "mistral3": {}}
+    beside = named.get(name, {"mm_token_type_ids": kinds})
     with torch.no_grad():
-        found = whole(input_ids=ids, **vision_models.inputs(name), **{key: kinds})
+        found = whole(input_ids=ids, **vision_models.inputs(name), **beside)
     return torch.log_softmax(found.logits[0, -1].double(), -1)
 
 
@@ -114,7 +115,7 @@ def test_the_model_continues_a_text_with_a_picture_as_in_transformers(
 ) -> None:
     name, model, _ = made
     start, end = AROUND[name]
-    before = [*server.ids(BEFORE, first=True), *server.ids(start)]
+    before = [*server.ids(BEFORE, first=True), *(server.ids(start) if start else ())]
     wanted = expected(name, model, before, [*server.ids(end), *server.ids(BEHIND)])
     found = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", vision_models.picture(name))
     worst = max(abs(value - wanted[token].item()) for token, value in found.items())

@@ -25,6 +25,8 @@ from quantforge.formats.gguf import container
 from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
 from quantforge.formats.gguf.parsing import GgufFile
+from quantforge.formats.gguf.storing import interleaved
+from quantforge.formats.gguf.token_row import PlacedRow, placed
 from quantforge.plans import FilePlan
 from quantforge_files.roles import SETTINGS
 
@@ -49,11 +51,13 @@ class ProjectorFile:
         plan: its bytes, but for the tensors.
         keys: of the file.
         tensors: what is stored for each tensor of the checkpoint, by its name there.
+        row: what is stored of the token embedding, if anything.
     """
 
     plan: FilePlan
     keys: container.Metadata
     tensors: Mapping[str, TowerTensor]
+    row: PlacedRow | None = None
 
     def values(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the file with its name, one of the checkpoint after the other.
@@ -68,6 +72,7 @@ class ProjectorFile:
             scan_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
+            value = interleaved(value, tensor.heads)
             for held, part in zip(
                 tensor.held, value.chunk(len(tensor.held), tensor.axis), strict=True
             ):
@@ -79,6 +84,8 @@ class ProjectorFile:
                         tensor=name,
                     )
                 yield held, stored
+        if self.row:
+            yield self.row.held, self.row.read(checkpoint)
 
 
 def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
@@ -113,9 +120,11 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
         for tensor in declared.tensors
         for one in tensor.held
     ]
+    row = placed(checkpoint, declared.row) if declared.row else None
+    held += [GgufTensor(row.held, "F32", (row.size,))] if row else []
     keys = _general(checkpoint, held) | _keys(declared, checkpoint.path)
     tensors = {named[tensor.name]: tensor for tensor in declared.tensors}
-    return ProjectorFile(file_plan(name, keys, held), keys, tensors)
+    return ProjectorFile(file_plan(name, keys, held), keys, tensors, row)
 
 
 def check_no_tower(file: GgufFile) -> None:

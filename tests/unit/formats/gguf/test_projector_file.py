@@ -48,9 +48,9 @@ def written(model: Path, out: Path) -> Path:
 def known(name: str) -> str:
     """What gguf's own map calls a tensor of a checkpoint, "" where it has no name for it."""
     module, _, end = name.removeprefix("model.").rpartition(".")
-    module = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
+    deeper = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
     mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
-    found = {**NORMS, **MERGERS}.get(module) or mapping.get_name(module)
+    found = {**NORMS, **MERGERS}.get(module) or mapping.get_name(deeper) or mapping.get_name(module)
     return f"{found}.{end}" if found else ""
 
 
@@ -68,6 +68,9 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
         value = source.read(tensor).float()
         if "soft_emb_norm" in tensor:
             value = value + 1
+        if name == "mistral3" and re.search(r"attention\.[qk]_proj", tensor):
+            # As llama.cpp's converter permutes them: 2 heads, halves become pairs.
+            value = value.view(2, 2, 8, 32).swapaxes(1, 2).reshape(32, 32)
         parts = {held: value}
         if name == "qwen2_5_vl" and ".attn.qkv." in tensor:
             parts = {
@@ -79,7 +82,8 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
         for one, part in parts.items():
             torch.testing.assert_close(found[one], part, rtol=1e-3, atol=1e-6, msg=one)
             left.discard(one)
-    assert all(one.startswith(("v.deepstack", "mm.input_projection")) for one in left), left
+    others = ("v.deepstack", "mm.input_projection", "v.token_embd")
+    assert all(one.startswith(others) for one in left), left
 
 
 def read(entry) -> torch.Tensor:
@@ -93,14 +97,19 @@ def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
     forms = {re.escape(form).replace(r"\{bid\}", r"\d+") for form in gguf.TENSOR_NAMES.values()}
     for one, entry in file.tensors.items():
-        assert any(re.fullmatch(rf"{form}\.(weight(\.1)?|bias)", one) for form in forms), one
+        assert any(re.fullmatch(rf"{form}(\.(weight(\.1)?|bias))?", one) for form in forms), one
         wide = len(entry.shape) == 1 or "_embd" in one
         assert entry.type == ("F32" if wide else "F16"), one
     own = {*vars(gguf.Keys.Clip).values(), *vars(gguf.Keys.ClipVision).values(),
            *vars(gguf.Keys.ClipVision.Attention).values(), *vars(gguf.Keys.ClipVision.Projector).values()}  # fmt: skip
     assert {key for key in file.metadata if key.startswith("clip.")} <= own
     assert file.value("general.architecture", str) == "clip"
-    kinds = {"gemma3": "GEMMA3", "qwen2_5_vl": "QWEN25VL", "qwen3_vl": "QWEN3VL"}
+    kinds = {
+        "gemma3": "GEMMA3",
+        "mistral3": "PIXTRAL",
+        "qwen2_5_vl": "QWEN25VL",
+        "qwen3_vl": "QWEN3VL",
+    }
     assert file.value("clip.projector_type", str) == getattr(gguf.VisionProjectorType, kinds[name])
 
 
@@ -175,6 +184,9 @@ def test_tokens_that_are_no_square_are_refused(models, tmp_path):
     ("gemma3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("gemma3", {"intermediate_size": 32}, "exchanges up and down"),
     ("gemma3", {"image_size": 40}, "patches"),
+    ("mistral3", {"hidden_act": "relu"}, "hidden_act = relu"),
+    ("mistral3", {"head_dim": 8}, "head_dim = 8"),
+    ("mistral3", {"rope_parameters": {"rope_theta": 5.0}}, r"rope_theta = 5\.0"),
     ("qwen2_5_vl", {"fullatt_block_indexes": [0, 3]}, "fullatt_block_indexes"),
     ("qwen2_5_vl", {"window_size": 56}, "window_size"),
     ("qwen3_vl", {"deepstack_visual_indexes": [2, 1]}, "deepstack_visual_indexes"),
@@ -187,6 +199,26 @@ def test_what_llama_cpp_does_not_compute_is_refused(name, changes, words, models
     model = changed(models[name], tmp_path / "m", "config.json", vision_config=vision)
     with pytest.raises(RefusedError, match=words):
         projector_file(open_checkpoint(model), "x")
+
+
+def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
+    model = models["mistral3"]
+    file = read_gguf(written(model, tmp_path / "x.gguf"))
+    embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
+    found = read(file.tensors["v.token_embd.img_break"])
+    assert torch.equal(found, embedding[vision_models.BREAK])
+    source = VerificationOptions(source=model, forward=False)
+    assert not verify(tmp_path / "x.gguf", source).findings
+    other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
+    with pytest.raises(InputError, match=r"no added token \[IMG_BREAK\]"):
+        projector_file(open_checkpoint(other), "x")
+    beyond = [{"id": 320, "content": "[IMG_BREAK]"}]
+    other = changed(model, tmp_path / "n", "tokenizer.json", added_tokens=beyond)
+    with pytest.raises(InputError, match=r"embed_tokens\.weight: \[320, 64\], and row 320"):
+        projector_file(open_checkpoint(other), "x")
+    whole = changed(model, tmp_path / "o", "config.json", vision_feature_layer=-2)
+    with pytest.raises(RefusedError, match="vision_feature_layer = -2"):
+        projector_file(open_checkpoint(whole), "x")
 
 
 def test_a_size_that_is_none_is_refused(models, tmp_path):
@@ -203,7 +235,7 @@ def test_models_without_such_a_tower_are_refused(tmp_path):
     other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
     with pytest.raises(RefusedError, match="'llama' is not written") as found:
         written(other, tmp_path / "x.gguf")
-    assert "gemma3, qwen2_5_vl, qwen3_vl" in found.value.hint
+    assert "gemma3, mistral3, qwen2_5_vl, qwen3_vl" in found.value.hint
 
 
 def test_a_plan_says_that_the_tower_is_written_and_counts_it(models, tmp_path, capsys):
