@@ -48,6 +48,7 @@ def evaluate(
     generated_tokens: wanted.GeneratedTokens = None,
     chat_template: wanted.ChatTemplate = False,
     adapter: options.Adapter = None,
+    correction: wanted.Correction = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -60,9 +61,7 @@ def evaluate(
 ) -> None:
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
-    check_reports(report or [], overwrite=overwrite)
-    if summary is not None:
-        check_new(summary, "--summary", overwrite=True, adds=True)
+    check_reports(report or [], summary, overwrite=overwrite)
     limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
     check_held(models or (), limit, max_kl)
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
@@ -83,6 +82,7 @@ def evaluate(
                 **({} if cache is None else {"cache": cache}),
                 engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
                 generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
+                correction=correction,
             )  # fmt: skip
         save_reports(found, report or [], overwrite=overwrite)
         _hold(found, limit, max_kl, summary)
@@ -140,8 +140,10 @@ def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
         console.wrapped(line)
 
 
-def check_reports(paths: list[Path], *, overwrite: bool) -> None:
-    """Check report files before the work: their kind, and whether they can be written."""
+def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
+    """Check report files and a job's summary before the work: their kind, and whether they can be written."""
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True, adds=True)
     for path in paths:
         if path.suffix not in REPORTS:
             raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")

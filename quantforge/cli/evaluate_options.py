@@ -161,6 +161,15 @@ ChatTemplate = Annotated[
         rich_help_panel=SCORED,
     ),
 ]
+Correction = Annotated[
+    Path | None,
+    typer.Option(
+        "--correction",
+        metavar="DIR",
+        help="Put this adapter (of PEFT's LoRA) on the one model that is compared; no speed of it.",
+        rich_help_panel=SCORED,
+    ),
+]
 AllowCode = Annotated[
     bool,
     typer.Option(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.checkpoint.disk import check_new
 from quantforge.cli import choices, options, ranks
 from quantforge.cli import evaluate_options as wanted
 from quantforge.cli import jobs as processes
@@ -82,9 +81,7 @@ def sweep(
     from quantforge.settings import Settings
 
     console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
-    check_reports(report or [], overwrite=overwrite)
-    if summary is not None:
-        check_new(summary, "--summary", overwrite=True, adds=True)
+    check_reports(report or [], summary, overwrite=overwrite)
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), ray=ray or "",
         join=join or jobs > 1 or ranks.shared(), activations=activations, offline=offline, overwrite=overwrite,

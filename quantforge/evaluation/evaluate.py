@@ -36,6 +36,7 @@ from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
+from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 
 SCHEMA = "quantforge.eval/1"
@@ -60,6 +61,7 @@ class EvaluationOptions:
         activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
         adapter: what is merged into the reference.
+        correction: an adapter that is put on the other model, whose weights stay as they are.
         tasks: of lm-eval, answered by every model.
         input_bits: to which products of a descendant's packed weights round activations: 16 or 8.
         prompts: answered by the reference, whose text is then scored, and by every model.
@@ -79,6 +81,7 @@ class EvaluationOptions:
     activations: Path | None = None
     engine: str = ""
     adapter: Path | None = None
+    correction: Path | None = None
     tasks: Tasks | None = None
     prompts: Prompts | None = None
     text_found: bool = False
@@ -172,6 +175,9 @@ def _measured(
                     source = open_plain_source(path, options.adapter) if reference is None else None
                     bits = EXACT if number == 0 else options.input_bits
                     loaded = load(path, options.device, options.dtype, source, input_bits=bits)
+                    corrected = options.correction if number else None
+                    if corrected is not None:
+                        loaded = with_low_rank(loaded, open_correction(corrected, path))
                     _tell_kept(path, loaded, options, bits)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     if reference is None:
@@ -189,7 +195,7 @@ def _measured(
                     yield before
                     continue
                 # Only now, when everything that is loaded once and for all has been loaded.
-                if options.speed:
+                if options.speed and corrected is None:
                     with phase(f"speed of {path.name}", 0.9):
                         row |= as_deployed(path, windows, options, bandwidth, bits)
                 if options.engine and path.is_file():
@@ -230,9 +236,14 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
         device=options.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
-        adapter="" if options.adapter is None else open_adapter(options.adapter).cited_name,
+        adapter=_cited(options.adapter),
+        correction=_cited(options.correction),
         input_bits=options.input_bits,
     )
+
+
+def _cited(adapter: Path | None) -> str:
+    return "" if adapter is None else open_adapter(adapter).cited_name
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -144,7 +144,8 @@ def keeping(
         options: of the evaluation.
     """
     place = None
-    if options.tasks is None and not options.engine and options.adapter is None:
+    adapters = (options.adapter, options.correction)
+    if options.tasks is None and not options.engine and adapters == (None, None):
         prompts = None if options.prompts is None else options.prompts.to_json()
         told = [
             protocol.to_json(),

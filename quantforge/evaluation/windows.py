@@ -39,6 +39,7 @@ class Protocol:
         threads: of torch, on a CPU.
         windows_asked: how many were asked for; the text may give fewer.
         adapter: name and digest of what was merged into the reference, "" for nothing.
+        correction: likewise of what was put on the other model.
         input_bits: to which products of packed weights round activations, but for the reference's: 16 for nothing.
     """
 
@@ -54,6 +55,7 @@ class Protocol:
     threads: int
     windows_asked: int = 0
     adapter: str = ""
+    correction: str = ""
     input_bits: int = 16
 
     def to_json(self) -> dict[str, Any]:
@@ -70,10 +72,11 @@ class Protocol:
         asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
         bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
         merged = f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
+        put = f", the adapter {self.correction} put on the model" if self.correction else ""
         rounded = f", inputs of packed weights in {self.input_bits} bits but for the reference's"
         return (
             f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
-            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}"
+            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}{put}"
             f"{rounded if self.input_bits < 16 else ''}"
         )
 

@@ -35,6 +35,7 @@ In this folder:
     problems            A quantized tensor as a problem of the kernels: which grid, which parameters
     process_group       The processes that torchrun started, as those that share a model
     prompt_attention    Attention of several new tokens per sequence, as of a prompt, over the paged cache
+    put_adapter         A model with an adapter of low rank on its linears, whose weights stay packed
     ragged              A ragged batch: spans of new tokens of some sequences, of different lengths
     room                Room for weights and caches on a GPU: checked before anything is loaded, with what would fit
     rotary              Angles of rotary positions: frequencies as transformers derives them, times positions

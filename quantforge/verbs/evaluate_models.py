@@ -63,8 +63,8 @@ def evaluate(
         RefusedError: a task file would run code, or a model cannot be scored here.
     """
     settings = settings or Settings()
-    check_measurement(options)
     descendants = listed(models, "models", '["demo-awq"]')
+    check_measurement(options, len(descendants))
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         check_engine(options.get("engine", ""), paths)
@@ -189,6 +189,7 @@ def _measurement(
         prompts=_prompts(reference, options, settings),
         activations=Path.cwd() if settings.activations == "disk" else None,
         adapter=settings.adapter,
+        correction=Path(put) if (put := options.get("correction")) else None,
         input_bits=settings.input_bits,
         note=settings.note,
         **{key: given[key] for key in same if key in given},

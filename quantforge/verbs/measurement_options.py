@@ -37,11 +37,12 @@ class MeasurementOptions(TypedDict, total=False):
     card: str | Path | None  # of whose card the figures of its models become a part
     generated: str  # prompts that every model answers: a source, see `read_prompts`
     generated_tokens: int  # an answer has at most so many
+    correction: str | Path | None  # an adapter that is put on the one model that is compared
     chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
 
 
-def check_measurement(options: Mapping[str, Any]) -> None:
-    """Refuse choices (`MeasurementOptions`) before any work.
+def check_measurement(options: Mapping[str, Any], models: int = 0) -> None:
+    """Refuse choices (`MeasurementOptions`) before any work; ``models`` are compared with the reference.
 
     Raises:
         UsageError: a name or a value that means nothing, or one without what it would have an effect on.
@@ -54,6 +55,12 @@ def check_measurement(options: Mapping[str, Any]) -> None:
     caches_of(options)
     if engine and engine not in ENGINES:
         raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
+    correction = options.get("correction")
+    if correction and (models != 1 or options.get("card")):
+        raise UsageError(
+            f"--correction {correction}: of one model, and for no card",
+            "quantforge eval SOURCE MODEL --correction ADAPTER, without it for other models",
+        )
     for name, needed in _BESIDE.items():
         if options.get(name) and not options.get(needed):
             flag, other = f"--{name.replace('_', '-')}", f"--{needed}"

@@ -6,6 +6,7 @@ In this folder:
     artifact         An artifact understood from its headers: the format's layers
     cache_scales     Check of the scales of an fp8 KV cache: positive numbers, and near the ranges that the source shows
     compare          Comparison of a decoded matrix ``Q`` with the matrix ``T`` that it stands for
+    correctable      A quantized model beside its source, as far as an adapter of low rank can be made for it
     declared         Declarations of a configuration on each linear: quantized, left out, uncertain
     deviation        Distance of a decoded matrix ``Q`` from its target ``T``
     difference       Differences between two models, whatever formats they are in: what was done, tensors, values, files

@@ -17,7 +17,7 @@ from quantforge.checkpoint.prepared import RUNNING
 from quantforge.errors import IntegrityError, UsageError
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.planning.cited_files import adapter_hint, check_adapter_given
-from quantforge.quantizers import source_transforms
+from quantforge.quantizers import METHODS, MethodKind, source_transforms
 from quantforge.recipe import AdapterOptions, from_toml
 
 
@@ -63,6 +63,13 @@ def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     while isinstance(document, Mapping):
         yield document
         document = document.get("lineage")
+
+
+def folds_factors(document: Mapping[str, Any] | None) -> bool:
+    """Return whether a manifest says that factors were folded, now or into what it was made of."""
+    methods = (item.get("method") for item in chain(document))
+    words = [word for method in methods if isinstance(method, str) for word in method.split("+")]
+    return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
 
 
 def stated_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:

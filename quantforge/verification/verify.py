@@ -12,7 +12,6 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
-from quantforge.quantizers import METHODS, MethodKind
 from quantforge.verification.artifact import (
     COMPARED,
     NUMBERS,
@@ -31,7 +30,12 @@ from quantforge.verification.numbers import Numbers
 from quantforge.verification.recorded_source import RecordedAs, check_source
 from quantforge.verification.release import check_release, check_signed
 from quantforge.verification.side_files import check_side_files
-from quantforge.verification.stated_changes import StatedChanges, chain, check_adapter
+from quantforge.verification.stated_changes import (
+    StatedChanges,
+    chain,
+    check_adapter,
+    folds_factors,
+)
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tuned_gains import states_tuning
 from quantforge.verification.zeros import stated_zeros
@@ -79,7 +83,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     check_adapter(document, options.source, options.adapter)
     check_signed(report, options.key)
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
-    derive = options.source is not None and (not document or _folds(document))
+    derive = options.source is not None and (not document or folds_factors(document))
     artifact = open_artifact(report, derive=derive)
     if artifact is None:
         if options.source:  # what is wrong with it, or with a tower, is said all the same
@@ -107,7 +111,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     inputs = observed.inputs if observed else None
     zeros = stated_zeros(document)
     twice = _twice(document)
-    folds = _folds(document)
+    folds = folds_factors(document)
     tuned = states_tuning(document) and not folds
     numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=tuned)
     with phase("numbers", 0.6):
@@ -126,13 +130,6 @@ def _twice(document: dict[str, Any] | None) -> bool:
     """Return whether a manifest says that values were rounded twice; an export that is exact rounds none."""
     events = [item.get("event_counts", {}) for item in chain(document)]
     return any(not _ROUNDED_TWICE.isdisjoint(counts) for counts in events)
-
-
-def _folds(document: dict[str, Any] | None) -> bool:
-    """Return whether a manifest says that factors were folded, now or into what it was made of."""
-    methods = (item.get("method") for item in chain(document))
-    words = [word for method in methods if isinstance(method, str) for word in method.split("+")]
-    return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:

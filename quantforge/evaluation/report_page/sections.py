@@ -175,6 +175,8 @@ def _further(options: EvaluationOptions) -> Iterator[str]:
         yield from ("--engine", options.engine)
     if options.adapter is not None:
         yield from ("--adapter", options.adapter.resolve().name)
+    if options.correction is not None:
+        yield from ("--correction", options.correction.resolve().name)
 
 
 def origins(rows: Iterable[Row], verdict: Verdict) -> Iterator[Origin]:
