@@ -15,7 +15,8 @@ from quantforge.execution import learning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
 from quantforge.grids import SUPERBLOCKS
-from quantforge.model import tuned_matrix, tuning
+from quantforge.model import tuned_matrix, tuning_bounds
+from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import Tuned, TuningStream
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
@@ -36,8 +37,10 @@ def tuned(kind: str, **choices: Any) -> Any:
 @pytest.fixture
 def better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every epoch pass for better than the last, and codes go as far as they can in a few steps."""
-    monkeypatch.setattr(tuning, "RATE", 1.0)
-    figures = itertools.count(100, -1)
+    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)
+    monkeypatch.setattr(tuning_bounds, "REACH", 14.0)
+    figures = itertools.count(1000, -1)
+    monkeypatch.setattr(Learning, "_error", lambda *_: float(next(figures)))
     monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(figures)))
 
 
@@ -157,7 +160,7 @@ def test_threads_change_no_byte(tiny: Tiny, tmp_path: Path, whole: dict[str, str
     assert tree(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("part", ["block 1", "tune"])
+@pytest.mark.parametrize("part", ["block 1", "tune block 1", "tune"])
 def test_it_goes_on_where_it_was_stopped(
     tiny: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
