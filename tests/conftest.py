@@ -7,14 +7,18 @@ allows it, and every optional bias is there.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from hypothesis import settings
@@ -31,9 +35,19 @@ if not torch.cuda.is_available():  # before anything imports triton: kernels are
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Loops that numba compiles take a minute, in each process of a session: what one has compiled, the others read.
+LOOPS = "NUMBA_CACHE_DIR"
+FIRST = LOOPS not in os.environ
+if FIRST:
+    os.environ[LOOPS] = tempfile.mkdtemp(prefix="loops-")
+numba.njit = functools.partial(numba.njit, cache=True)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI a test that is skipped for want of a library has failed."""
+    if FIRST:
+        shutil.rmtree(os.environ[LOOPS], ignore_errors=True)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("CI") or reporter is None:
         return

@@ -7,6 +7,7 @@ written into the weight files. A run that goes on later writes it again: a kill 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,8 +149,10 @@ class Tuning:
         kept = self._restoring.kept(part)
 
         def stored(local: str) -> Tensor:
-            (value,) = self._output.read(kept[local]).values()
-            return self._output.storage.kept(kept[local], value)
+            plan = kept[local]
+            (value,) = self._output.read(plan).values()
+            as_stored = replace(plan, dtype=plan.stored[0].dtype)  # not rounded to the source's
+            return self._output.storage.kept(as_stored, value)
 
         return Written(tensors, stored)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,11 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
     before = heads_in(model)
     source = load_file(model / "model.safetensors")
     logits = []
+    # A head is rounded plainly whatever its layers are: one layout goes with a calibrated run.
+    method = recipe("gptq") if layout == "mtp" else recipe("rtn", scales="absmax")
     for mtp in ("keep", "quantize", "drop"):
         out = tmp_path / mtp
-        wanted = recipe("gptq", scheme="int4:g32:sym", mtp=mtp)
+        wanted = replace(method, scheme="int4:g32:sym", mtp=mtp)
         plan = verbs.plan(str(model), wanted)
         made = quantize(model, out, wanted).plan
         assert [t.stored for t in made.tensors] == [t.stored for t in plan.tensors]

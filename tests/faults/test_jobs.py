@@ -157,14 +157,14 @@ def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path):
 
 
 def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
-    common = ["sweep", model, "--over", "bits=3,4", "--over", "method=rtn,gptq", "--samples", "4", "--length", "16",
+    common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
     said = subprocess.run(
         [sys.executable, "-m", "quantforge", *common, "-o", tmp_path / "shared", "--jobs", "2"],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    assert len(json.loads(said.stdout)["results"]) == 4
+    assert len(json.loads(said.stdout)["results"]) == 2
     assert json.loads(said.stdout)["failed_processes"] == []
     assert said.stderr == ""
     assert tree(tmp_path / "shared") == tree(tmp_path / "alone")

@@ -17,6 +17,7 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError, ResourceError, UsageError
 from quantforge.settings import Settings
 from quantforge.verbs import release
+from tests.conftest import Tiny
 from tests.runs import command, ended, forked, script, tree
 
 HEAD = """model = "{model}"
@@ -57,6 +58,15 @@ def written(tmp_path, model, *parts):
     path = tmp_path / "release.toml"
     path.write_text(HEAD.format(model=model) + "".join(parts))
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], float]:
+    """Return the files of a release of two variants without a command, and the seconds that it takes."""
+    place = tmp_path_factory.mktemp("whole")
+    start = time.monotonic()
+    release(written(place, tiny("llama-wide"), INT4, INT3), place / "out")
+    return tree(place / "out"), time.monotonic() - start
 
 
 def together(out: Path, away: Path) -> dict[str, str]:
@@ -100,11 +110,12 @@ def test_files_that_are_moved_away_change_no_byte_and_are_not_made_again(
 
 
 @pytest.mark.parametrize("join", [False, True])
-def test_killed_at_any_moment_it_ends_with_the_same_bytes(model, tmp_path, away, taken, join):
-    spec, out, whole = written(tmp_path, model, INT4, INT3), tmp_path / "out", tmp_path / "whole"
-    start = time.monotonic()
-    release(spec, whole)
-    seconds, moments = time.monotonic() - start, random.Random(7)
+def test_killed_at_any_moment_it_ends_with_the_same_bytes(
+    model, tmp_path, away, taken, whole, join
+):
+    spec, out = written(tmp_path, model, INT4, INT3), tmp_path / "out"
+    files, seconds = whole
+    moments = random.Random(7)
     settings = Settings(on_shard=taken.on_shard, join=join)
     for kill in itertools.count():
         children = [
@@ -119,12 +130,12 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(model, tmp_path, away,
         assert {*codes} <= {0, -signal.SIGKILL}, errors
         if kill >= 6:
             break
-    assert together(out, away) == tree(whole)
+    assert together(out, away) == files
     assert not any(out.rglob(".*"))
 
 
 def test_a_command_that_fails_stops_the_release_and_the_same_goes_on(
-    model, tmp_path, away, capsys, monkeypatch
+    model, tmp_path, away, whole, capsys, monkeypatch
 ):
     lines = "name = sys.argv[2]\n"
     lines += (
@@ -140,12 +151,11 @@ def test_a_command_that_fails_stops_the_release_and_the_same_goes_on(
     Path("mended").touch()
     again = command(capsys, "release", spec, "-o", out, "--on-shard", taker)
     assert again.code == 0, again.err
-    release(spec, tmp_path / "whole")
-    assert together(out, away) == tree(tmp_path / "whole")
+    assert together(out, away) == whole[0]
 
 
 def test_a_disk_that_fills_up_meanwhile_stops_it_and_it_goes_on(
-    model, tmp_path, away, taken, monkeypatch
+    model, tmp_path, away, taken, whole, monkeypatch
 ):
     spec, out = written(tmp_path, model, INT4, INT3), tmp_path / "out"
     allocate, calls = WeightsWriter._allocate_one, itertools.count()
@@ -160,8 +170,7 @@ def test_a_disk_that_fills_up_meanwhile_stops_it_and_it_goes_on(
         with pytest.raises(ResourceError, match="No space left"):
             release(spec, out, taken)
     release(spec, out, taken)
-    release(spec, tmp_path / "whole")
-    assert together(out, away) == tree(tmp_path / "whole")
+    assert together(out, away) == whole[0]
 
 
 def test_what_cannot_work_is_refused_before_any_work(model, tmp_path, taken, capsys):

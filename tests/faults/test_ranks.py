@@ -59,16 +59,18 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
 
 
 def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
-    model: Path, out: Path
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = recipe("gptq", bits=3)
     with pytest.raises(StopError):
         quantize(model, out, wanted, join=True, progress=crash_after("outer"))
-    refused = torchrun(model, out, 2)
-    said, errors = refused.communicate()
-    assert (refused.returncode, said) == (1, "")
-    assert "bits: 3 there, 4 here" in errors
-    assert "when no process works on it any more" in errors
+    with monkeypatch.context() as patch:
+        for name, value in ((ranks.STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+            patch.setenv(name, value)
+        refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
+    assert refused.code == 5
+    assert "bits: 3 there, 4 here" in refused.err + refused.out
+    assert "when no process works on it any more" in refused.err + refused.out
     quantize(model, out, wanted, join=True)
     assert leftovers(out) == {"out"}
 

@@ -21,6 +21,7 @@ from quantforge.execution.unit_output import UnitOutput
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs import join_variants, make_release, release
+from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
 
@@ -76,14 +77,28 @@ def told(child: int, number: signal.Signals) -> tuple[list[str], Callable[[str],
     return said, note
 
 
-@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the files of a release that one process makes."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "release.toml").write_text(TWO_VARIANTS.format(model=tiny("llama-wide")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "0")
+        release(place / "release.toml", place / "out")
+    return tree(place / "out")
+
+
 @pytest.mark.parametrize(
-    ("place", "name"),
-    [(make_release, "_lay_out"), (join_variants, "carry_out"), (UnitOutput, "finish"), (make_release, "finish")],
+    ("place", "name", "number"),
+    [
+        (make_release, "_lay_out", signal.SIGCONT), (join_variants, "carry_out", signal.SIGKILL),
+        (UnitOutput, "finish", signal.SIGKILL), (make_release, "finish", signal.SIGCONT),
+    ],
 )  # fmt: skip
 def test_who_waits_for_a_release_says_who_was_stopped(
-    model: Path, tmp_path: Path, stopped: Stopped, place: object, name: str, number: signal.Signals
-) -> None:
+    model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str], place: object, name: str,
+    number: signal.Signals,
+) -> None:  # fmt: skip
     spec, out = tmp_path / "release.toml", tmp_path / "out"
     spec.write_text(TWO_VARIANTS.format(model=model))
     child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
@@ -92,8 +107,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
     assert len([text for text in said if "nothing is heard of" in text]) == 1
     assert f"kill -CONT {child} lets it go on" in "".join(said)
     assert ended(child) == (0 if number == signal.SIGCONT else -number)
-    release(spec, tmp_path / "whole")
-    assert tree(out) == tree(tmp_path / "whole")
+    assert tree(out) == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGKILL])
@@ -138,8 +152,9 @@ def test_nothing_is_said_of_one_that_works(
 
 
 def test_a_process_of_another_version_does_not_take_part(
-    model: Path, tmp_path: Path, stopped: Stopped, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model: Path, tmp_path: Path, stopped: Stopped, whole: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     spec, out = tmp_path / "release.toml", tmp_path / "out"
     spec.write_text(TWO_VARIANTS.format(model=model))
     child = stopped(UnitOutput, "finish", lambda: release(spec, out, Settings(join=True)))
@@ -150,8 +165,7 @@ def test_a_process_of_another_version_does_not_take_part(
         assert "same versions everywhere" in one.value.hint
     os.kill(child, signal.SIGCONT)
     assert ended(child) == 0
-    release(spec, tmp_path / "whole")
-    assert tree(out) == tree(tmp_path / "whole")
+    assert tree(out) == whole
 
 
 def test_the_lock_of_a_version_that_notes_more_is_a_lock(tmp_path: Path) -> None:

@@ -141,17 +141,18 @@ def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
 def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path):
     from quantforge.runtime.load import load
 
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    model = gguf_models.make("llama-tied", tmp_path / "m", **sizes)
     out, text = tmp_path / "x.gguf", CalibrationOptions(samples=6, length=32)
     # The quick way to such a file: how good its values are does not count here.
     recipe = Recipe(method="rtn", scales="reference", format="gguf", type=kind, calibration=text)
-    verbs.quantize(str(DEMO), recipe, out, Settings())
+    verbs.quantize(str(model), recipe, out, Settings())
     loaded = load(out)
     assert any("lattice" in event.detail for event in loaded.events)
-    prompt = [320, 549, 1805, 951]
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([prompt])).logits[0, -1].double()
+        logits = loaded.model(torch.tensor([IDS])).logits[0, -1].double()
     expected = torch.log_softmax(logits, -1)
-    found = LlamaCpp(out, 64).top(prompt, 20)
+    found = LlamaCpp(out, 64).top(IDS, 20)
     assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.25
 
 

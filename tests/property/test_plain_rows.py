@@ -78,7 +78,7 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Ro
 
 
 @pytest.mark.parametrize("grid", SCHEMES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
     scheme = parse(grid)

@@ -64,7 +64,7 @@ def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> 
     return value if place is None else place.view(value)
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen2-moe", "mixtral", "gpt-oss"])
 def test_gradients_are_those_of_the_whole_model(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -124,16 +124,13 @@ def test_the_divergence_falls_and_routers_stay(
     assert report.findings == []
 
 
-@pytest.mark.parametrize(("family", "part"), [("qwen3-moe", "tune"), ("gpt-oss", "block 1")])
-def test_neither_threads_nor_kills_change_a_byte(
-    tiny: Tiny, tmp_path: Path, family: str, part: str
-) -> None:
-    wanted = tuned(tune=1)
-    quantize(tiny(family), tmp_path / "whole", wanted, threads=1)
+def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
+    wanted, model = tuned(tune=1), tiny("gpt-oss")
+    quantize(model, tmp_path / "whole", wanted, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
     with pytest.raises(StopError):
-        quantize(tiny(family), out, wanted, progress=crash_after(part), **settings)
-    assert quantize(tiny(family), out, wanted, **settings).resumed
+        quantize(model, out, wanted, progress=crash_after("block 1"), **settings)
+    assert quantize(model, out, wanted, **settings).resumed
     assert tree(out) == tree(tmp_path / "whole")
 
 

@@ -22,9 +22,9 @@ from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
 
-FILE = "tune.bin"
+FILE = "tune-block-0.bin"
 ROWS = replace(CALIBRATION, samples=16, length=24)
 SCHEME = "int2:g32:asym"
 
@@ -40,11 +40,17 @@ def tuned(**choices: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the files of a run that nothing interrupts."""
+def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what a run made that nothing interrupted. Do not write into it."""
     out = tmp_path_factory.mktemp("tuned") / "whole"
     quantize(tiny("llama"), out, tuned())
-    return tree(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(result: Path) -> dict[str, str]:
+    """Return the files of that run."""
+    return tree(result)
 
 
 def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,16 +60,14 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [("gemma2", "gptq"), ("gpt2", "compressed-tensors")],
+    ("family", "form", "epochs"),
+    [("gemma2", "gptq", 1), ("gpt2", "compressed-tensors", 3)],
 )
 def test_only_what_is_learned_changes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str, epochs: int
 ) -> None:
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps are too few for codes else
-    monkeypatch.setattr(tuning_bounds, "REACH", 14.0)
     every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
         quantize(tiny(family), tmp_path / name, tuned(tune=times, format=form))
@@ -103,24 +107,31 @@ def test_it_goes_on_where_it_was_stopped(
 def test_a_kill_before_the_results_are_written_loses_nothing(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
+    learned: list[str] = []
+    kept = learning.Tuning._kept
+
+    def noted(self: Any, unit: str, *arguments: Any) -> Any:
+        learned.append(unit)
+        return kept(self, unit, *arguments)
+
+    monkeypatch.setattr(learning.Tuning, "_kept", noted)
     with monkeypatch.context() as patched:
         patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             quantize(tiny("llama"), tmp_path / "out", tuned())
-    with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
-        quantize(tiny("llama"), tmp_path / "out", tuned())
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    assert learned == ["tune block 0", "tune block 1", "tune block 2", "tune"]
     assert tree(tmp_path / "out") == whole
 
 
 def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune"))
+        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune block 0"))
     file = tmp_path / ".out.qf" / "journal" / FILE
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"tune\.bin.*is not what the interrupted run"):
+    with pytest.raises(IntegrityError, match=r"tune-block-0\.bin.*is not what the interrupted run"):
         quantize(tiny("llama"), tmp_path / "out", tuned())
 
 
@@ -174,10 +185,10 @@ def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path) -> None:
+def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path, result: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+    copied(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
     name = "model.layers.1.input_layernorm.weight"
@@ -212,8 +223,8 @@ def test_what_is_made_of_it_verifies_against_the_source(tiny: Tiny, tmp_path: Pa
     assert (report.findings, report.tuned) == ([], [])
 
 
-def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path, result: Path) -> None:
+    copied(result, tmp_path / "out")
     path = tmp_path / "out" / "quantforge.manifest.json"
     document = json.loads(path.read_text())
     assert "\ntune = 2\n" in document["recipe"]
