@@ -99,6 +99,7 @@ CASES: dict[str, Case] = {
     "gptq, gptq_v2, shards": Case(
         Recipe(method="gptq", scheme="int4:g64:asym", format="gptq_v2", max_shard_bytes=400_000, calibration=ROWS)
     ),
+    "rotate+gptq, rows": Case(Recipe(method="rotate+gptq", scheme="int4:row:sym", calibration=ROWS)),
     "smooth, 8-bit inputs": Case(Recipe(method="smooth", scheme="W8A8", calibration=ROWS)),
     "fp8 with 8-bit inputs": Case(Recipe(scheme="FP8_DYNAMIC")),
     "gptq, nvfp4": Case(Recipe(method="gptq", scheme="NVFP4A16", calibration=ROWS)),

@@ -93,6 +93,7 @@ In this folder:
     qwen3_next        Qwen 3 Next: gated delta nets in three layers of four, gated attention in the others
     qwen3_vl          Qwen 3 VL: a qwen3 that reads pictures, whose features are added to the states of early layers too
     qwen_tower        Towers of Qwen's models that read pictures, as llama.cpp reads them: what 2.5 and 3 have in common
+    residual_stream   The residual stream of a model: which tensors read it, and which write into it
     routers           Routers of mixtures of experts, by what they are
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size

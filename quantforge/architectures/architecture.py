@@ -47,6 +47,7 @@ class Architecture:
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``). Slices that fill a part of the rows are repeated, as q, k and v of
             one head after another.
+        centred_norms: norms subtract the mean of the channels, though they have no bias.
         transposed: linears are stored ``[in_features, out_features]`` (gpt2's Conv1D).
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
@@ -84,6 +85,7 @@ class Architecture:
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
+    centred_norms: bool = False
     transposed: bool = False
     float16: bool = True
     text_config: str = ""

@@ -16,6 +16,7 @@ HEAD_NORMS = (
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="cohere",
+    centred_norms=True,
     kinds=(layer(norms("input_layernorm"), HEAD_NORMS, BOTH),),
     defaults={
         "tie_word_embeddings": True,

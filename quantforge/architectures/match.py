@@ -25,7 +25,7 @@ from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
 from quantforge.architectures.slots import Slots
-from quantforge.architectures.tied_embeddings import tied
+from quantforge.architectures.tied_embeddings import no_tie, tied
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
@@ -129,11 +129,7 @@ def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched
     if embedding.stored.dtype != head.stored.dtype or not equal(
         embedding.stored.name, head.stored.name
     ):
-        raise InputError(
-            f"{head.stored.name} differs from {embedding.stored.name} although tie_word_embeddings is true",
-            'a model with its own head says "tie_word_embeddings": false in config.json',
-            tensor=head.stored.name,
-        )
+        raise no_tie(embedding.stored.name, head.stored.name)
     kept = tuple(tensor for tensor in matched.tensors if tensor is not head)
     dropped = (*matched.dropped, (head.stored, "equal to the tied embedding"))
     return replace(matched, tensors=kept, dropped=dropped, tied_twice=False)

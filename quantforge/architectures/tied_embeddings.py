@@ -26,3 +26,19 @@ def tied(
                 raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
             return value
     return False
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+def no_tie(embedding: str, head: str) -> InputError:
+    """Return the error for a tied head that is stored twice, and not alike."""
+    return InputError(
+        f"{head} differs from {embedding} although tie_word_embeddings is true",
+        'a model with its own head says "tie_word_embeddings": false in config.json',
+        tensor=head,
+    )

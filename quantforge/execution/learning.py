@@ -102,7 +102,8 @@ class Tuning:
         record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **about}
         values: list[Tensor] = []
         for block in blocks:
-            record["events"] += [event.to_json() for event in _blind(block)]
+            if unit != TUNE:  # told of its block already
+                record["events"] += [event.to_json() for event in _blind(block)]
             for name, value in self._changed(block, record):
                 record["tuned"].append(name)
                 record["sums"][name] = checksum(value, 0)

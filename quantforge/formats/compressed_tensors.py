@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, ct_layouts, ct_turned, kv_scales
 from quantforge.formats.configuration import (
@@ -24,7 +25,6 @@ from quantforge.formats.configuration import (
     quantized_modules,
     skipped,
     targeted,
-    untied,
 )
 from quantforge.formats.contradictions import denied
 from quantforge.formats.convert import convert

@@ -202,13 +202,6 @@ def config_json(
     return json_bytes(written)
 
 
-def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
-    nested = config.get("text_config")
-    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
-    return {**config, **inner, "tie_word_embeddings": False}
-
-
 def json_bytes(document: Mapping[str, Any]) -> bytes:
     """Return indented UTF-8 JSON with a final newline."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

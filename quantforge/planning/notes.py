@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.fewer_heads import FACT as HEADS
-from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
+from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS, ROTATION
 from quantforge.errors import RefusedError, UsageError
 from quantforge.planning.drafting import draft_of
 from quantforge.plans import Action, Draft
@@ -14,7 +14,12 @@ from quantforge.plans import Action, Draft
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-_CHANGES = (ADAPTER, KEPT_EXPERTS, HEADS)
+CHANGES = (
+    ADAPTER,
+    KEPT_EXPERTS,
+    HEADS,
+    ROTATION,
+)  # of a whole source, by the subject of what is said of them
 
 
 def notes(
@@ -51,8 +56,8 @@ def check_heads(mtp: str, form: str, matched: Matched) -> None:
 
 
 def is_change(note: str) -> bool:
-    """Return whether a note says that the whole source was changed: by adapters, to fewer experts or heads."""
-    return note.startswith(tuple(f"source {subject}: " for subject in _CHANGES))
+    """Return whether a note says that the whole source was changed: by adapters, fewer experts or heads, rotations."""
+    return note.startswith(tuple(f"source {subject}: " for subject in CHANGES))
 
 
 def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:

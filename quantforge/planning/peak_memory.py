@@ -114,6 +114,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     compiler = 0
     if group[0].by_rows and (not run.needs or group[0].part < 0):
         rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
+        rounding += sum(METHODS[word].workspace.matrices for word in run.whole) * max(sizes)
         compiler = RUN_COMPILER
     else:
         rounding += CODES * sum(sizes)

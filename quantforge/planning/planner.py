@@ -37,6 +37,7 @@ from quantforge.planning.run_work import run_work
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.planning.tunable import tune_notes
 from quantforge.plans import Action, Draft, FilePlan, Plan, RunWork, Serving
+from quantforge.quantizers import source_transforms
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import Sparsity
 
@@ -104,7 +105,7 @@ def make_plan(
     )
     recipe = replace(recipe, **dials._asdict())
     sizes = (dials.awq.rows, streamed, in_memory, workers, dials.guide, dials.tune)
-    run = RunSizes(dials.calibration, asked.words, *sizes)
+    run = RunSizes(dials.calibration, asked.words, *sizes, source_transforms(recipe.method))
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     said = targets.check(
         recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)

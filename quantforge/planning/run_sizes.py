@@ -21,6 +21,7 @@ class RunSizes:
         workers: strips of rows that are rounded side by side, `settings.workers_of`.
         guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
         tune: epochs in which scales are learned on the whole model, 0 for none.
+        whole: the transforms of the whole source.
     """
 
     calibration: CalibrationOptions
@@ -31,6 +32,7 @@ class RunSizes:
     workers: int
     guide: int = 0
     tune: int = 0
+    whole: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -104,6 +104,8 @@ def run_work(
     counts["round"] += NEAREST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
+    changed = sum(METHODS[word].work.weights for word in run.whole)
+    counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
     reads = 2 + 2 * bool(run.guide) + bool(run.tune)
     states = states_bytes(matched, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}

@@ -20,6 +20,7 @@ In this folder:
     pairs            Pairs of a producer and its readers
     plain_rows       Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine           Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
+    rotate           Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
     rtn              Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth           SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
     sparsegpt        SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
@@ -110,6 +111,10 @@ METHODS: Mapping[str, Method] = {
     "smooth": Method(
         "quantforge.quantizers.smooth", MethodKind.TRANSFORM, frozenset({Statistic.PEAKS}), MethodMemory(matrices=8.0),
         MethodWork(tries=21, finalists=2),
+    ),
+    "rotate": Method(
+        "quantforge.quantizers.rotate", MethodKind.SOURCE_TRANSFORM, frozenset(), MethodMemory(matrices=1.5),
+        MethodWork(weights=1500.0),
     ),
     "magnitude": Method(
         "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),

@@ -17,8 +17,9 @@ METHOD_WORDS: Mapping[str, str] = {
     "autoawq awqmodifier awqmarlin llmawq mlxawq": "--method awq",
     "smoothquant smoothquantmodifier sq": "--method smooth+gptq, or smooth alone",
     "none nearest round roundtonearest naive minmax plain quantizationmodifier data free datafree": "--method rtn",
-    "autoround signround spinquant quarot quip quipsharp hqq aqlm adaround omniquant brecq dwq":
+    "autoround signround quip quipsharp hqq aqlm adaround omniquant brecq dwq":
         "it is not here; without --method what measured best is taken, below 8 bits --method awq+gptq",
+    "quarot spinquant hadamard rotation rotations": "--method rotate+gptq",
     "auto best default": "leave --method out: what measured best is taken",
     "bnb bitsandbytes nf4 fp4 qlora": "this is a format: --format bnb",
     "llmint8": "this is a scheme: --scheme LLM_INT8",

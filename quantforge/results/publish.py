@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name
@@ -22,7 +23,6 @@ from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.formats import format_of
-from quantforge.formats.configuration import untied
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.opening import open_model, side_data
 from quantforge.plans import FilePlan, Plan

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from quantforge.checkpoint.fewer_experts import FACT
 from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
+from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import METHODS, MethodKind
 from quantforge.verification.artifact import (
     COMPARED,
@@ -137,8 +137,12 @@ def _folds(document: dict[str, Any] | None) -> bool:
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
     """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
-    if artifact.layouts or not report.path.is_dir() or FACT in source.checkpoint.facts:
-        return  # it is quantized, a file, or has fewer experts
+    if (
+        artifact.layouts
+        or not report.path.is_dir()
+        or not source.checkpoint.facts.keys().isdisjoint(CHANGES)
+    ):
+        return  # it is quantized, a file, or the whole source was changed
     own, other = artifact.checkpoint.entries, source.checkpoint.entries
     changed = any(
         name not in other or other[name].dtype != entry.dtype for name, entry in own.items()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quantforge import verbs
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage
@@ -22,7 +23,7 @@ from quantforge.execution.progress import Progress
 from quantforge.model.hidden_states import OnDisk
 from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
-from quantforge.results.publish import source_of, untied
+from quantforge.results.publish import source_of
 from quantforge.settings import Settings
 from quantforge.verbs.export_recipe import format_for
 from tests.conftest import Tiny

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from quantforge.architectures import Absorbs
 from quantforge.architectures.match import match, needs_architecture
 from quantforge.architectures.matched import Matched
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.configuration import untied
 
 if TYPE_CHECKING:
     from torch import Tensor

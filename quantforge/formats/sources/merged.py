@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import match
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError
-from quantforge.formats.configuration import untied
 from quantforge.formats.sources.adapter import Adapter, LowRank
 from quantforge.formats.sources.adapter_config import CONFIG
 from quantforge.formats.sources.adapter_places import Places

@@ -1,0 +1,151 @@
+"""Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``.
+
+``H`` has entries of 1 and -1 and orthogonal rows: Sylvester's for powers of two, and for other sizes the product of one
+of his with one of Paley's, of order ``q + 1`` (for a prime ``q`` that is 3 modulo 4) or ``2 (q + 1)`` (1 modulo 4).
+Nearly all sizes of models are such a product. The signs keep what all channels have in common from gathering in one of
+them; a hash draws them from a seed, so that they are the same everywhere.
+
+Products are sums of channels in float64, element by element: the bits of a row depend neither on threads nor on
+the rows beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from hashlib import shake_256
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LARGEST_PALEY = 1024  # every output of this factor is a sum over all of its inputs
+TILE = 1 << 18  # numbers that are rotated at once
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """An orthogonal matrix of ``size`` channels.
+
+    Attributes:
+        size: `known` of it.
+        signs: what they are drawn from.
+    """
+
+    size: int
+    signs: str
+
+    def along(self, value: Tensor, axis: int) -> None:
+        """Rotate the channels along an axis, of which each run of ``size`` is rotated by itself.
+
+        Args:
+            value: float32, contiguous; overwritten.
+            axis: of ``k * size`` channels.
+        """
+        after = math.prod(value.shape[axis + 1 :])
+        width = max(TILE // self.size, 1)
+        if after == 1:
+            lines = value.view(-1, self.size)
+            for first in range(0, len(lines), width):
+                tile = lines[first : first + width]
+                tile.copy_(self._turned(tile))
+            return
+        for run in value.view(-1, self.size, after):
+            for first in range(0, after, width):
+                tile = run[:, first : first + width]
+                tile.copy_(self._turned(tile.T).T)
+
+    def _turned(self, lines: Tensor) -> Tensor:
+        """Return ``[lines, size]`` rotated, in float64."""
+        import torch
+
+        signs = torch.tensor(_signs(self.size, self.signs), dtype=torch.float64)
+        return _product(lines.double() * signs).div_(self.size**0.5)
+
+
+def known(size: int) -> bool:
+    """Return whether there is a Hadamard matrix of this size here."""
+    return _paley_factor(size) is not None
+
+
+def _product(x: Tensor) -> Tensor:
+    """Return ``x H`` of ``[rows, size]`` float64."""
+    import torch
+
+    rows, size = x.shape
+    small = _paley_factor(size)
+    assert small is not None
+    half = 1
+    while half < size // small:
+        pairs = x.reshape(rows, -1, 2, half)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
+        half *= 2
+    if small == 1:
+        return x.view(rows, size)
+    x, signs = x.view(rows, small, -1), _paley_tensor(small)
+    found = torch.zeros_like(x)
+    for channel in range(small):
+        found.addcmul_(x[:, channel : channel + 1], signs[channel].view(1, -1, 1))
+    return found.view(rows, size)
+
+
+def _paley_tensor(size: int) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(_paley(size), dtype=torch.float64)
+
+
+@cache
+def _paley_factor(size: int) -> int | None:
+    """Return the least order of Paley's (or 1) whose quotient is a power of two; None where there is none."""
+    orders = [size >> shift for shift in range(size.bit_length()) if size % (1 << shift) == 0]
+    found = [order for order in orders if order == 1 or _is_paley(order)]
+    return min(found, default=None)
+
+
+def _is_paley(order: int) -> bool:
+    return order <= LARGEST_PALEY and (
+        (order % 4 == 0 and _is_prime(order - 1)) or (order % 8 == 4 and _is_prime(order // 2 - 1))
+    )
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+@cache
+def _paley(order: int) -> tuple[tuple[int, ...], ...]:
+    """Return a Hadamard matrix of order ``q + 1`` or ``2 (q + 1)``."""
+    if _is_prime(order - 1):  # I + S, S skew
+        q, sides = order - 1, (1, -1)
+    else:  # each entry of a symmetric S becomes two by two
+        q, sides = order // 2 - 1, (1, 1)
+    squares = {number * number % q for number in range(1, q)}
+    residue = [0 if step == 0 else 1 if step in squares else -1 for step in range(q)]
+    matrix = [[0, *[sides[0]] * q]]
+    matrix += [
+        [sides[1], *(residue[(column - row) % q] for column in range(q))] for row in range(q)
+    ]
+    if order == q + 1:
+        return tuple(
+            tuple(entry + (row == column) for column, entry in enumerate(entries))
+            for row, entries in enumerate(matrix)
+        )
+    whole, diagonal = ((1, 1), (1, -1)), ((1, -1), (-1, -1))
+    return tuple(
+        tuple(
+            (diagonal if row == column else whole)[upper][left] * (1 if row == column else entry)
+            for column, entry in enumerate(entries)
+            for left in (0, 1)
+        )
+        for row, entries in enumerate(matrix)
+        for upper in (0, 1)
+    )
+
+
+@cache
+def _signs(size: int, seed: str) -> tuple[float, ...]:
+    drawn = shake_256(seed.encode()).digest(-(-size // 8))
+    return tuple(1.0 - 2.0 * (drawn[channel // 8] >> channel % 8 & 1) for channel in range(size))

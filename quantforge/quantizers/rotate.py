@@ -1,0 +1,160 @@
+"""Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels, and costs nothing later.
+
+With a Hadamard matrix ``Q`` under random signs, the residual stream ``x`` becomes ``x Q``: embedding ``E Q``, whatever
+writes ``Q^T W`` (and its bias), whatever reads ``W diag(g) Q`` with the gain ``g`` of the norm before it, which becomes
+one (QuaRot, Ashkboos et al., arXiv 2404.00456; R1 of SpinQuant, arXiv 2405.16406). Nothing is computed while the model
+runs, so that any format and any engine holds the result. Rotations of the values of heads (R2) are left out: they
+brought nothing (docs/results/quality.md).
+
+A head that was the embedding becomes one of its own: it has the gain of the last norm in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from quantforge.architectures.match import match, needs_architecture
+from quantforge.architectures.residual_stream import residual_stream
+from quantforge.architectures.tied_embeddings import no_tie, untied
+from quantforge.checkpoint.prepared import ROTATION, Rows, prepared_checkpoint
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import RefusedError
+from quantforge.numerics.hadamard import Rotation, known
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "rotate"
+SEED = 0  # of the signs
+
+
+def prepare(source: Checkpoint) -> Checkpoint:
+    """Return a source whose residual stream is rotated, and whose norms have gain 1.
+
+    Raises:
+        InputError: the family is not declared.
+        RefusedError: it is not proven that all readers and writers of the residual stream are known, or no
+            Hadamard matrix of its size is.
+    """
+    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    if matched.architecture is None or matched.dimensions is None:
+        raise needs_architecture(matched, NAME)
+    stream = residual_stream(matched, f"--method {NAME}")
+    rotation, offset = _rotation(matched.dimensions.hidden), matched.architecture.norm_offset
+    stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
+    head, embedding = (
+        f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
+    )
+    rotated = partial(Rotated, rotation=rotation, offset=offset, last=Last())
+    computed: dict[str, Rows] = {
+        stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
+        for name, place in stream.places.items()
+    }
+    computed |= {stored[norm]: Gain(1.0 - offset) for norm in stream.norms}
+    said = (
+        f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SEED};"
+        f" {len(stream.norms)} norms in their readers"
+    )
+    if not matched.tied:
+        return prepared_checkpoint(source, computed, facts={ROTATION: said})
+    base = matched.by_name[embedding].stored
+    twice = stored[head] if matched.tied_twice else ""
+    computed[head] = rotated(base.name, 1, stored[stream.norms[0]], twice=twice)
+    added = {head: replace(source.entries[base.name], name=head)}
+    said += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
+    config = untied(source.config)
+    return prepared_checkpoint(source, computed, config=config, added=added, facts={ROTATION: said})
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """Reader of a tensor whose channels are rotated.
+
+    Attributes:
+        base: the stored tensor.
+        axis: along which the channels lie.
+        gain: stored name of the norm whose gain it takes first; "" for none.
+        rotation: of the channels.
+        offset: what norms add to their gains.
+        last: keeps what strips are taken of, where each depends on all rows.
+        twice: a stored tensor that has to hold the same; "" for none.
+    """
+
+    base: str
+    axis: int
+    gain: str
+    rotation: Rotation
+    offset: float
+    last: Last
+    twice: str = ""
+
+    def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
+        """Return rows ``first:last`` in float32."""
+        rows = checkpoint.entries[self.base].shape[0]
+        if self.axis == 0 and last - first < rows:
+            return self.last.of(self, checkpoint, rows)[first:last].clone()
+        return self.rotated(checkpoint, first, last)
+
+    def rotated(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
+        """Return rows, all of them where they are the channels."""
+        import torch
+
+        stored = checkpoint.read_rows(self.base, first, last)
+        if self.twice and not torch.equal(stored, checkpoint.read_rows(self.twice, first, last)):
+            raise no_tie(self.base, self.twice)
+        value = stored.to(torch.float32, copy=True)
+        if self.gain:
+            gain = checkpoint.read(self.gain).float() + self.offset
+            value *= gain.view(-1, *[1] * (value.dim() - 1 - self.axis))
+        self.rotation.along(value, self.axis)
+        return value
+
+
+class Last:
+    """The tensor that was computed last, safe on several threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._key: tuple[str, Checkpoint] | None = None
+        self._value: Tensor | None = None
+
+    def of(self, reader: Rotated, checkpoint: Checkpoint, rows: int) -> Tensor:
+        """Return all rows of a tensor, which are not to be changed."""
+        with self._lock:
+            known = self._key
+            if (
+                self._value is None
+                or known is None
+                or known[0] != reader.base
+                or known[1] is not checkpoint
+            ):
+                self._value = self._key = None
+                self._value = reader.rotated(checkpoint, 0, rows)
+                self._key = (reader.base, checkpoint)
+            return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Reader of the gain of a norm that its readers have taken."""
+
+    value: float
+
+    def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
+        """Return ``last - first`` equal values in float32."""
+        import torch
+
+        del checkpoint
+        return torch.full((last - first,), self.value)
+
+
+def _rotation(size: int) -> Rotation:
+    if not known(size):
+        raise RefusedError(
+            f"--method {NAME}: no Hadamard matrix of {size} channels is known here",
+            "leave it out: the rest of the method works without it",
+        )
+    return Rotation(size, f"residual stream {SEED}")

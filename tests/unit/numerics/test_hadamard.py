@@ -1,0 +1,82 @@
+"""Rotations: orthogonal, of the entries that they should have, and the same bits however rows are taken together."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quantforge.numerics import hadamard
+from quantforge.numerics.hadamard import Rotation, known
+
+SIZES = [1, 2, 4, 16, 64, 12, 20, 28, 36, 44, 60, 84, 96, 112, 160, 180, 576, 896, 2880]
+
+
+def matrix(rotation: Rotation) -> torch.Tensor:
+    value = torch.eye(rotation.size)
+    rotation.along(value, 1)
+    return value.double()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_a_hadamard_matrix_under_signs(size: int) -> None:
+    found = matrix(Rotation(size, "any"))
+    assert torch.equal(found.abs(), torch.full((size, size), size**-0.5).double())
+    torch.testing.assert_close(
+        found @ found.T, torch.eye(size, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("size", [3, 6, 18, 92, 100, 11008])
+def test_sizes_that_none_is_known_of(size: int) -> None:
+    assert not known(size)
+
+
+def test_the_sizes_of_models_are_known() -> None:
+    hidden = (576, 896, 960, 1024, 1152, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 3840, 4096, 5120)
+    assert all(map(known, (*hidden, 5376, 6144, 7168, 8192, 12288, 16384, 18432)))
+    assert all(map(known, (64, 80, 96, 112, 128, 160, 192, 256)))
+
+
+def test_signs_are_of_the_seed_alone() -> None:
+    assert torch.sign(matrix(Rotation(8, "residual stream 0"))[:, 0]).tolist() == [
+        1,
+        1,
+        -1,
+        1,
+        1,
+        -1,
+        -1,
+        1,
+    ]
+    one, other = matrix(Rotation(64, "a")), matrix(Rotation(64, "b"))
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((40, 7), 0), ((5, 60), 1), ((2, 40, 3), 1), ((40,), 0)]
+)
+def test_each_run_along_an_axis_is_multiplied_by_it(shape: tuple[int, ...], axis: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(shape, generator=generator)
+    rotation = Rotation(20, "x")
+    lines = value.double().movedim(axis, -1).unflatten(-1, (-1, 20)) @ matrix(rotation)
+    rotation.along(value, axis)
+    torch.testing.assert_close(
+        value.double(), lines.flatten(-2).movedim(-1, axis), atol=1e-5, rtol=0
+    )
+
+
+def test_no_bit_depends_on_what_is_rotated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(48, 72, generator=torch.Generator().manual_seed(1))
+    for axis, size in ((0, 48), (1, 24)):
+        one, other = value.clone(), value.clone()
+        Rotation(size, "x").along(one, axis)
+        with monkeypatch.context() as patch:
+            patch.setattr(hadamard, "TILE", 5 * size)
+            torch.set_num_threads(2)
+            Rotation(size, "x").along(other, axis)
+            torch.set_num_threads(1)
+        assert torch.equal(one, other)
+    assert math.isclose(float(one.norm()), float(value.norm()), rel_tol=1e-6)
