@@ -136,25 +136,36 @@ class Run:
     def begin(self, *, calibrated: bool, runs: int) -> None:
         """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""
         self._shares = {name: share / runs for name, share in self._shares.items()}
-        if TUNE in self._work.done:
-            self._tuning.write(self._work.done[TUNE])
+        for name in filter(self._done, self._tunings):
+            self._tuning.write(name, self._work.done[name])
         check(self._work.done.values(), self._output, self._work.directory)
         for name in self._finished:
             self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
 
+    def _done(self, unit: str) -> bool:
+        return unit in self._work.done
+
+    @property
+    def _tunings(self) -> list[str]:
+        """Return the names of the units that tune, in order."""
+        return [name for name in self._units if name.startswith(TUNE)]
+
     def tune(self, sample: Sample) -> None:
         """Tune what the blocks have written, where the plan wants that: kept beside the journal first."""
-        if not self._planned.plan.tune or TUNE in self._work.done:
+        if all(map(self._done, self._tunings)):
             return
         start = time.monotonic()
-        with phase("", self._shares.get(TUNE, 0.0), TUNE):
-            record = self._tuning.learn(self._checkpoint, sample, self._settings)
-        self._work.commit(TUNE, record)
-        self._tuning.write(record)
-        self._tell(TUNE, record, start)
-        self._settings.policy.check(self.events())
+
+        def done(name: str, record: Record) -> None:
+            self._work.commit(name, record)
+            self._tuning.write(name, record)
+            self._tell(name, record, start)
+            self._settings.policy.check(self.events())
+
+        with phase("", sum(self._shares.get(name, 0.0) for name in self._tunings), TUNE):
+            self._tuning.learn(self._checkpoint, sample, self._settings, self._done, done)
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""

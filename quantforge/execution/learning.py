@@ -1,11 +1,13 @@
-"""Tuning of a run: the unit behind its blocks, which learns and writes what it learned over what was written.
+"""Tuning of a run: units behind its blocks, which learn block after block and write that over what was written.
 
-What it learned lies in a file beside the journal before the journal says that it is done, and is only then written into
-the weight files. A run that goes on later writes it again: a kill in between loses nothing.
+What was learned of a block lies in a file beside the journal before the journal says that it is done, and is only then
+written into the weight files. A run that goes on later writes it again: a kill in between loses nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +22,9 @@ from quantforge.events import Event
 from quantforge.execution.journal import write_durably
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, checksum, merge
+from quantforge.execution.units import TUNE, tune_unit
 from quantforge.model.tuned_matrix import CODES
+from quantforge.model.tuning_bounds import whole_epochs
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
@@ -33,7 +37,6 @@ if TYPE_CHECKING:
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
-FILE = "tuned.bin"  # in the directory of the journal
 LISTED = 8  # experts that an event names
 
 
@@ -47,8 +50,18 @@ class Tuning:
         self._planned, self._output, self._restoring = planned, output, restoring
         self._directory = directory
 
-    def learn(self, checkpoint: Checkpoint, sample: Sample, settings: Settings) -> Record:
-        """Learn, and keep the results beside the journal; return the record of the unit, checksums included.
+    def learn(
+        self,
+        checkpoint: Checkpoint,
+        sample: Sample,
+        settings: Settings,
+        has: Callable[[str], bool],
+        done: Callable[[str, Record], None],
+    ) -> None:
+        """Learn what ``has`` not been learned: block after block, then the whole model where there are epochs for it.
+
+        What was learned of a unit is kept beside the journal, then ``done`` is told its name and record, with the
+        checksums of what was learned, and has to write it (`write`).
 
         Raises:
             InputError: a weight, an activation or a gradient is not finite, or there is one row only.
@@ -58,38 +71,58 @@ class Tuning:
 
         planned, options = self._planned, self._planned.recipe.calibration
         activations = self._directory if settings.activations == "disk" else None
+        epochs, blocks = planned.plan.tune, range(planned.matched.blocks)
 
-        def told(share: float, divergence: float) -> None:
-            tell(f"tuning, divergence {divergence:.5f}", share=share)
+        def told(share: float, what: str) -> None:
+            tell(f"tuning, {what}", share=share)
 
-        tell("tuning", share=0.0)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            stream = TuningStream(
+        def streaming() -> TuningStream:
+            return TuningStream(
                 checkpoint, planned.matched, sample, micro_batch=options.micro_batch,
                 device=settings.device, activations=activations,
             )  # fmt: skip
-            with stream:
-                tuned = stream.tune(self._read, planned.plan.tune, options.seed, told)
-                record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": []}
-                values: list[Tensor] = []
-                for block in tuned.blocks:
-                    record["events"] += [event.to_json() for event in _blind(block)]
-                    for name, value in self._changed(block, record):
-                        record["tuned"].append(name)
-                        record["sums"][name] = checksum(value, 0)
-                        values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
-        record["divergence"] = {"before": tuned.before, "after": tuned.after}
+
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not all(has(tune_unit(index)) for index in blocks):
+                with streaming() as stream:
+                    for one in stream.tune_blocks(
+                        self._read, lambda index: has(tune_unit(index)), 1, options.seed, told
+                    ):
+                        record: Record = {"error": {"before": one.before, "after": one.after}}
+                        name = tune_unit(one.block.part.index)
+                        done(name, self._kept(name, [one.block], record))
+            if whole := whole_epochs(epochs):
+                with streaming() as stream:
+                    tuned = stream.tune(self._read, whole, options.seed, told)
+                    record = {"divergence": {"before": tuned.before, "after": tuned.after}}
+                    done(TUNE, self._kept(TUNE, tuned.blocks, record))
+
+    def _kept(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
+        """Keep what was learned of blocks beside the journal, and return the record of that."""
+        record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **about}
+        values: list[Tensor] = []
+        for block in blocks:
+            if unit != TUNE:  # told of its block already
+                record["events"] += [event.to_json() for event in _blind(block)]
+            for name, value in self._changed(block, record):
+                record["tuned"].append(name)
+                record["sums"][name] = checksum(value, 0)
+                values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
         whole = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
-        write_durably(self._directory / FILE, whole.numpy().tobytes())
+        write_durably(self._path(unit), whole.numpy().tobytes())
         return record
 
-    def write(self, record: Record) -> None:
-        """Write what was learned into the weight files.
+    def _path(self, unit: str) -> Path:
+        """Return the file of what was learned in a unit, in the directory of the journal."""
+        return self._directory / f"{unit.replace(' ', '-')}.bin"
+
+    def write(self, unit: str, record: Record) -> None:
+        """Write what was learned in a unit into the weight files.
 
         Raises:
             IntegrityError: the file of results is not as it was written.
         """
-        path = self._directory / FILE
+        path = self._path(unit)
         there = path.exists()
         with FILES.stream(path, TUNED, self._directory) if there else BytesIO() as file:
             for name in record["tuned"]:
@@ -115,9 +148,14 @@ class Tuning:
             for name, tensor in self._restoring.targets(part).items()
         }
         kept = self._restoring.kept(part)
-        return Written(
-            tensors, {name: torch_dtype(one.stored[0].dtype) for name, one in kept.items()}
-        )
+
+        def stored(local: str) -> Tensor:
+            plan = kept[local]
+            (value,) = self._output.read(plan).values()
+            as_stored = replace(plan, dtype=plan.stored[0].dtype)  # not rounded to the source's
+            return self._output.storage.kept(as_stored, value)
+
+        return Written(tensors, stored)
 
     def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""

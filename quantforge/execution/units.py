@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantforge.errors import UsageError, without
+from quantforge.model.tuning_bounds import whole_epochs
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
 OUTER, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
@@ -53,6 +54,11 @@ def expert_unit(index: int, expert: int) -> str:
     return f"{block_unit(index)}{EXPERT}{expert}"
 
 
+def tune_unit(index: int) -> str:
+    """Return the name of the unit that tunes a block."""
+    return f"{TUNE} {block_unit(index)}"
+
+
 def unit_of(tensor: TensorPlan, plan: Plan) -> str:
     """Return the name of the unit that writes a tensor of a plan."""
     if tensor.name in plan.late:
@@ -77,7 +83,10 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     for index in range(blocks):
         names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]
         names.append(block_unit(index))
-    names += [HEAD, *([TUNE] if plan.tune else [])]
+    names.append(HEAD)
+    if plan.tune:
+        names += [tune_unit(index) for index in range(blocks)]
+        names += [TUNE] if whole_epochs(plan.tune) else []
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
@@ -116,8 +125,9 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
         found[name] = found.get(name, 0.0) + work
     if GUIDE in found:  # a forward and a backward pass: about as long as all the rest
         found[GUIDE] = sum(found.values())
-    if TUNE in found:  # at least two epochs of as much each, where rounding is fast
-        found[TUNE] = 2 * sum(found.values())
+    if tuned := [name for name in found if name.startswith(TUNE)]:
+        each = 2 * sum(found.values()) / len(tuned)  # where rounding is fast
+        found |= dict.fromkeys(tuned, each)
     whole = sum(found.values()) or 1.0
     return {name: work / whole for name, work in found.items()}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.packers.tensor import QuantizedTensor
 
+Aim = Callable[[int, Tensor], Tensor]
 Place = tuple[str, str]  # of a linear and one of its parameters, of a norm and ""
 
 
@@ -29,11 +30,11 @@ class Written(NamedTuple):
 
     Attributes:
         tensors: its quantized linears, by their names inside of it.
-        dtypes: in which its other parameters are stored.
+        kept: returns another of its parameters, by its name, in the type in which it is stored.
     """
 
     tensors: dict[str, QuantizedTensor]
-    dtypes: dict[str, torch.dtype]
+    kept: Callable[[str], Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,7 @@ class TunedBlock:
         rates = (one.rate for matrix in matrices.values() for one in matrix.scales.values())
         least = min(rates, default=0.0)
         gains = {
-            name: Learned.of(part.parameter(name), written.dtypes[name], least, offset)
+            name: Learned.at(part.parameter(name), written.kept(name), least, offset)
             for name, offset in gains_of(part).items()
         }
         own = tuple(name for name in part.own_linears if name in matrices)
@@ -114,18 +115,18 @@ class TunedBlock:
         return found
 
     def backward(
-        self, rows: Sequence[Batch], behind: Sequence[Tensor], share: float
+        self, rows: Sequence[Batch], aim: Aim, share: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Go back through the block, and move its codes.
+        """Go through the block and back, and move its codes.
 
         Args:
             rows: what reaches it.
-            behind: gradients of what the block returns for each.
+            aim: returns the gradient of the loss at what the block makes of a row, given the row's number and that.
             share: of the rate of codes that is left.
 
         Returns:
             Gradients of the states of each row, and of all factors as sums over the rows in their order; None for those
-            of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`.
+            of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`, and those of ``aim``.
         """
         found: dict[Place, Tensor] = {}
         moves: dict[Place, Tensor] = {}
@@ -134,23 +135,38 @@ class TunedBlock:
             matrix = self.matrices[linear]
             for key, one in matrix.of_scales(gradient).items():
                 _add(found, (linear, key), one)
-            if linear not in self.own and moves and _owner(linear) != _owner(next(iter(moves))[0]):
+            if moves and _owner(linear) != _owner(next(iter(moves))[0]):
                 self._move(moves, share)  # of an expert whose turn is over
             for key, one in matrix.of_steps(gradient).items():
                 _add(moves, (linear, key), one)
 
+        behind = None
+        if self.experts is not None:  # they go back first, and have to know from where
+            behind = [
+                aim(row.start, outputs)
+                for row, outputs in zip(rows, self.forward(rows), strict=True)
+            ]
         self.fill()
         with self._without_experts(rows, behind, visit):
-            passed = side_by_side(self._back, [*enumerate(zip(rows, behind, strict=True))])
+            passed = side_by_side(partial(self._back, aim, behind), [*enumerate(rows)])
         self.release()
-        for name, gradients in zip(
-            self.own, zip(*(one for _, one, _ in passed), strict=True), strict=True
-        ):
-            visit(name, reduce(torch.add, gradients))
+        self._move(moves, share)
+
+        def own(numbered: tuple[int, str]) -> dict[Place, Tensor]:
+            number, name = numbered
+            with one_thread():
+                gradient = reduce(torch.add, (one[number] for _, one, _ in passed))
+                matrix = self.matrices[name]
+                sums = matrix.of_scales(gradient)
+                for key, steps in matrix.of_steps(gradient).items():
+                    matrix.steps[key].step(steps, share)
+            return {(name, key): one for key, one in sums.items()}
+
+        for sums in side_by_side(own, [*enumerate(self.own)]):
+            found |= sums
         for _, _, vectors in passed:
             for name, gradient in zip(self.gains, vectors, strict=True):
                 _add(found, (name, ""), gradient)
-        self._move(moves, share)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
         factors = [found.get(place) for place in (*scales, *((name, "") for name in self.gains))]
         return [first for first, _, _ in passed], factors
@@ -173,20 +189,23 @@ class TunedBlock:
         return value.T if self.part.architecture.transposed else value
 
     def _without_experts(
-        self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
+        self, rows: Sequence[Batch], behind: Sequence[Tensor] | None, visit: Visit
     ) -> AbstractContextManager[None]:
-        return self.experts.known(rows, behind, visit) if self.experts else nullcontext()
+        if self.experts is None or behind is None:
+            return nullcontext()
+        return self.experts.known(rows, behind, visit)
 
     def _back(
-        self, numbered: tuple[int, tuple[Batch, Tensor]]
+        self, aim: Aim, known: Sequence[Tensor] | None, numbered: tuple[int, Batch]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the gradients of the states of a row, of the matrices that the module holds, and of gains' factors."""
-        number, (row, behind) = numbered
+        number, row = numbered
         names = [*(f"{name}.weight" for name in self.own), *self.gains]
         values = [self.part.module.get_parameter(name) for name in names]
         with one_thread(), torch.enable_grad():
             states = row.states.detach().requires_grad_()
             outputs = self.run(number, row._replace(states=states))
+            behind = aim(row.start, outputs.detach()) if known is None else known[number]
             first, *others = torch.autograd.grad(outputs, [states, *values], behind)
         matrices = [self._matrix(gradient) for gradient in others[: len(self.own)]]
         pairs = zip(self.gains.values(), others[len(self.own) :], strict=True)
@@ -218,3 +237,21 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
 
 def _add(sums: dict[Place, Tensor], place: Place, gradient: Tensor) -> None:
     sums[place] = sums[place] + gradient if place in sums else gradient
+
+
+class Snapshot:
+    """Everything that is learned of blocks, as it is at one time."""
+
+    def __init__(self, blocks: Sequence[TunedBlock]) -> None:
+        """Take it."""
+        self._learned = [
+            (one, one.factor.detach().clone()) for block in blocks for one in block.learned
+        ]
+        self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
+
+    def restore(self) -> None:
+        """Go back to it."""
+        for one, factor in self._learned:
+            one.factor.data.copy_(factor)
+        for own, steps in self._codes:
+            own.restore(steps)

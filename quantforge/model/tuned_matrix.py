@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantforge.model.learned_codes import LearnedCodes
+from quantforge.model.tuning_bounds import MOST
 from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
@@ -48,6 +49,14 @@ class Learned:
         """Begin with a value."""
         start = value.detach().float().clone()
         return cls(start, dtype, torch.zeros_like(start, requires_grad=True), rate, offset)
+
+    @classmethod
+    def at(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> Learned:
+        """Go on with a value that was ``start`` and is stored as ``now``."""
+        one = cls.of(start, now.dtype, rate, offset)
+        factor = (now.float() + offset) / (one.start + offset) - 1
+        one.factor.data.copy_(torch.where(factor.isfinite(), factor, 0).clamp(-MOST, MOST))
+        return one
 
     def stored(self) -> Tensor:
         """Return the present value in its stored type."""

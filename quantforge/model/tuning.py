@@ -1,10 +1,8 @@
-"""Tuning: scales of groups, gains of norms and codes learned on what the whole model predicts.
+"""Tuning of the whole model: scales of groups, gains of norms and codes learned on what it predicts.
 
-The loss is the divergence of the quantized model from its source at every position of some rows, in nats. Every scale
-and gain is multiplied with a factor that Adam fits; the product is rounded to the stored type before it is used, and
-its gradient taken as if it were not (straight through). From two epochs on codes are learned as well
-(`quantforge.model.learned_codes`); in one there are too few steps to tell a gradient from its noise. Rows that nothing
-is learned on decide which epoch is kept, the start among them.
+It goes on with what was learned block after block (`quantforge.model.block_tuning`), in the same manner. The loss is
+the divergence of the quantized model from its source at every position of some rows, in nats. Codes are learned from
+two epochs on; in one there are too few steps to tell a gradient from its noise.
 
 A step takes a few rows forward through all blocks and back again. Only what reaches each block is kept on the way
 forward; on the way back a block is computed once more with gradients. The weights of linears exist in floating point in
@@ -17,33 +15,24 @@ does not depend on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi
 
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, RefusedError, without
+from quantforge.errors import InputError, without
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_samples import refuse_experts
+from quantforge.model.block_tuning import BETAS, BlockTuningStream, Read, Tell
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.stream import ModelStream
-from quantforge.model.tuned_block import TunedBlock, Written
-from quantforge.model.tuning_bounds import MOST, ROWS, learns_codes
+from quantforge.model.tuned_block import Aim, Snapshot, TunedBlock
+from quantforge.model.tuning_bounds import HELD, MOST, ROWS, rate_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 
-HELD = 8  # one row of so many decides which epoch is kept, and nothing is learned on it
-BETAS = (0.9, 0.99)
-RATE = 0.035  # of the codes' offsets, at most
-REACH = 1.4  # steps of its grid that a code goes in all epochs where every gradient agrees
 LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
-
-Read = Callable[[BlockPart], Written]
-Tell = Callable[[float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +44,7 @@ class Tuned:
     after: float
 
 
-class TuningStream(ModelStream):
+class TuningStream(BlockTuningStream):
     """A stream that goes forward and back through a quantized model, many times."""
 
     def tune(self, read: Read, epochs: int, seed: int, told: Tell) -> Tuned:
@@ -65,19 +54,15 @@ class TuningStream(ModelStream):
             read: returns what was written of a block.
             epochs: times that the rows are gone through.
             seed: of the order of the rows.
-            told: is told the share that is done, and the divergence on rows held out, after each epoch.
+            told: is told the share that is done, and the divergence on rows held out.
 
         Raises:
-            InputError: a gradient is not finite, or there is one row only.
-            RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states
-                behind the last.
+            InputError: a gradient is not finite. Others as `tune_blocks`.
         """
         count = len(self._rows)
         held = max(1, count // HELD)
-        if count <= held:
-            raise InputError("tuning: one calibration row", "--samples 8, or more")
         steps = epochs * -(-(count - held) // ROWS)
-        rate = min(RATE, 2 * REACH / steps) if learns_codes(epochs) else 0.0
+        rate = rate_of(steps) if epochs > 1 else 0.0
         with one_thread():
             start, targets = self._source()
             blocks = [
@@ -95,16 +80,7 @@ class TuningStream(ModelStream):
         for part in self:
             if not first:
                 first.append(self._copy())
-            if part.experts is None:
-                refuse_experts(part)
-            part.advance()
-            replay = self._around.replay
-            if replay is not None and replay.at(part.index + 1).remembers:
-                raise RefusedError(
-                    f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
-                    without("--tune"),
-                    tensor=part.name,
-                )
+            self.pass_source(part)
         return first[0], self._states
 
     def _learn(
@@ -119,7 +95,7 @@ class TuningStream(ModelStream):
         learned = [one for block in blocks for one in block.learned]
         optimizer = torch.optim.Adam([{"params": [one.factor]} for one in learned], betas=BETAS)
         before = best = self._divergence(blocks, states, held)
-        kept = _Snapshot(blocks)
+        kept = Snapshot(blocks)
         generator = torch.Generator().manual_seed(seed)
         steps, step = epochs * -(-held.start // ROWS), 0
         for _ in range(epochs):
@@ -135,11 +111,11 @@ class TuningStream(ModelStream):
                 for one in learned:
                     one.factor.data.clamp_(-MOST, MOST)
                 step += 1
-                told(step / steps, best)
+                told(step / steps, f"divergence {best:.5f}")
             found = self._divergence(blocks, states, held)
             if found < best:
-                best, kept = found, _Snapshot(blocks)
-            told(step / steps, best)
+                best, kept = found, Snapshot(blocks)
+            told(step / steps, f"divergence {best:.5f}")
         kept.restore()
         return Tuned(blocks, before, best)
 
@@ -185,7 +161,7 @@ class TuningStream(ModelStream):
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             batches = self._single(index, rows, reached.pop())
-            behind, sums = block.backward(batches, behind, share)
+            behind, sums = block.backward(batches, _known(rows, behind), share)
             _check(block.part, behind, rows)
             found.append([one if one is None else one * scale for one in sums])
         return [gradient for own in reversed(found) for gradient in own]
@@ -219,23 +195,10 @@ class TuningStream(ModelStream):
         return found
 
 
-class _Snapshot:
-    """Factors and codes of blocks, as they were learned at one moment."""
-
-    def __init__(self, blocks: list[TunedBlock]) -> None:
-        """Take it."""
-        self._blocks = blocks
-        self._factors = [one.factor.detach().clone() for block in blocks for one in block.learned]
-        self._codes = [one.snapshot() for block in blocks for one in block.steps]
-
-    def restore(self) -> None:
-        """Go back to it."""
-        learned = [one for block in self._blocks for one in block.learned]
-        for one, factor in zip(learned, self._factors, strict=True):
-            one.factor.data.copy_(factor)
-        codes = [one for block in self._blocks for one in block.steps]
-        for own, steps in zip(codes, self._codes, strict=True):
-            own.restore(steps)
+def _known(rows: list[int], behind: list[Tensor]) -> Aim:
+    """Return the gradients that are known already, by their rows."""
+    found = dict(zip(rows, behind, strict=True))
+    return lambda row, _: found[row]
 
 
 def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:

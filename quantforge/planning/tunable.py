@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
-from quantforge.model.tuning_bounds import learns_codes
+from quantforge.model.tuning_bounds import whole_epochs
 from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
@@ -27,14 +27,14 @@ def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -
     if not epochs:
         return ()
     tokens = calibration.samples * calibration.length
-    what = (
-        "the codes of all blocks, and six bytes more for each"
-        if learns_codes(epochs)
-        else "the codes of all blocks"
+    passes = f"each about as long as {epoch_passes(matched)} forward passes"
+    whole = whole_epochs(epochs)
+    then = (
+        f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
     )
+    codes = ", and six bytes more for each" if whole > 1 else ""
     return (
-        f"tune: {epochs} epoch(s) over {tokens:,} tokens behind the blocks, each about as long as"
-        f" {epoch_passes(matched)} forward passes; in memory meanwhile are {what}",
+        f"tune: {epochs} epoch(s) over {tokens:,} tokens, {passes}: one block after block{then}{codes}",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from quantforge.architectures.match import Matched, declared
 from quantforge.model.statistics import EXPERT_TOKENS
-from quantforge.model.tuning_bounds import ROWS, learns_codes
+from quantforge.model.tuning_bounds import ROWS, whole_epochs
 from quantforge.planning import expert_memory
 from quantforge.plans import TensorPlan
 
@@ -34,24 +34,33 @@ def tuning_bytes(
         epochs: which decide what is learned.
     """
     _, sizes = declared(matched)
+    whole = whole_epochs(epochs)
     linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
-    codes = sum(math.prod(tensor.shape) for tensor in linears)
-    learned = sum(_scales(tensor) for tensor in linears)
-    count, length = min(rows[0], ROWS), rows[1]
+    parts = {tensor.part for tensor in linears}
+    held = [[one for one in linears if one.part == part] for part in parts]
+    if whole:
+        held = [linears]
+    codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
+    learned = max(sum(_scales(tensor) for tensor in some) for some in held)
+    count, length = min(rows[0], ROWS if whole else 1), rows[1]
     kinds = max(kind.inner_copies + 1 for kind in matched.layers)
     passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
     side = min(count, workers)
-    states = count * length * sizes.hidden * (matched.blocks + 1)
-    states += side * length * max(passing, COPIES * sizes.vocab)
+    states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
+    states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
     block = expert_memory.block_bytes(matched) * (1 + 2 * side)
-    if learns_codes(epochs):
+    if whole != 1:
         codes *= 1 + CODE_BYTES
         block += expert_memory.block_bytes(matched) * count
     if expert_memory.states(matched) > 1:
         states += MIXED * count * length * sizes.hidden
         states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
         block += expert_memory.routing_bytes(matched, count * length)
-    return codes + block + FLOAT * (COPIES * learned + states + sizes.vocab * sizes.hidden)
+    return (
+        codes
+        + block
+        + FLOAT * (COPIES * learned + states + bool(whole) * sizes.vocab * sizes.hidden)
+    )
 
 
 def _scales(tensor: TensorPlan) -> int:

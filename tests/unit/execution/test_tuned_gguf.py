@@ -15,7 +15,8 @@ from quantforge.execution import learning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
 from quantforge.grids import SUPERBLOCKS
-from quantforge.model import tuned_matrix, tuning
+from quantforge.model import tuned_matrix, tuning_bounds
+from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import Tuned, TuningStream
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
@@ -36,13 +37,14 @@ def tuned(kind: str, **choices: Any) -> Any:
 @pytest.fixture
 def better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every epoch pass for better than the last, and codes go as far as they can in a few steps."""
-    monkeypatch.setattr(tuning, "RATE", 1.0)
+    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)
 
-    def falls(stream: Any, *_: Any) -> float:  # from the same figure on in every run
-        stream.figures = getattr(stream, "figures", None) or itertools.count(100, -1)
-        return float(next(stream.figures))
+    def falls(of: Any, *_: Any) -> float:  # from the same figure on in every run
+        of.figures = getattr(of, "figures", None) or itertools.count(100, -1)
+        return float(next(of.figures))
 
     monkeypatch.setattr(TuningStream, "_divergence", falls)
+    monkeypatch.setattr(Learning, "_error", falls)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
-from quantforge.model import tuned_matrix, tuning
+from quantforge.model import tuned_matrix, tuning_bounds
+from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
@@ -23,6 +24,7 @@ from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
 
+FILE = "tune-block-0.bin"
 ROWS = replace(CALIBRATION, samples=16, length=24)
 SCHEME = "int2:g32:asym"
 
@@ -51,16 +53,22 @@ def whole(result: Path) -> dict[str, str]:
     return tree(result)
 
 
+def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what was learned be kept, whatever it did."""
+    better = itertools.count(1000, -1)
+    monkeypatch.setattr(Learning, "_error", lambda *_: float(next(better)))
+    monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
+
+
 @pytest.mark.parametrize(
     ("family", "form", "epochs"),
-    [("gemma2", "gptq", 1), ("gpt2", "compressed-tensors", 2)],
+    [("gemma2", "gptq", 1), ("gpt2", "compressed-tensors", 3)],
 )
 def test_only_what_is_learned_changes(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str, epochs: int
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", 1.0)  # 4 steps an epoch are too few for codes else
-    better = itertools.count(100, -1)
-    monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
+    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps are too few for codes else
+    every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
         quantize(tiny(family), tmp_path / name, tuned(tune=times, format=form))
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
@@ -68,7 +76,7 @@ def test_only_what_is_learned_changes(
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
     }
     assert any(name.endswith("scale") or name.endswith("scales") for name in changed)
-    assert any("weight_packed" in name or "qweight" in name for name in changed) == (epochs > 1)
+    assert any("weight_packed" in name or "qweight" in name for name in changed)
     for name in changed:
         if "scale" in name:
             ratios = other.read(name).float() / plain.read(name).float()
@@ -86,7 +94,7 @@ def test_neither_threads_nor_place_change_a_byte(
     assert tree(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("part", ["block 1", "tune"])
+@pytest.mark.parametrize("part", ["block 1", "tune block 1", "tune"])
 def test_it_goes_on_where_it_was_stopped(
     tiny: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
@@ -99,24 +107,31 @@ def test_it_goes_on_where_it_was_stopped(
 def test_a_kill_before_the_results_are_written_loses_nothing(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
+    learned: list[str] = []
+    kept = learning.Tuning._kept
+
+    def noted(self: Any, unit: str, *arguments: Any) -> Any:
+        learned.append(unit)
+        return kept(self, unit, *arguments)
+
+    monkeypatch.setattr(learning.Tuning, "_kept", noted)
     with monkeypatch.context() as patched:
         patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             quantize(tiny("llama"), tmp_path / "out", tuned())
-    with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "learn", lambda *_: pytest.fail("it was learned again"))
-        quantize(tiny("llama"), tmp_path / "out", tuned())
+    quantize(tiny("llama"), tmp_path / "out", tuned())
+    assert learned == ["tune block 0", "tune block 1", "tune block 2", "tune"]
     assert tree(tmp_path / "out") == whole
 
 
 def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune"))
-    file = tmp_path / ".out.qf" / "journal" / learning.FILE
+        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune block 0"))
+    file = tmp_path / ".out.qf" / "journal" / FILE
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"tuned\.bin.*is not what the interrupted run"):
+    with pytest.raises(IntegrityError, match=r"tune-block-0\.bin.*is not what the interrupted run"):
         quantize(tiny("llama"), tmp_path / "out", tuned())
 
 
@@ -126,7 +141,7 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
     opened, roles = Opener.opened, []
 
     def limited(self: Opener, path: Path, role: FileRole, inside: Path | None) -> Any:
-        if path.name == learning.FILE:
+        if path.name == FILE:
             roles.append(role.name)
             role = replace(role, limit=9) if role.limit < NO_LIMIT else role
         return opened(self, path, role, inside)
@@ -189,8 +204,7 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However large the steps are, and even where what they lead to passes for better."""
-    better = iter(range(100, 0, -1))
-    monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
+    every_epoch_is_better(monkeypatch)
     monkeypatch.setattr(tuned_matrix, "RATE", 8.0)
     quantize(tiny("llama"), tmp_path / "out", tuned())
     name = "model.layers.0.input_layernorm.weight"
