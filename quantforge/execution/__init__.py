@@ -17,7 +17,7 @@ In this folder:
     handover            Handing over: each shard of a result goes to a command of the user as soon as it is final
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
-    learning            Tuning of a run: the unit behind its blocks
+    learning            Tuning of a run: units behind its blocks
     leases              Lease of one unit: a directory that a worker holds by its name
     linear_errors       Linears and experts of one block, rounded under each candidate scheme for `candidate_errors`
     lockstep            Runs of one source in lock step: calibration rows pass each block once

@@ -8,6 +8,7 @@ In this folder:
     block              One decoder block with weights and the activations that reach it: observed, captured, advanced
     block_rows         One decoder block that rows pass: as a micro-batch is run, row by row, on the threads of the run
     block_samples      Samples of a block for methods that learn: what reaches it, what it is to return
+    block_tuning       Tuning block after block: scales of groups
     block_weights      The weights of one decoder block: its matrices by name, in one orientation
     conversion         Conversion of stored tensors into parameters
     converted_tensors  Declare tensors as files hold them
@@ -54,7 +55,7 @@ In this folder:
     tuned_block        A block whose linears are codes under scales that are learned
     tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes
     tuned_matrix       A linear whose scales are learned, and maybe its codes
-    tuning             Tuning: scales of groups, gains of norms and codes learned on what the whole model predicts
+    tuning             Tuning of the whole model: scales of groups, gains of norms and codes learned on what it predicts
     tuning_bounds      Bounds of tuning, which plans, forecasts and `verify` go by
     whole_checkpoint   Check that a checkpoint of a family without declarations is whole
 """
