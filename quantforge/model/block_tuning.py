@@ -80,11 +80,10 @@ class BlockTuningStream(ModelStream):
             ahead = ahead or self._copy()
             self.pass_source(part)
             index = part.index
-            rate = 0.0 if has(index) else rate_of(steps)
             passing = self._passing(index, ahead)
-            with one_thread():
-                block = TunedBlock.of(part, read(part), rate)
-            if rate:
+            if not has(index):
+                with one_thread():
+                    block = TunedBlock.of(part, read(part), rate_of(steps))
                 learning = Learning(block, passing, self._states, count, held)
 
                 def tell(share: float, error: float, index: int = index) -> None:
@@ -93,8 +92,10 @@ class BlockTuningStream(ModelStream):
                 with one_thread():
                     tuned = learning.learn(epochs, seed, tell)
                 yield tuned
-            for row in range(count if index + 1 < blocks else 0):
-                ahead.write(row, block.forward([passing(row)])[0])
+            if index + 1 < blocks:  # as it was written, whenever that was
+                block = TunedBlock.of(part, read(part), 0.0)
+                for row in range(count):
+                    ahead.write(row, block.forward([passing(row)])[0])
 
     def pass_source(self, part: BlockPart) -> None:
         """Let all rows pass a block of the source; errors as `tune_blocks`."""

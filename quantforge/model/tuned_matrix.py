@@ -36,6 +36,7 @@ class Learned:
         factor: what is learned, 0 for no change.
         rate: with which it is learned at first.
         offset: that the norm adds to what is stored.
+        known: a factor, and what is stored at it.
     """
 
     start: Tensor
@@ -43,6 +44,7 @@ class Learned:
     factor: Tensor
     rate: float
     offset: float = 0.0
+    known: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0) -> Learned:
@@ -56,6 +58,7 @@ class Learned:
         one = cls.of(start, now.dtype, rate, offset)
         factor = (now.float() + offset) / (one.start + offset) - 1
         one.factor.data.copy_(torch.where(factor.isfinite(), factor, 0).clamp(-MOST, MOST))
+        one.known = (one.factor.detach().clone(), now)
         return one
 
     def stored(self) -> Tensor:
@@ -64,7 +67,11 @@ class Learned:
         value = (start + start * self.factor.detach() - self.offset).to(self.dtype)
         seen = value.float()  # of floats of 8 bits torch compares none
         kept = seen.isfinite() & ((seen != 0) | (self.start == 0))
-        return torch.where(kept, seen, self.start).to(self.dtype)
+        found = torch.where(kept, seen, self.start)
+        if self.known is not None:  # to the last bit
+            factor, now = self.known
+            found = torch.where(self.factor.detach() == factor, now.float(), found)
+        return found.to(self.dtype)
 
     def gradient(self, of_value: Tensor) -> Tensor:
         """Return the gradient of the factor, given that of the value."""

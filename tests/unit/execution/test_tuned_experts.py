@@ -115,7 +115,7 @@ def test_the_divergence_falls_and_routers_stay(
     tune = TuningStream.tune
     monkeypatch.setattr(TuningStream, "tune", lambda *a: ends.append(tune(*a)) or ends[-1])
     quantize(tiny("qwen2-moe"), tmp_path / "tuned", tuned())
-    assert ends[0].after < 0.97 * ends[0].before
+    assert ends[0].after < 0.99 * ends[0].before
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
     changed = {n for n in plain.entries if not torch.equal(plain.read(n), other.read(n))}
     for kind in (".experts.", ".shared_expert.", ".self_attn."):
