@@ -97,7 +97,7 @@ class Run:
         self._restoring = Restoring(
             plan, self._output, settings.device, rounded_inputs=not from_source
         )
-        self._tuning = Tuning(planned, self._output, self._restoring, work.directory)
+        self._tuning = Tuning(planned, self._output, self._restoring, work)
         self._block = CalibratedBlock(planned, rounding, self._data_free, self._restoring)
 
     def execute(self, sample: Sample | None) -> None:
@@ -136,36 +136,24 @@ class Run:
     def begin(self, *, calibrated: bool, runs: int) -> None:
         """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""
         self._shares = {name: share / runs for name, share in self._shares.items()}
-        for name in filter(self._done, self._tunings):
-            self._tuning.write(name, self._work.done[name])
+        self._tuning.write_again()
         check(self._work.done.values(), self._output, self._work.directory)
         for name in self._finished:
             self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
 
-    def _done(self, unit: str) -> bool:
-        return unit in self._work.done
-
-    @property
-    def _tunings(self) -> list[str]:
-        """Return the names of the units that tune, in order."""
-        return [name for name in self._units if name.startswith(TUNE)]
-
     def tune(self, sample: Sample) -> None:
-        """Tune what the blocks have written, where the plan wants that: kept beside the journal first."""
-        if all(map(self._done, self._tunings)):
-            return
+        """Tune what the blocks have written, where the plan wants that."""
         start = time.monotonic()
 
-        def done(name: str, record: Record) -> None:
-            self._work.commit(name, record)
-            self._tuning.write(name, record)
+        def after(name: str, record: Record) -> None:
             self._tell(name, record, start)
             self._settings.policy.check(self.events())
 
-        with phase("", sum(self._shares.get(name, 0.0) for name in self._tunings), TUNE):
-            self._tuning.learn(self._checkpoint, sample, self._settings, self._done, done)
+        if missing := self._tuning.missing:
+            with phase("", sum(self._shares.get(name, 0.0) for name in missing), TUNE):
+                self._tuning.learn(self._checkpoint, sample, self._settings, after)
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""

@@ -29,6 +29,7 @@ from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.journal import Workspace
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
@@ -44,24 +45,35 @@ class Tuning:
     """Tuning of what the blocks of a run have written."""
 
     def __init__(
-        self, planned: Planned, output: UnitOutput, restoring: Restoring, directory: Path
+        self, planned: Planned, output: UnitOutput, restoring: Restoring, work: Workspace
     ) -> None:
-        """Tune under a plan; ``directory`` is that of the journal."""
+        """Tune under a plan, into a journal."""
         self._planned, self._output, self._restoring = planned, output, restoring
-        self._directory = directory
+        self._work = work
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of its units, in order: the blocks, then the whole model where there are epochs for it."""
+        epochs = self._planned.plan.tune
+        blocks = [tune_unit(index) for index in range(self._planned.matched.blocks)]
+        return [*blocks, *([TUNE] if whole_epochs(epochs) else [])] if epochs else []
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the names of those that are not done yet."""
+        return [name for name in self.names if name not in self._work.done]
 
     def learn(
         self,
         checkpoint: Checkpoint,
         sample: Sample,
         settings: Settings,
-        has: Callable[[str], bool],
-        done: Callable[[str, Record], None],
+        after: Callable[[str, Record], None],
     ) -> None:
-        """Learn what ``has`` not been learned: block after block, then the whole model where there are epochs for it.
+        """Learn what is missing, one unit after the other, write it, and tell ``after`` its name and record.
 
-        What was learned of a unit is kept beside the journal, then ``done`` is told its name and record, with the
-        checksums of what was learned, and has to write it (`write`).
+        What was learned of a unit is kept beside the journal, then the journal says that it is done, and then it is
+        written. The record has checksums of what was learned.
 
         Raises:
             InputError: a weight, an activation or a gradient is not finite, or there is one row only.
@@ -70,8 +82,7 @@ class Tuning:
         from quantforge.model.tuning import TuningStream  # with transformers, which takes seconds
 
         planned, options = self._planned, self._planned.recipe.calibration
-        activations = self._directory if settings.activations == "disk" else None
-        epochs, blocks = planned.plan.tune, range(planned.matched.blocks)
+        activations = self._work.directory if settings.activations == "disk" else None
 
         def told(share: float, what: str) -> None:
             tell(f"tuning, {what}", share=share)
@@ -82,20 +93,32 @@ class Tuning:
                 device=settings.device, activations=activations,
             )  # fmt: skip
 
+        def done(name: str, blocks: Sequence[TunedBlock], about: Record) -> None:
+            record = self._kept(name, blocks, about)
+            self._work.commit(name, record)
+            self._write(name, record)
+            after(name, record)
+
+        def has(index: int) -> bool:
+            return tune_unit(index) in self._work.done
+
         with torch.inference_mode(mode=False), torch.no_grad():
-            if not all(has(tune_unit(index)) for index in blocks):
+            if self.missing != [TUNE]:
                 with streaming() as stream:
-                    for one in stream.tune_blocks(
-                        self._read, lambda index: has(tune_unit(index)), 1, options.seed, told
-                    ):
-                        record: Record = {"error": {"before": one.before, "after": one.after}}
-                        name = tune_unit(one.block.part.index)
-                        done(name, self._kept(name, [one.block], record))
-            if whole := whole_epochs(epochs):
+                    for one in stream.tune_blocks(self._read, has, 1, options.seed, told):
+                        about = {"error": {"before": one.before, "after": one.after}}
+                        done(tune_unit(one.block.part.index), [one.block], about)
+            if whole := whole_epochs(planned.plan.tune):
                 with streaming() as stream:
                     tuned = stream.tune(self._read, whole, options.seed, told)
-                    record = {"divergence": {"before": tuned.before, "after": tuned.after}}
-                    done(TUNE, self._kept(TUNE, tuned.blocks, record))
+                    about = {"divergence": {"before": tuned.before, "after": tuned.after}}
+                    done(TUNE, tuned.blocks, about)
+
+    def write_again(self) -> None:
+        """Write what was learned before the run was interrupted; errors as `IntegrityError` of damaged results."""
+        for name in self.names:
+            if name in self._work.done:
+                self._write(name, self._work.done[name])
 
     def _kept(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
         """Keep what was learned of blocks beside the journal, and return the record of that."""
@@ -114,9 +137,9 @@ class Tuning:
 
     def _path(self, unit: str) -> Path:
         """Return the file of what was learned in a unit, in the directory of the journal."""
-        return self._directory / f"{unit.replace(' ', '-')}.bin"
+        return self._work.directory / f"{unit.replace(' ', '-')}.bin"
 
-    def write(self, unit: str, record: Record) -> None:
+    def _write(self, unit: str, record: Record) -> None:
         """Write what was learned in a unit into the weight files.
 
         Raises:
@@ -124,7 +147,7 @@ class Tuning:
         """
         path = self._path(unit)
         there = path.exists()
-        with FILES.stream(path, TUNED, self._directory) if there else BytesIO() as file:
+        with FILES.stream(path, TUNED, self._work.directory) if there else BytesIO() as file:
             for name in record["tuned"]:
                 stored = self._output.entry(name)
                 data = file.read(stored.nbytes)
@@ -134,7 +157,7 @@ class Tuning:
                 if checksum(value, 0) != record["sums"][name]:
                     raise IntegrityError(
                         f"{path}: what was tuned of {name} is not what the interrupted run had written",
-                        f"start afresh: rm -r {self._directory}",
+                        f"start afresh: rm -r {self._work.directory}",
                         file=str(path),
                     )
                 self._output.rewrite(name, value)

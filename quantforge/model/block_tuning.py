@@ -17,7 +17,7 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import cos, pi
 
@@ -30,7 +30,7 @@ from quantforge.model.block_rows import Batch
 from quantforge.model.block_samples import refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
-from quantforge.model.tuned_block import Snapshot, TunedBlock, Written
+from quantforge.model.tuned_block import TunedBlock, Written
 from quantforge.model.tuning_bounds import HELD, MOST, rate_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.threads import one_thread
@@ -191,3 +191,21 @@ class Learning:
                 f"the model overflows on this text, or {without('--tune')}",
                 tensor=part.name,
             )
+
+
+class Snapshot:
+    """Everything that is learned of blocks, as it is at one time."""
+
+    def __init__(self, blocks: Sequence[TunedBlock]) -> None:
+        """Take it."""
+        self._learned = [
+            (one, one.factor.detach().clone()) for block in blocks for one in block.learned
+        ]
+        self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
+
+    def restore(self) -> None:
+        """Go back to it."""
+        for one, factor in self._learned:
+            one.factor.data.copy_(factor)
+        for own, steps in self._codes:
+            own.restore(steps)

@@ -237,21 +237,3 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
 
 def _add(sums: dict[Place, Tensor], place: Place, gradient: Tensor) -> None:
     sums[place] = sums[place] + gradient if place in sums else gradient
-
-
-class Snapshot:
-    """Everything that is learned of blocks, as it is at one time."""
-
-    def __init__(self, blocks: Sequence[TunedBlock]) -> None:
-        """Take it."""
-        self._learned = [
-            (one, one.factor.detach().clone()) for block in blocks for one in block.learned
-        ]
-        self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
-
-    def restore(self) -> None:
-        """Go back to it."""
-        for one, factor in self._learned:
-            one.factor.data.copy_(factor)
-        for own, steps in self._codes:
-            own.restore(steps)

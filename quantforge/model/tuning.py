@@ -24,9 +24,9 @@ from torch import Tensor
 from quantforge.errors import InputError, without
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_tuning import BETAS, BlockTuningStream, Read, Tell
+from quantforge.model.block_tuning import BETAS, BlockTuningStream, Read, Snapshot, Tell
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.tuned_block import Aim, Snapshot, TunedBlock
+from quantforge.model.tuned_block import Aim, TunedBlock
 from quantforge.model.tuning_bounds import HELD, MOST, ROWS, rate_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side

@@ -158,7 +158,7 @@ def test_neither_threads_nor_a_kill_change_a_byte(
     made("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
     with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(learning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             made("out", **other)
     assert made("out", **other).resumed

@@ -116,7 +116,7 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
 
     monkeypatch.setattr(learning.Tuning, "_kept", noted)
     with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(learning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             quantize(tiny("llama"), tmp_path / "out", tuned())
     quantize(tiny("llama"), tmp_path / "out", tuned())
