@@ -22,6 +22,7 @@ from typing import NamedTuple
 from quantforge.architectures.match import Matched
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
+from quantforge.model.tuning_bounds import whole_epochs
 from quantforge.planning import expert_memory
 from quantforge.planning.peak_memory import groups_of
 from quantforge.planning.run_sizes import RunSizes
@@ -106,7 +107,7 @@ def run_work(
     )
     changed = sum(METHODS[word].work.weights for word in run.whole)
     counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
-    reads = 2 + 2 * bool(run.guide) + bool(run.tune)
+    reads = 2 + 2 * bool(run.guide) + bool(run.tune) + bool(whole_epochs(run.tune))
     states = states_bytes(matched, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
     return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
