@@ -157,24 +157,25 @@ def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path)
 
 
 def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch):
-    from quantforge.model import tuning
+    from quantforge.model import tuning_bounds
+    from quantforge.model.block_tuning import Learning
     from quantforge.runtime.load import load
 
-    monkeypatch.setattr(tuning, "RATE", 1.0)  # a few steps change codes, too
-    figures = iter(range(100, 0, -1))  # and every epoch passes for better
-    monkeypatch.setattr(tuning.TuningStream, "_divergence", lambda *_: float(next(figures)))
+    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps change codes, too
+    figures = iter(range(100, 0, -1))  # and the epoch passes for better
+    monkeypatch.setattr(Learning, "_error", lambda *_: float(next(figures)))
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = gguf_models.make("llama-tied", tmp_path / "m", **sizes)
     files = {}
-    for epochs in (0, 2):
+    for epochs in (0, 1):
         files[epochs] = tmp_path / f"{epochs}.gguf"
         text = CalibrationOptions(samples=16, length=32)
         recipe = Recipe(method="gptq", type="Q3_K_M", tune=epochs, calibration=text)
         verbs.quantize(str(model), recipe, files[epochs], Settings())
     with torch.no_grad():
-        logits = load(files[2]).model(torch.tensor([IDS])).logits[0, -1].double()
+        logits = load(files[1]).model(torch.tensor([IDS])).logits[0, -1].double()
     expected = torch.log_softmax(logits, -1)
-    found = LlamaCpp(files[2], 64).top(IDS, 20)
+    found = LlamaCpp(files[1], 64).top(IDS, 20)
     assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.25
     assert found != LlamaCpp(files[0], 64).top(IDS, 20)
 

@@ -63,7 +63,8 @@ class _Sender:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A server may close a connection that it has kept just as the next request goes out on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector, headers=self._headers, read_bufsize=MOST_LINE
         ) as session:

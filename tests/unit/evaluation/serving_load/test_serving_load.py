@@ -150,10 +150,13 @@ def test_stream_on_an_engine():
 class Server:
     """A server of the completions API that answers so many tokens, some of them in one piece, or fails."""
 
-    def __init__(self, fail=(), piece=1, *, other=False, closes=False, text="x", noted=False):
+    def __init__(
+        self, fail=(), piece=1, *, other=False, closes=False, once=False, text="x", noted=False
+    ):
         self.fail, self.piece, self.bodies = set(fail), piece, []
         self.text, self.noted = text, noted
         self.other, self.closes = other, closes
+        self.seen = set() if once else None  # connections, each of which takes one request
 
     def __enter__(self):
         self.loop = asyncio.new_event_loop()
@@ -176,6 +179,10 @@ class Server:
         async def completions(request):
             body = await request.json()
             self.bodies.append(body)
+            if self.seen is not None and request.transport in self.seen:
+                request.transport.close()
+            if self.seen is not None:
+                self.seen.add(request.transport)
             if len(self.bodies) - 1 in self.fail and self.closes:
                 request.transport.close()
             if len(self.bodies) - 1 in self.fail:
@@ -233,6 +240,13 @@ def test_tokens_without_a_text_are_tokens(text, noted):
     assert not waited.error
     assert len(waited.times) == 5
     assert waited.times[0] < waited.times[-1]
+
+
+def test_a_server_may_close_a_connection_that_it_has_kept():
+    pytest.importorskip("aiohttp")
+    with Server(once=True) as url:
+        served = serve_there(url, "", [TimedRequest(0.1 * place, (1, 2), 5) for place in range(3)])
+    assert [(one.error, len(one.times)) for one in served] == [("", 5)] * 3
 
 
 def test_servers_that_are_none():
