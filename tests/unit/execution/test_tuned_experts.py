@@ -22,7 +22,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
 
-ROWS = replace(CALIBRATION, samples=16, length=24)
+ROWS = replace(CALIBRATION, samples=8, length=24)
 MOST = 1e-4  # of the norm
 
 
