@@ -18,6 +18,7 @@ from quantforge.execution import learning
 from quantforge.model import tuned_matrix, tuning_bounds
 from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import TuningStream
+from quantforge.runtime.load import load
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
@@ -85,6 +86,37 @@ def test_only_what_is_learned_changes(
             assert "norm" in name or "ln_" in name, name
     report = verify(tmp_path / "tuned", VerificationOptions(tiny(family), forward=False))
     assert report.findings == []
+
+
+def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
+    learn, tune = Learning.learn, TuningStream.tune_blocks
+
+    def noted(self: Learning, *arguments: Any) -> Any:
+        index = self._block.part.index
+        reached[index] = self._passing(3).states.clone()
+        wanted[index] = self._targets.read(3, 4).clone()
+        return learn(self, *arguments)
+
+    def begun(self: TuningStream, *arguments: Any) -> Any:
+        rows.append(self._rows[3:4])
+        return tune(self, *arguments)
+
+    every_epoch_is_better(monkeypatch)
+    monkeypatch.setattr(Learning, "learn", noted)
+    monkeypatch.setattr(TuningStream, "tune_blocks", begun)
+    quantize(tiny("llama"), tmp_path / "out", tuned(tune=1))
+    states = []
+    for path in (tmp_path / "out", tiny("llama")):
+        with torch.no_grad():
+            states.append(load(path).model(rows[0], output_hidden_states=True).hidden_states)
+    result, source = states
+    assert float((result[2] - source[2]).norm()) > 0.1 * float(source[2].norm())
+    for index in (1, 2):
+        torch.testing.assert_close(reached[index], result[index], rtol=0, atol=1e-4)
+        torch.testing.assert_close(wanted[index - 1], source[index], rtol=0, atol=1e-4)
 
 
 def test_neither_threads_nor_place_change_a_byte(
