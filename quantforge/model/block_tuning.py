@@ -31,11 +31,9 @@ from quantforge.model.block_samples import refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.tuned_block import TunedBlock, Written
-from quantforge.model.tuning_bounds import HELD, MOST, rate_of
+from quantforge.model.tuning_bounds import HELD, rate_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.threads import one_thread
-
-BETAS = (0.9, 0.99)
 
 Read = Callable[[BlockPart], Written]
 Tell = Callable[[float, str], None]
@@ -138,7 +136,6 @@ class Learning:
         """Go through the rows, and leave the block as it was best."""
         block = self._block
         learned = block.learned
-        optimizer = torch.optim.Adam([{"params": [one.factor]} for one in learned], betas=BETAS)
         before = best = self._error()
         whole = sum(float(self._targets.read(row, row + 1).square().sum()) for row in self._held)
         shown = 1 / (whole or 1.0)
@@ -150,14 +147,8 @@ class Learning:
             for row in torch.randperm(len(self._rows), generator=generator).tolist():
                 share = 0.5 + 0.5 * cos(pi * step / steps)
                 _, found = block.backward([self._passing(row)], self._gradient, share)
-                for group, one, gradient in zip(
-                    optimizer.param_groups, learned, found, strict=True
-                ):
-                    group["lr"] = one.rate * share
-                    one.factor.grad = gradient
-                optimizer.step()
-                for one in learned:
-                    one.factor.data.clamp_(-MOST, MOST)
+                for one, gradient in zip(learned, found, strict=True):
+                    one.step(gradient, share)
                 step += 1
                 told(step / steps, best * shown)
             error = self._error()
@@ -198,14 +189,12 @@ class Snapshot:
 
     def __init__(self, blocks: Sequence[TunedBlock]) -> None:
         """Take it."""
-        self._learned = [
-            (one, one.factor.detach().clone()) for block in blocks for one in block.learned
-        ]
+        self._learned = [(one, one.factor.clone()) for block in blocks for one in block.learned]
         self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
 
     def restore(self) -> None:
         """Go back to it."""
         for one, factor in self._learned:
-            one.factor.data.copy_(factor)
+            one.factor.copy_(factor)
         for own, steps in self._codes:
             own.restore(steps)

@@ -24,10 +24,10 @@ from torch import Tensor
 from quantforge.errors import InputError, without
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_tuning import BETAS, BlockTuningStream, Read, Snapshot, Tell
+from quantforge.model.block_tuning import BlockTuningStream, Read, Snapshot, Tell
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.tuned_block import Aim, TunedBlock
-from quantforge.model.tuning_bounds import HELD, MOST, ROWS, rate_of
+from quantforge.model.tuning_bounds import HELD, ROWS, rate_of
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
@@ -93,7 +93,6 @@ class TuningStream(BlockTuningStream):
         told: Tell,
     ) -> Tuned:
         learned = [one for block in blocks for one in block.learned]
-        optimizer = torch.optim.Adam([{"params": [one.factor]} for one in learned], betas=BETAS)
         before = best = self._divergence(blocks, states, held)
         kept = Snapshot(blocks)
         generator = torch.Generator().manual_seed(seed)
@@ -102,14 +101,9 @@ class TuningStream(BlockTuningStream):
             order = torch.randperm(held.start, generator=generator).tolist()
             for first in range(0, held.start, ROWS):
                 share = 0.5 + 0.5 * cos(pi * step / steps)
-                for group, one in zip(optimizer.param_groups, learned, strict=True):
-                    group["lr"] = one.rate * share
                 gradients = self._gradients(blocks, states, order[first : first + ROWS], share)
                 for one, gradient in zip(learned, gradients, strict=True):
-                    one.factor.grad = gradient
-                optimizer.step()
-                for one in learned:
-                    one.factor.data.clamp_(-MOST, MOST)
+                    one.step(gradient, share)
                 step += 1
                 told(step / steps, f"divergence {best:.5f}")
             found = self._divergence(blocks, states, held)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.model import tuned_matrix
 from quantforge.model.tuned_matrix import CODES, TunedMatrix
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
@@ -95,3 +96,18 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
         assert bool((stored[tensor.parameters[key].float() != 0] != 0).all())
     if "divisor" in tensor.parameters:
         assert torch.equal(after.parameters["divisor"], tensor.parameters["divisor"])
+
+
+def test_a_factor_moves_as_with_the_adam_of_torch() -> None:
+    one = tuned_matrix.Learned.of(torch.ones(6), torch.float32, 0.01)
+    other = torch.nn.Parameter(torch.zeros(6))
+    optimizer = torch.optim.Adam([other], betas=(0.9, 0.99))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(7):
+        gradient, share = torch.randn(6, generator=generator), 1 - step / 8
+        one.step(None, share)  # nothing reached it: it stays, and so does what is remembered
+        one.step(gradient, share)
+        other.grad = gradient
+        optimizer.param_groups[0]["lr"] = 0.01 * share
+        optimizer.step()
+        torch.testing.assert_close(one.factor, other.detach(), rtol=1e-5, atol=1e-7)
