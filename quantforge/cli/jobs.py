@@ -89,9 +89,10 @@ def started(jobs: int, note: Callable[[str], None]) -> Iterator[list[FailedProce
                 if code := other.wait():
                     failed.append({"exit_code": code, "said": _last(said)})
         except BaseException:
-            for other, _ in others:  # one signal each, its own: a second one would cut short how it ends
-                if other.stdin:
-                    other.stdin.close()
+            for other, _ in others:
+                other.terminate()
+            for other, _ in others:  # its pipe closes afterwards: a second signal would cut short how it ends
+                other.wait()
             raise
     if failed:
         codes = ", ".join(str(one["exit_code"]) for one in failed)

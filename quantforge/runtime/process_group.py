@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from functools import reduce
 
 import torch
@@ -31,6 +32,7 @@ def share_of_process(device: str) -> Share | None:
                 f"a model over several processes: {error}",
                 "torchrun --nproc-per-node N -m quantforge generate MODEL PROMPT",
             ) from error
+        atexit.register(dist.destroy_process_group)  # its threads, left to the end, may abort it
     if dist.get_world_size() == 1:
         return None
     return Share(dist.get_rank(), dist.get_world_size(), _total)
