@@ -91,7 +91,8 @@ def started(jobs: int, note: Callable[[str], None]) -> Iterator[list[FailedProce
         except BaseException:
             for other, _ in others:
                 other.terminate()
-            for other, _ in others:  # its pipe closes afterwards: a second signal would cut short how it ends
+            # The pipes close afterwards: a second signal would cut short how they end.
+            for other, _ in others:
                 other.wait()
             raise
     if failed:
