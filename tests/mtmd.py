@@ -2,17 +2,27 @@
 
 Parameters are passed by value in structures whose fields differ between versions: they are taken from the library's own
 defaults and handed back as they came, in a buffer that is larger than any version's.
+
+Where a family has a token behind each row of a picture, the library begins it with what lies in memory, times 0. Where
+that is no number, neither is the token: so all of this runs in new processes, whose memory nobody has written to.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 IMAGE = 1  # the type of a chunk
+Result = TypeVar("Result")
+_NEW = multiprocessing.get_context("spawn")
 
 
 class _Parameters(ctypes.Structure):
@@ -81,3 +91,37 @@ def embeddings(model: Path, projector: Path, picture: np.ndarray, width: int) ->
     lib.mtmd_free(pointer(context))
     lib.llama_model_free(pointer(text))
     return np.concatenate(found)
+
+
+def in_fresh_memory(work: Callable[..., Result], *arguments: Any) -> Result:
+    """What a function of a module returns in a new process."""
+    with ProcessPoolExecutor(1, _NEW) as process:
+        return process.submit(work, *arguments).result()
+
+
+@contextmanager
+def serving(model: Path, projector: Path) -> Iterator[str]:
+    """Yield the address of llama.cpp's server of a model that looks at pictures."""
+    own, other = _NEW.Pipe()
+    process = _NEW.Process(target=_serve, args=(model, projector, other), daemon=True)
+    process.start()
+    other.close()
+    try:
+        yield own.recv()
+    finally:
+        own.close()
+        process.join()
+
+
+def _serve(model: Path, projector: Path, caller: Connection) -> None:
+    import xllamacpp
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.mmproj.path = str(model), str(projector)
+    settings.hostnames, settings.port = ["127.0.0.1"], 0
+    settings.n_ctx, settings.n_parallel = 256, 1
+    settings.cpuparams.n_threads = 1
+    settings.warmup, settings.verbosity = False, -1
+    server = xllamacpp.Server(settings)
+    caller.send(server.listening_address)
+    caller.poll(None)  # until the caller has closed its end

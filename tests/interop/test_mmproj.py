@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 
 from tests import vision_models
 from tests.gguf_exports import export
+from tests.mtmd import embeddings, in_fresh_memory, serving
 
-xllamacpp = pytest.importorskip("xllamacpp")
+pytest.importorskip("xllamacpp")
 NAMES = sorted(vision_models.CASES)
 BEFORE, BEHIND = "the weights", " are rounded"
 # What llama.cpp puts around a picture of its own accord.
@@ -40,12 +42,10 @@ def made(
 def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
     made: tuple[str, Path, Path],
 ) -> None:
-    from tests.mtmd import embeddings
-
     name, model, file = made
     expected = vision_models.features(name, vision_models.load(model))
     tower = file.with_name(f"mmproj-{file.stem}-F16.gguf")
-    found = embeddings(file, tower, vision_models.picture(name), expected.shape[1])
+    found = in_fresh_memory(embeddings, file, tower, vision_models.picture(name), expected.shape[1])
     assert found.shape == expected.shape
     assert np.linalg.norm(found - expected) < 3e-3 * np.linalg.norm(expected)
 
@@ -53,26 +53,19 @@ def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
 class Server:
     """llama.cpp's server of a model with its tower, for requests about pictures."""
 
-    def __init__(self, file: Path) -> None:
-        settings = xllamacpp.CommonParams()
-        settings.model.path = str(file)
-        settings.mmproj.path = str(file.with_name(f"mmproj-{file.stem}-F16.gguf"))
-        settings.hostnames, settings.port = ["127.0.0.1"], 0
-        settings.n_ctx, settings.n_parallel = 256, 1
-        settings.cpuparams.n_threads = 1
-        settings.warmup, settings.verbosity = False, -1
-        self._server = xllamacpp.Server(settings)
+    def __init__(self, address: str) -> None:
+        self._address = address
         self.marker = self.get("/props").get("media_marker", "<__media__>")
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer to a question."""
-        with urllib.request.urlopen(self._server.listening_address + path) as answer:
+        with urllib.request.urlopen(self._address + path) as answer:
             return json.loads(answer.read())
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request."""
         request = urllib.request.Request(
-            self._server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )  # fmt: skip
         with urllib.request.urlopen(request) as answer:
             return json.loads(answer.read())
@@ -94,8 +87,10 @@ class Server:
 
 
 @pytest.fixture
-def server(made: tuple[str, Path, Path]) -> Server:
-    return Server(made[2])
+def server(made: tuple[str, Path, Path]) -> Iterator[Server]:
+    file = made[2]
+    with serving(file, file.with_name(f"mmproj-{file.stem}-F16.gguf")) as address:
+        yield Server(address)
 
 
 def expected(name: str, model: Path, before: list[int], behind: list[int]) -> torch.Tensor:
