@@ -6,6 +6,7 @@ output runs the plan as ever, but copies what was finished instead of computing 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import claimed_units
-from quantforge.plans import StoredTensor
+from quantforge.plans import Plan, StoredTensor
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.stage import Stage
@@ -64,7 +65,7 @@ class FinishedUnit:
 
 def locked(
     stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
-    unless: Callable[[], bool] = lambda: False,
+    unless: Callable[[], bool] = lambda: False, patience: float = PATIENCE_SECONDS,
 ) -> Result | None:  # fmt: skip
     """Do something under the lock of an output, as soon as no other process has it.
 
@@ -73,9 +74,10 @@ def locked(
         work: what to do.
         note: is told of a process that has the lock and is not heard of.
         unless: whether it need not be done any more; None is returned then.
+        patience: seconds in which the journal of whoever has the lock has to grow.
 
     Raises:
-        BusyError: another process has the lock, and its journal has not grown for `PATIENCE_SECONDS`.
+        BusyError: another process has the lock, and its journal has not grown.
         QuantForgeError: as entering the stage, or ``work``.
     """
     watch, quiet = leases.Watch(), QuietHolders(note)
@@ -85,10 +87,15 @@ def locked(
                 return work()
         except BusyError as error:
             quiet.meet(error)
-            if watch.still("journal", written(stage.journal)) > PATIENCE_SECONDS:
+            if watch.still("journal", written(stage.journal)) > patience:
                 raise
         time.sleep(POLL_SECONDS)
     return None
+
+
+def patience(plan: Plan) -> float:
+    """Return the seconds to wait for whoever puts a result together: a large block may be tuned for hours."""
+    return math.inf if plan.tune else PATIENCE_SECONDS
 
 
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:

@@ -99,11 +99,16 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
 
 
 def claimed_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Return the units that processes claim, in order: those of a run, but that experts go with their block."""
+    """Return the units that processes claim, in order: those of a run, but that experts go with their block.
+
+    Nobody claims what is tuned: whoever puts the result together does that.
+    """
     tensors: list[TensorPlan] = []
     inside: list[str] = []
     found = []
     for unit in units:
+        if unit.name.startswith(TUNE):
+            continue
         tensors += unit.tensors
         if EXPERT in unit.name:
             inside.append(unit.name)
@@ -150,7 +155,6 @@ def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool
         'propagate = "quantized": a block reads what the quantized one before has computed': (reads_quantized, alone),
         "the weights of tokens for --guide are made in one process":
             (plan.guide, f"{alone}; or {without('--guide')}"),
-        "what --tune learns is learned in one process": (plan.tune, f"{alone}; or {without('--tune')}"),
         "--prune-experts is calibrated here, in one process": (prunes, alone),
     }  # fmt: skip
     for reason, (holds, hint) in reasons.items():

@@ -212,7 +212,7 @@ def _join(
 ) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.shared_units import Worker
-    from quantforge.execution.sharing import finished_alone, locked
+    from quantforge.execution.sharing import finished_alone, locked, patience
     from quantforge.numerics.team import reproducible
 
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))
@@ -245,6 +245,6 @@ def _join(
         claims.check(prepared.fingerprint)
         return _carry_out(prepared, stage, settings)
 
-    outcome = locked(stage, finish, note)
+    outcome = locked(stage, finish, note, patience=patience(planned.plan))
     assert outcome is not None
     return outcome

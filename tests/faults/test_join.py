@@ -110,7 +110,13 @@ def appears(found: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("out", PLAIN), ("out.gguf", FILE), ("out", GPTQ), ("out", recipe("awq", bits=4))],
+    [
+        ("out", PLAIN),
+        ("out.gguf", FILE),
+        ("out", GPTQ),
+        ("out", replace(GPTQ, tune=2)),
+        ("out", recipe("awq", bits=4)),
+    ],
 )
 def test_two_processes_share_a_run_and_write_what_one_would(
     model: Path, tmp_path: Path, start: Start, name: str, wanted: Recipe
@@ -137,7 +143,30 @@ def test_two_processes_share_a_run_and_write_what_one_would(
     assert leftovers(places["two"] / "m") == {path.name for path in places["one"].iterdir()}
     done = [(places["log"] / own).read_text().split("\n")[:-1] for own in "ab"]
     assert all(done)
-    assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer"]
+    tuned = ["tune", "tune block 0", "tune block 1"] if wanted.tune else []
+    assert sorted(done[0] + done[1]) == ["block 0", "block 1", "head", "outer", *tuned]
+
+
+def test_where_the_one_that_tunes_is_killed_another_goes_on(
+    model: Path, tmp_path: Path, start: Start
+) -> None:
+    wanted, log = replace(GPTQ, tune=1), tmp_path / "m-log"
+    quantize(model, tmp_path / "one", wanted)
+
+    def first(done: Progress) -> None:
+        if done.part == "tune block 0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def second(done: Progress) -> None:
+        with log.open("a") as file:
+            file.write(f"{done.part}\n")
+
+    killed = start(lambda: join(model, tmp_path / "two", wanted, progress=first))
+    assert ended(killed) == -signal.SIGKILL
+    assert ended(start(lambda: join(model, tmp_path / "two", wanted, progress=second))) == 0
+    assert [line for line in log.read_text().split("\n") if "tune" in line][-1] == "tune block 1"
+    assert "tune block 0\n" not in log.read_text()
+    assert tree(tmp_path / "two") == tree(tmp_path / "one")
 
 
 @pytest.fixture(scope="module")

@@ -86,10 +86,12 @@ def test_what_processes_cannot_share_is_refused() -> None:
     with pytest.raises(UsageError, match="--prune-experts"):
         check(plan_of(*MIXTURE, needs=()), prunes=True)
     check(plan_of(*MIXTURE))
-    for dial in ("guide", "tune"):  # named, or set by a level of effort
-        with pytest.raises(UsageError, match=f"torchrun.*--{dial}") as refused:
-            check(plan_of(MIXTURE[1], **{dial: 1}))
-        assert f"leave --{dial} out, or name --effort medium" in refused.value.hint
-        assert "without --join and torchrun" in refused.value.hint
+    with pytest.raises(UsageError, match=r"torchrun.*--guide") as refused:
+        check(plan_of(MIXTURE[1], guide=1))
+    assert "leave --guide out, or name --effort medium" in refused.value.hint
+    assert "without --join and torchrun" in refused.value.hint
+    tuned = plan_of(*MIXTURE, tune=2)  # by whoever puts the result together
+    check(tuned)
+    assert claimed_units(units_of(tuned, 2)) == claimed_units(units_of(plan_of(*MIXTURE), 2))
     with pytest.raises(UsageError, match="quantized one before"):
         check(plan_of(MIXTURE[1]), "quantized")
