@@ -26,7 +26,13 @@ TYPES = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_0", "IQ4_XS", "Q4_K_S", "Q4_K_M", "Q5_K
 KLD = re.compile(r"Mean\s+KLD:\s*([-\d.]+)\s*±\s*([-\d.]+)")
 BUILD = re.compile(r"build[^\n]*|version: [^\n]*")
 TOOLS = Path(".venv-interop/llama.cpp/bin")
-PEER, OURS = "llama.cpp imatrix", ("importance", "gptq")
+PEER = "llama.cpp imatrix"
+OURS = {
+    "importance": "--method rtn",
+    "gptq": "--method gptq",
+    "gptq --tune 1": "--method gptq --tune 1",
+    "gptq --effort high": "--method gptq --effort high",
+}
 Row = dict[str, Any]
 
 
@@ -61,7 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", default="80", help="windows of 512 that are compared")
     parser.add_argument("--threads", default="2")
     parser.add_argument("--types", nargs="+", default=list(TYPES))
-    parser.add_argument("--by", nargs="+", default=["llama.cpp", PEER, *OURS])
+    parser.add_argument("--by", nargs="+", default=["llama.cpp", PEER, "importance", "gptq"])
     return parser.parse_args()
 
 
@@ -86,8 +92,8 @@ def ways(
     yield "llama.cpp", lambda out: tool(options, "quantize", base, out, kind)
     yield PEER, lambda out: tool(options, "quantize", "--imatrix", importance, base, out, kind)
     text = ["--calibration", options.calibration, "--samples", options.samples, "--length", "512"]
-    for name, method in zip(OURS, ("rtn", "gptq"), strict=True):
-        yield name, partial(ours, options, ["--type", kind, "--method", method, *text])
+    for name, words in OURS.items():
+        yield name, partial(ours, options, ["--type", kind, *words.split(), *text])
 
 
 def ours(options: argparse.Namespace, choices: list[str], out: Path) -> None:
@@ -134,20 +140,22 @@ def measured(
 
 def table(rows: list[Row]) -> str:
     """Return a line for each type: divergences, their ratios to llama.cpp with its importance, bytes."""
+    own = [by for by in OURS if any(row["by"] == by for row in rows)]
+    head = ["type", "llama.cpp", "with imatrix", *(word for by in own for word in (by, "ratio"))]
     lines = [
-        "| type | llama.cpp | with imatrix | importance | ratio | gptq | ratio | bytes, ours / llama.cpp |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join([*head, 'bytes, ours / llama.cpp'])} |",
+        "|---" * (len(head) + 1) + "|",
     ]
     for kind in dict.fromkeys(row["type"] for row in rows):
         found = {row["by"]: row for row in rows if row["type"] == kind}
         peer, cells = found[PEER], [kind]
         cells += [f"{found[by]['kl']:.6f}" if by in found else "-" for by in ("llama.cpp", PEER)]
-        for by in OURS:
+        for by in own:
             if by in found:
                 cells += [f"{found[by]['kl']:.6f}", f"{found[by]['kl'] / peer['kl']:.3f}"]
             else:
                 cells += ["-", "-"]
-        sizes = {found[by]["bytes"] / peer["bytes"] for by in OURS if by in found}
+        sizes = {found[by]["bytes"] / peer["bytes"] for by in own if by in found}
         cells.append(", ".join(f"{size:.5f}" for size in sorted(sizes)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
