@@ -36,6 +36,7 @@ OURS = {
     "gptq --guide 4": ("--method", "gptq", "--guide", "4"),
     "gptq --tune 1": ("--method", "gptq", "--tune", "1"),
     "gptq --tune 2": ("--method", "gptq", "--tune", "2"),
+    "awq+gptq --tune 1": ("--method", "awq+gptq", "--tune", "1"),
     "gptq --guide 1 --tune 1": ("--method", "gptq", "--guide", "1", "--tune", "1"),
     "gptq, no refinement": ("--method", "gptq", "--refine", "0"),
     "gptq --effort low": ("--method", "gptq", "--effort", "low"),

@@ -170,6 +170,10 @@ class Tuning:
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
             for name, tensor in self._restoring.targets(part).items()
         }
+        if (
+            self._planned.plan.transforms
+        ):  # they have changed what is kept, and gains go on from there
+            self._restoring.parameters(part)
         kept = self._restoring.kept(part)
 
         def stored(local: str) -> Tensor:

@@ -69,10 +69,14 @@ class Restoring:
         for name, tensor in self.targets(part).items():
             if tensor.expert < 0:
                 self.linear(part, name, tensor)
+        self.parameters(part)
+        self.experts(part)
+
+    def parameters(self, part: BlockPart) -> None:
+        """Let the kept parameters of a block, but those of its experts, be what was written of them."""
         for local, tensor in self.kept(part).items():
             if tensor.expert < 0 and not part.is_apart(local):
                 self._parameter(part, local, tensor)
-        self.experts(part)
 
     def experts(self, part: BlockPart) -> None:
         """Let every expert of a block, when it is read from then on, be what it was when it was done."""

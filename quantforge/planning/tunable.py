@@ -10,7 +10,7 @@ from quantforge.formats import DEFAULT, format_of
 from quantforge.model.tuning_bounds import whole_epochs
 from quantforge.planning.guidance import guided, unstacked
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.quantizers import BEST, ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
 HINT = "leave --tune out"
@@ -64,11 +64,7 @@ def refuse_tune(
     if not epochs:
         return
     said = f"--tune {epochs}"
-    if tuple(words) != (ERROR_FEEDBACK,):
-        raise UsageError(
-            f"{said}: results of --method {'+'.join(words)} are not tuned",
-            f"--method {ERROR_FEEDBACK}, or {HINT}",
-        )
+    _refuse_method(said, "+".join(words), matched)
     if not format_of(key).ABOUT.tunable:
         raise UsageError(
             f"{said}: the scales of {key} files are not tuned", f"--format {DEFAULT}, or {HINT}"
@@ -97,3 +93,14 @@ def refuse_tune(
                 f"{said}: {name} has no scale for each group or row ({scheme})",
                 f"--scheme int4:g128:sym for instance, or {HINT}",
             )
+
+
+def _refuse_method(said: str, method: str, matched: Matched) -> None:
+    whose = ""
+    if method == BEST and any(kind.stacks for kind in matched.layers):
+        whose = "of models with experts, "
+    if whose or method not in {ERROR_FEEDBACK, BEST}:
+        raise UsageError(
+            f"{said}: {whose}results of --method {method} are not tuned",
+            f"--method {ERROR_FEEDBACK}, or {HINT}",
+        )

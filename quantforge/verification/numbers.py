@@ -27,7 +27,7 @@ from quantforge.verification.inputs import Inputs
 from quantforge.verification.limits import excesses
 from quantforge.verification.own_groups import own_groups
 from quantforge.verification.ranges import SIBLINGS, wrong_input
-from quantforge.verification.tuned_gains import beyond_tuning, tuned_offset
+from quantforge.verification.tuned_gains import TuningStated, beyond_tuning, tuned_offset
 from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
@@ -45,7 +45,7 @@ class Numbers:
         *,
         twice: bool = False,
         zeros: Zeros | None = None,
-        tuned: bool = False,
+        tuned: TuningStated = TuningStated.NOT,
     ) -> None:
         """Look at ``artifact``.
 
@@ -56,9 +56,10 @@ class Numbers:
             inputs: what its linears read, as far as that is known.
             twice: it was rounded twice, so that too much noise is a warning only.
             zeros: those that the manifest states; with any, no factors are looked for.
-            tuned: scales and gains of norms were tuned, likewise.
+            tuned: scales and gains of norms; no factors are looked for where none were folded.
         """
-        self._zeros, self._tuned = zeros, tuned
+        self._zeros, self._learned = zeros, tuned is not TuningStated.NOT
+        self._gains = tuned is TuningStated.PLAIN
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -69,7 +70,7 @@ class Numbers:
         self._artifact = artifact
         self._source = source
         self._explainer = Explainer(artifact.matched, source) if source else None
-        self._bad: set[str] = set()  # stored names that are not compared any more
+        self._bad: set[str] = set()  # stored names, not compared any more
 
     def check(self) -> None:
         """Check all tensors."""
@@ -121,7 +122,7 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None or self._zeros is not None or self._tuned:
+        if block < 0 or matched.architecture is None or self._zeros is not None or self._gains:
             return Factors()
         assert self._source is not None
         factors = factors_of(matched, block, self._source.weight, self._found)
@@ -145,9 +146,8 @@ class Numbers:
         layout = self._artifact.layout(tensor)
         if target is None:
             if tensor.role is not Role.FOREIGN:
-                self._report.add(
-                    "kept-changed", tensor.stored.name, "the source has no such tensor"
-                )
+                missing = "the source has no such tensor"
+                self._report.add("kept-changed", tensor.stored.name, missing)
             return
         module = tensor.name.removesuffix(".weight").removesuffix(".bias")
         if tensor.role is Role.LINEAR or (tensor.role is Role.OTHER and target.dim() == 2):
@@ -159,7 +159,7 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            offset = tuned_offset(tensor, self._artifact.matched) if self._tuned else None
+            offset = tuned_offset(tensor, self._artifact.matched) if self._gains else None
             if offset is not None:
                 text = beyond_tuning(value, target, offset)
             else:
@@ -225,7 +225,7 @@ class Numbers:
             self._report.add("zero-convention", name, text)
             return
         wanders = inputs is None and tensor.role is Role.LINEAR
-        for excess in excesses(apart, scheme, wanders=wanders, tuned=self._tuned):
+        for excess in excesses(apart, scheme, wanders=wanders, tuned=self._learned):
             check = "noise" if excess.whole else "groups"
             self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):

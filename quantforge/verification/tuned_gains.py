@@ -1,12 +1,14 @@
 """Gains of norms that were tuned, against the source: each is the source's, within the bounds of tuning.
 
-The recipe of the manifest, or of a result that it was made of, says so. Nothing was folded into the readers of such a
-norm, which are compared with the source's as they are. All other tensors that are kept equal the source's.
+The recipe of the manifest, or of a result that it was made of, says so. Unless a transform came before, nothing was
+folded into the readers of such a norm, which are compared with the source's as they are. All other tensors that are
+kept equal the source's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -15,16 +17,29 @@ from quantforge.architectures import Absorbs
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.model.tuning_bounds import MOST
 from quantforge.recipe import from_toml
-from quantforge.verification.stated_changes import chain
+from quantforge.verification.stated_changes import chain, folds_factors
 
 STORED = 2.0**-7  # relative, what both lose where they are stored in 16 bits
 
 
-def states_tuning(document: Mapping[str, Any] | None) -> bool:
-    """Return whether the recipe of a result, or one of those that it was made of, asks for tuning."""
-    recipes = (item.get("recipe") for item in chain(document))
-    known = (text for text in recipes if isinstance(text, str) and text)
-    return any(from_toml(text, "the recipe of its manifest").tune for text in known)
+class TuningStated(Enum):
+    """How far tuning has changed a result: not, scales and gains, or scales and gains into which factors were folded.
+
+    The last are judged as folded ones.
+    """
+
+    NOT = auto()
+    PLAIN = auto()
+    FOLDED = auto()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> TuningStated:
+        """Return what the recipe of a result, or of one of those that it was made of, asks for."""
+        recipes = (item.get("recipe") for item in chain(document))
+        known = (text for text in recipes if isinstance(text, str) and text)
+        if not any(from_toml(text, "the recipe of its manifest").tune for text in known):
+            return cls.NOT
+        return cls.FOLDED if folds_factors(document) else cls.PLAIN
 
 
 def tuned_offset(tensor: MatchedTensor, matched: Matched) -> float | None:

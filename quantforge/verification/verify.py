@@ -37,7 +37,7 @@ from quantforge.verification.stated_changes import (
     folds_factors,
 )
 from quantforge.verification.structure import check_structure
-from quantforge.verification.tuned_gains import states_tuning
+from quantforge.verification.tuned_gains import TuningStated
 from quantforge.verification.zeros import stated_zeros
 
 _ROUNDED_TWICE = frozenset({"requantized", "inexact"})  # events
@@ -112,7 +112,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     zeros = stated_zeros(document)
     twice = _twice(document)
     folds = folds_factors(document)
-    tuned = states_tuning(document) and not folds
+    tuned = TuningStated.of(document)
     numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=tuned)
     with phase("numbers", 0.6):
         numbers.check()

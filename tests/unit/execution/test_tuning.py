@@ -30,14 +30,14 @@ ROWS = replace(CALIBRATION, samples=16, length=24)
 SCHEME = "int2:g32:asym"
 
 
-def tuned(**choices: Any) -> Any:
+def tuned(method: str = "gptq", **choices: Any) -> Any:
     choices = {
         "scheme": SCHEME,
         "tune": 2,
         "calibration": ROWS,
         "format": "compressed-tensors",
     } | choices
-    return recipe("gptq", **choices)
+    return recipe(method, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +62,21 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "epochs"),
-    [("gemma2", "gptq", 1), ("gpt2", "compressed-tensors", 3)],
+    ("family", "method", "form", "epochs"),
+    [
+        ("gemma2", "gptq", "gptq", 1),
+        ("gpt2", "gptq", "compressed-tensors", 3),
+        ("gemma2", "awq+gptq", "compressed-tensors", 3),
+    ],
 )
 def test_only_what_is_learned_changes(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, form: str, epochs: int
-) -> None:
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    family: str, method: str, form: str, epochs: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps are too few for codes else
     every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
-        quantize(tiny(family), tmp_path / name, tuned(tune=times, format=form))
+        quantize(tiny(family), tmp_path / name, tuned(method, tune=times, format=form))
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
     changed = {
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
@@ -88,8 +93,9 @@ def test_only_what_is_learned_changes(
     assert report.findings == []
 
 
+@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("qwen2", "awq+gptq")])
 def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
     reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
     learn, tune = Learning.learn, TuningStream.tune_blocks
@@ -107,9 +113,9 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     every_epoch_is_better(monkeypatch)
     monkeypatch.setattr(Learning, "learn", noted)
     monkeypatch.setattr(TuningStream, "tune_blocks", begun)
-    quantize(tiny("llama"), tmp_path / "out", tuned(tune=1))
+    quantize(tiny(family), tmp_path / "out", tuned(method, tune=1))
     states = []
-    for path in (tmp_path / "out", tiny("llama")):
+    for path in (tmp_path / "out", tiny(family)):
         with torch.no_grad():
             states.append(load(path).model(rows[0], output_hidden_states=True).hidden_states)
     result, source = states
@@ -134,6 +140,17 @@ def test_it_goes_on_where_it_was_stopped(
         quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
     assert quantize(tiny("llama"), tmp_path / "out", tuned()).resumed
     assert tree(tmp_path / "out") == whole
+
+
+def test_behind_transforms_it_goes_on_too_and_verifies(tiny: Tiny, tmp_path: Path) -> None:
+    wanted = tuned("awq+gptq")
+    quantize(tiny("qwen2"), tmp_path / "whole", wanted)
+    with pytest.raises(StopError):
+        quantize(tiny("qwen2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
+    assert quantize(tiny("qwen2"), tmp_path / "out", wanted).resumed
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    report = verify(tmp_path / "out", VerificationOptions(tiny("qwen2"), forward=False))
+    assert (report.findings, report.tuned) == ([], [])
 
 
 def test_a_kill_before_the_results_are_written_loses_nothing(
@@ -188,7 +205,8 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
     ("family", "method", "choices", "error", "words"),
     [
         ("llama", "rtn", {}, UsageError, "results of --method rtn are not tuned"),
-        ("llama", "awq+gptq", {}, UsageError, "awq.gptq are not tuned"),
+        ("llama", "smooth+gptq", {}, UsageError, "smooth.gptq are not tuned"),
+        ("mixtral", "awq+gptq", {}, UsageError, "with experts, results of --method awq.gptq"),
         (
             "llama",
             "gptq",

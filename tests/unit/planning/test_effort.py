@@ -113,7 +113,7 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
 @pytest.mark.parametrize(
     ("family", "choices", "taken", "reasons"),
     [
-        ("llama", {"method": "awq+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["awq+gptq are not tuned"]),
+        ("llama", {"method": "smooth+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["smooth+gptq are not tuned"]),
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1, tune = 4", ["has anyway"]),
         ("llama", {"method": "gptq", "scheme": "mxfp4"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
         ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.runs = 4",
