@@ -65,7 +65,7 @@ class FinishedUnit:
 
 def locked(
     stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
-    unless: Callable[[], bool] = lambda: False, patience: float = PATIENCE_SECONDS,
+    unless: Callable[[], bool] = lambda: False, patience: float | None = None,
 ) -> Result | None:  # fmt: skip
     """Do something under the lock of an output, as soon as no other process has it.
 
@@ -74,12 +74,13 @@ def locked(
         work: what to do.
         note: is told of a process that has the lock and is not heard of.
         unless: whether it need not be done any more; None is returned then.
-        patience: seconds in which the journal of whoever has the lock has to grow.
+        patience: seconds in which the journal of whoever has the lock has to grow; `PATIENCE_SECONDS` by default.
 
     Raises:
         BusyError: another process has the lock, and its journal has not grown.
         QuantForgeError: as entering the stage, or ``work``.
     """
+    patience = PATIENCE_SECONDS if patience is None else patience
     watch, quiet = leases.Watch(), QuietHolders(note)
     while not unless():
         try:
