@@ -66,7 +66,7 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", "gptq", "gptq", 1),
         ("gpt2", "gptq", "compressed-tensors", 3),
-        ("gemma2", "awq+gptq", "compressed-tensors", 3),
+        ("gemma2", "awq+gptq", "compressed-tensors", 1),
     ],
 )
 def test_only_what_is_learned_changes(
