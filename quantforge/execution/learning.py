@@ -170,9 +170,7 @@ class Tuning:
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
             for name, tensor in self._restoring.targets(part).items()
         }
-        if (
-            self._planned.plan.transforms
-        ):  # they have changed what is kept, and gains go on from there
+        if self._planned.plan.transforms:  # gains go on from what these have left
             self._restoring.parameters(part)
         kept = self._restoring.kept(part)
 

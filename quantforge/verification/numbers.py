@@ -15,6 +15,7 @@ from quantforge.execution.progress import tell
 from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Activation, Scheme
+from quantforge.verification import tuned_gains
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.cache_scales import check_cache
@@ -27,7 +28,6 @@ from quantforge.verification.inputs import Inputs
 from quantforge.verification.limits import excesses
 from quantforge.verification.own_groups import own_groups
 from quantforge.verification.ranges import SIBLINGS, wrong_input
-from quantforge.verification.tuned_gains import TuningStated, beyond_tuning, tuned_offset
 from quantforge.verification.zeros import Zeros, differs
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
@@ -45,7 +45,7 @@ class Numbers:
         *,
         twice: bool = False,
         zeros: Zeros | None = None,
-        tuned: TuningStated = TuningStated.NOT,
+        tuned: tuned_gains.TuningStated = tuned_gains.TuningStated.NOT,
     ) -> None:
         """Look at ``artifact``.
 
@@ -58,8 +58,8 @@ class Numbers:
             zeros: those that the manifest states; with any, no factors are looked for.
             tuned: scales and gains of norms; no factors are looked for where none were folded.
         """
-        self._zeros, self._learned = zeros, tuned is not TuningStated.NOT
-        self._gains = tuned is TuningStated.PLAIN
+        self._zeros, self._learned = zeros, tuned is not tuned_gains.TuningStated.NOT
+        self._gains = tuned is tuned_gains.TuningStated.PLAIN
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -76,9 +76,8 @@ class Numbers:
         """Check all tensors."""
         for block in range(-1, self._artifact.matched.blocks):
             tensors = [t for t in self._artifact.matched.tensors if t.block == block]
-            total = self._artifact.matched.blocks + 1
             for tensor in tensors:
-                tell(tensor.name, block + 1, total)
+                tell(tensor.name, block + 1, self._artifact.matched.blocks + 1)
                 self._check_alone(tensor)
             if self._source is not None:
                 factors = self._factors(block)
@@ -146,22 +145,23 @@ class Numbers:
         layout = self._artifact.layout(tensor)
         if target is None:
             if tensor.role is not Role.FOREIGN:
-                missing = "the source has no such tensor"
-                self._report.add("kept-changed", tensor.stored.name, missing)
+                self._report.add("kept-changed", tensor.stored.name, "not in the source")
             return
         module = tensor.name.removesuffix(".weight").removesuffix(".bias")
         if tensor.role is Role.LINEAR or (tensor.role is Role.OTHER and target.dim() == 2):
-            target = factors.applied(
-                module, target
-            )  # of what a norm feeds, what stays takes its factor too
+            # Of what a norm feeds, what stays takes its factor too.
+            target = factors.applied(module, target)
         elif tensor.role is Role.BIAS and module in factors.rows:
             target = target * factors.rows[module]
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            offset = tuned_offset(tensor, self._artifact.matched) if self._gains else None
+            matched = self._artifact.matched
+            offset = tuned_gains.tuned_offset(tensor, matched) if self._gains else None
             if offset is not None:
-                text = beyond_tuning(value, target, offset)
+                text = tuned_gains.beyond_tuning(value, target, offset)
+            elif self._learned and tensor.name.endswith(".bias") and module in factors.norms:
+                text = tuned_gains.beyond_fold(value, target * factors.norms[module])
             else:
                 text = differs(tensor, value, target, factors, self._zeros)
             if text:

@@ -74,3 +74,21 @@ def beyond_tuning(found: Tensor, target: Tensor, offset: float) -> str | None:
     place = int((change * wrong).argmax())
     return (f"{int(wrong.sum())} of {target.numel()} gains are further from the source's than tuning takes them, e.g. "
             f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip
+
+
+def beyond_fold(found: Tensor, target: Tensor) -> str | None:
+    """Say which bias of a norm differs from what its gain tells by more than tuning takes that gain, None for none.
+
+    Args:
+        found: the result's bias, which tuning leaves as the factors have made it.
+        target: the source's, times what became of the gain.
+    """
+    if found.shape != target.shape:
+        return f"{list(found.shape)}, the source has {list(target.shape)}"
+    size = found.float().abs()
+    wrong = ~((found.float() - target).abs() <= MOST * size + STORED * (size + target.abs()))
+    if not bool(wrong.any()):
+        return None
+    place = int(wrong.int().argmax())
+    return (f"{int(wrong.sum())} of {target.numel()} biases do not follow the gains of their norm, e.g. "
+            f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip

@@ -121,6 +121,40 @@ def test_where_one_cannot_be_started_those_that_were_are_stopped(
     assert begun[0].returncode == -signal.SIGTERM
 
 
+STOPPING = """
+import select, signal, sys, time
+def stop(*_):
+    time.sleep(1)
+    sys.exit(7 if select.select([0], [], [], 0)[0] else 5)
+signal.signal(signal.SIGTERM, stop)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+def test_the_pipe_of_one_that_is_stopping_stays_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its end is a signal, too."""
+    begun: list[subprocess.Popen[bytes]] = []
+    start, ready = subprocess.Popen, tmp_path / "ready"
+
+    def popen(*_: Any, **how: Any) -> subprocess.Popen[bytes]:
+        begun.append(start([sys.executable, "-c", STOPPING, str(ready)], **how))
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt), jobs.started(2, print):
+        _wait_and_stop(ready)
+    assert begun[0].returncode == 5
+
+
+def _wait_and_stop(ready: Path) -> None:
+    while not ready.exists():
+        time.sleep(0.01)
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def _handled() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stopping.stop)

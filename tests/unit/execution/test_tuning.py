@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
@@ -93,7 +94,7 @@ def test_only_what_is_learned_changes(
     assert report.findings == []
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("qwen2", "awq+gptq")])
+@pytest.mark.parametrize(("family", "method"), [("llama", "gptq"), ("gpt2", "awq+gptq")])
 def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
@@ -144,13 +145,20 @@ def test_it_goes_on_where_it_was_stopped(
 
 def test_behind_transforms_it_goes_on_too_and_verifies(tiny: Tiny, tmp_path: Path) -> None:
     wanted = tuned("awq+gptq")
-    quantize(tiny("qwen2"), tmp_path / "whole", wanted)
+    quantize(tiny("gpt2"), tmp_path / "whole", wanted)
     with pytest.raises(StopError):
-        quantize(tiny("qwen2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
-    assert quantize(tiny("qwen2"), tmp_path / "out", wanted).resumed
+        quantize(tiny("gpt2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
+    assert quantize(tiny("gpt2"), tmp_path / "out", wanted).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    report = verify(tmp_path / "out", VerificationOptions(tiny("qwen2"), forward=False))
+    options = VerificationOptions(tiny("gpt2"), forward=False)
+    report = verify(tmp_path / "out", options)
     assert (report.findings, report.tuned) == ([], [])
+    path, name = tmp_path / "out" / "model.safetensors", "transformer.h.1.ln_1.bias"
+    values = load_file(path)
+    values[name][3] *= -1  # biases follow their gains, by more than half of themselves never
+    save_file(values, path, metadata={"format": "pt"})
+    damaged = verify(tmp_path / "out", options).findings
+    assert name in {item.where for item in damaged if item.check == "kept-changed"}
 
 
 def test_a_kill_before_the_results_are_written_loses_nothing(
@@ -236,8 +244,6 @@ def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path, result: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     copied(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
