@@ -38,6 +38,7 @@ In this folder:
     sharing             Sharing a run: processes claim its units, and one of them puts together what all have finished
     source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite
     transforming        Transforms of a method, one after the other, on a part of the model: a block
+    tuned_run           Tuning within a run: of each block behind its rounding, while the rows are there
     unit_output         Output of a unit of work: stored tensors on their way into weight files and back
     units               Units of work: the list that a run works off
 """

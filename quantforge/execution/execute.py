@@ -33,12 +33,12 @@ from quantforge.execution.record import Record, events_of, figures_of, progress_
 from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
+from quantforge.execution.tuned_run import TunedRun
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import (
     GUIDE,
     HEAD,
     OUTER,
-    TUNE,
     Unit,
     block_unit,
     shares_of,
@@ -58,7 +58,11 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One execution of a plan into the files of a writer, journalled in a workspace."""
+    """One execution of a plan into the files of a writer, journalled in a workspace.
+
+    Attributes:
+        tuned: what is tuned of it.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,8 @@ class Run:
         self._restoring = Restoring(
             plan, self._output, settings.device, rounded_inputs=not from_source
         )
-        self._tuning = Tuning(planned, self._output, self._restoring, work)
+        tuning = Tuning(planned, self._output, self._restoring, work)
+        self.tuned = TunedRun(planned, tuning, checkpoint, settings, self._tuned, self._share)
         self._block = CalibratedBlock(planned, rounding, self._data_free, self._restoring)
 
     def execute(self, sample: Sample | None) -> None:
@@ -121,7 +126,7 @@ class Run:
         blocks = self._planned.matched.blocks
         if self.late:
             return blocks
-        missing = (index for index in range(blocks) if not self.has(index))
+        missing = (i for i in range(blocks) if not self.has(i) or self.tuned.follows(i))
         return max(missing, default=-1)
 
     def has(self, block: int) -> bool:
@@ -136,24 +141,12 @@ class Run:
     def begin(self, *, calibrated: bool, runs: int) -> None:
         """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""
         self._shares = {name: share / runs for name, share in self._shares.items()}
-        self._tuning.write_again()
+        self.tuned.begin(alone=runs == 1)
         check(self._work.done.values(), self._output, self._work.directory)
         for name in self._finished:
             self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
-
-    def tune(self, sample: Sample) -> None:
-        """Tune what the blocks have written, where the plan wants that."""
-        start = time.monotonic()
-
-        def after(name: str, record: Record) -> None:
-            self._tell(name, record, start)
-            self._settings.policy.check(self.events())
-
-        if missing := self._tuning.missing:
-            with phase("", sum(self._shares.get(name, 0.0) for name in missing), TUNE):
-                self._tuning.learn(self._checkpoint, sample, self._settings, after)
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""
@@ -226,6 +219,14 @@ class Run:
                 self._work.commit(name, {**record, "sums": self._output.finish()})
             self._tell(name, record, start)
             self._inside += time.monotonic() - start
+
+    def _tuned(self, name: str, record: Record, start: float) -> None:
+        """Tell of a unit that was tuned."""
+        self._tell(name, record, start)
+        self._settings.policy.check(self.events())
+
+    def _share(self, name: str) -> float:
+        return self._shares.get(name, 0.0)
 
     def _tell(self, name: str, record: Record, start: float) -> None:
         done, total = len(self._work.done), len(self._units)

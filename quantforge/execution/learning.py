@@ -1,5 +1,8 @@
 """Tuning of a run: units behind its blocks, which learn block after block and write that over what was written.
 
+A run of its own tunes a block as soon as it is rounded, while the rows are there; else the rows pass the source once
+more when all blocks are done. The results are the same, to the bit.
+
 What was learned of a block lies in a file beside the journal before the journal says that it is done, and is only then
 written into the weight files. A run that goes on later writes it again: a kill in between loses nothing.
 """
@@ -28,16 +31,16 @@ from quantforge.model.tuning_bounds import whole_epochs
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.journal import Workspace
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
+    from quantforge.model.block_tuning import BlockTuned
     from quantforge.model.tuned_block import TunedBlock, Written
+    from quantforge.model.tuning import TuningStream
     from quantforge.planning.planner import Planned
-    from quantforge.settings import Settings
-    from quantforge_calibration.sampler import Sample
 
+After = Callable[[str, Record], None]
 LISTED = 8  # experts that an event names
 
 
@@ -52,6 +55,11 @@ class Tuning:
         self._work = work
 
     @property
+    def place(self) -> Path:
+        """Return the directory of its files."""
+        return self._work.directory
+
+    @property
     def names(self) -> list[str]:
         """Return the names of its units, in order: the blocks, then the whole model where there are epochs for it."""
         epochs = self._planned.plan.tune
@@ -63,14 +71,23 @@ class Tuning:
         """Return the names of those that are not done yet."""
         return [name for name in self.names if name not in self._work.done]
 
-    def learn(
-        self,
-        checkpoint: Checkpoint,
-        sample: Sample,
-        settings: Settings,
-        after: Callable[[str, Record], None],
-    ) -> None:
+    def block(self, stream: TuningStream, part: BlockPart, after: After) -> None:
+        """Tune a block that the rows have just passed in the source, unless that is done; errors as `learn`.
+
+        The rows of the result go on behind it. All earlier blocks were handed over, too.
+        """
+        name, seed = tune_unit(part.index), self._planned.recipe.calibration.seed
+        if self._planned.plan.transforms:
+            part.restore()
+        if name not in self._work.done:
+            one = stream.tune_block(part, self._read, 1, seed, _told)
+            self._done(name, [one.block], _errors(one), after)
+        stream.pass_result(part, self._read)
+
+    def learn(self, streaming: Callable[[], TuningStream], after: After) -> None:
         """Learn what is missing, one unit after the other, write it, and tell ``after`` its name and record.
+
+        ``streaming`` returns the blocks with the rows that reach them.
 
         What was learned of a unit is kept beside the journal, then the journal says that it is done, and then it is
         written. The record has checksums of what was learned.
@@ -79,25 +96,7 @@ class Tuning:
             InputError: a weight, an activation or a gradient is not finite, or there is one row only.
             RefusedError: the model is one that cannot be tuned.
         """
-        from quantforge.model.tuning import TuningStream  # with transformers, which takes seconds
-
-        planned, options = self._planned, self._planned.recipe.calibration
-        activations = self._work.directory if settings.activations == "disk" else None
-
-        def told(share: float, what: str) -> None:
-            tell(f"tuning, {what}", share=share)
-
-        def streaming() -> TuningStream:
-            return TuningStream(
-                checkpoint, planned.matched, sample, micro_batch=options.micro_batch,
-                device=settings.device, activations=activations,
-            )  # fmt: skip
-
-        def done(name: str, blocks: Sequence[TunedBlock], about: Record) -> None:
-            record = self._kept(name, blocks, about)
-            self._work.commit(name, record)
-            self._write(name, record)
-            after(name, record)
+        seed = self._planned.recipe.calibration.seed
 
         def has(index: int) -> bool:
             return tune_unit(index) in self._work.done
@@ -105,14 +104,20 @@ class Tuning:
         with torch.inference_mode(mode=False), torch.no_grad():
             if self.missing != [TUNE]:
                 with streaming() as stream:
-                    for one in stream.tune_blocks(self._read, has, 1, options.seed, told):
-                        about = {"error": {"before": one.before, "after": one.after}}
-                        done(tune_unit(one.block.part.index), [one.block], about)
-            if whole := whole_epochs(planned.plan.tune):
+                    for one in stream.tune_blocks(self._read, has, 1, seed, _told):
+                        name = tune_unit(one.block.part.index)
+                        self._done(name, [one.block], _errors(one), after)
+            if whole := whole_epochs(self._planned.plan.tune):
                 with streaming() as stream:
-                    tuned = stream.tune(self._read, whole, options.seed, told)
+                    tuned = stream.tune(self._read, whole, seed, _told)
                     about = {"divergence": {"before": tuned.before, "after": tuned.after}}
-                    done(TUNE, tuned.blocks, about)
+                    self._done(TUNE, tuned.blocks, about, after)
+
+    def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, after: After) -> None:
+        record = self._kept(name, blocks, about)
+        self._work.commit(name, record)
+        self._write(name, record)
+        after(name, record)
 
     def write_again(self) -> None:
         """Write what was learned before the run was interrupted; errors as `IntegrityError` of damaged results."""
@@ -188,7 +193,7 @@ class Tuning:
         for linear, tensor in self._restoring.targets(block.part).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
-            after = self._output.storage.pack(tensor, matrix.result())
+            after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
             figures = {
                 "tuned": max(float(one.factor.abs().max()) for one in matrix.scales.values())
@@ -201,12 +206,20 @@ class Tuning:
         for name, gains in block.gains.items():
             tensor = kept[name]
             (before_,) = self._output.read(tensor).values()
-            value = self._output.storage.keep(tensor, gains.stored())
+            value = self._output.storage.keep(tensor, gains.stored().cpu())
             if not torch.equal(value, before_):
                 found.append((tensor.stored[0].name, value))
                 change = float(gains.factor.abs().max())
                 merge(record, {"figures": {tensor.name: {"tuned": change}}})
         return found
+
+
+def _told(share: float, what: str) -> None:
+    tell(f"tuning, {what}", share=share)
+
+
+def _errors(one: BlockTuned) -> Record:
+    return {"error": {"before": one.before, "after": one.after}}
 
 
 def _blind(block: TunedBlock) -> list[Event]:

@@ -79,8 +79,8 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
     Several runs have to share the pass (`shares_pass`) and to have equal calibration options.
     Errors as `Run.execute`.
     """
-    learns = any(run.learns for run in runs)
-    with torch.no_grad(), torch.inference_mode(mode=not learns):
+    learns = any(run.learns or run.tuned.any for run in runs)
+    with torch.inference_mode(mode=not learns), torch.no_grad():
         for run in runs:
             run.begin(calibrated=sample is not None, runs=len(runs))
         if sample is not None:
@@ -89,7 +89,7 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
                     guides.enter_context(run.guided(sample))
                 _stream(runs, sample)
             for run in runs:
-                run.tune(sample)
+                run.tuned.rest(sample)
         for run in runs:
             run.finish(calibrated=sample is not None)
 
@@ -99,9 +99,13 @@ def _stream(runs: Sequence[Run], sample: Sample) -> None:
     last = max(run.last for run in runs)
     if last < 0:
         return
-    with runs[0].streaming(sample) as stream:
+    with ExitStack() as streams:
+        tuning = runs[0].tuned.streaming(sample) if runs[0].tuned.follows_any else None
+        stream = streams.enter_context(tuning or runs[0].streaming(sample))
         for part in stream:
-            ends = part.index == last  # nobody reads what it computes
+            if tuning is not None:
+                tuning.begin_result()
+            ends = part.index == last and tuning is None  # nobody reads what it computes
             missing = [run for run in runs if not run.has(part.index)]
             seen: dict[int, SeenTogether] = {}
             if len(missing) > 1:
@@ -119,6 +123,10 @@ def _stream(runs: Sequence[Run], sample: Sample) -> None:
                 break
             if not part.advanced:
                 part.advance()
+            if tuning is not None:
+                runs[0].tuned.block(tuning, part)
+            if part.index == last:
+                break
         for run in runs:
             if run.late:
                 run.pass_head(stream)

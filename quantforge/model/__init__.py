@@ -31,6 +31,7 @@ In this folder:
     kept_leaves        Tensors that single rows keep between blocks: in memory
     lean_imports       transformers' modelling code without what a command never runs: half of the imports
     learned_codes      Codes that are learned: each has an offset, in steps of its grid
+    learned_scales     Scales and gains that are learned: each times a factor that Adam fits
     loading            Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class        Class of transformers that a configuration names: a decoder of text
     names              Names of tensors in files, and in the running model: one bridge, by transformers' own rules
@@ -54,6 +55,7 @@ In this folder:
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
     tuned_block        A block whose linears are codes under scales that are learned
     tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes
+    tuned_linears      Linears of a module that are codes under scales that are learned: decoded before a pass
     tuned_matrix       A linear whose scales are learned, and maybe its codes
     tuning             Tuning of the whole model: scales of groups, gains of norms and codes learned on what it predicts
     tuning_bounds      Bounds of tuning, which plans, forecasts and `verify` go by

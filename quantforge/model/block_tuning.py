@@ -11,8 +11,8 @@ A step takes one row through the block and back. One block is in memory at a tim
 what leaves the source's block, and what reaches the result's. Of its experts one is in floating point; of the others
 there are codes and scales. Nothing of an expert moves in a step that has no token for it.
 
-A row passes on one thread, so that the result does not depend on the number of threads; matrices are learned side by
-side.
+A row goes forward and back on one thread, so that the result does not depend on the number of threads. Runs of rows of
+the matrices are learned side by side, and so pass the rows that nothing is learned on.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class BlockTuned:
 class BlockTuningStream(ModelStream):
     """A stream that carries the states of the result beside those of the source."""
 
+    _ahead: HiddenStates | None = None  # of the result
+
     def tune_blocks(
         self, read: Read, has: Callable[[int], bool], epochs: int, seed: int, told: Tell
     ) -> Iterator[BlockTuned]:
@@ -68,32 +70,56 @@ class BlockTuningStream(ModelStream):
             RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states
                 behind the last.
         """
-        count, blocks = len(self._rows), len(self._blocks)
+        blocks = len(self._blocks)
+        for part in self:
+            self.begin_result()
+            self.pass_source(part)
+            index = part.index
+            if not has(index):
+
+                def tell(share: float, what: str, index: int = index) -> None:
+                    told((index + share) / blocks, what)
+
+                yield self.tune_block(part, read, epochs, seed, tell)
+            self.pass_result(part, read)
+
+    def begin_result(self) -> None:
+        """Keep the states in front of the first block, from which those of the result go on."""
+        if self._ahead is None:
+            self._ahead = self._copy()
+
+    def tune_block(
+        self, part: BlockPart, read: Read, epochs: int, seed: int, told: Tell
+    ) -> BlockTuned:
+        """Learn a block of which the states behind it are the source's; arguments and errors as of `tune_blocks`."""
+        self._refuse_memory(part)
+        count = len(self._rows)
         held = max(1, count // HELD)
         if count <= held:
             raise InputError("tuning: one calibration row", "--samples 8, or more")
-        steps = epochs * (count - held)
-        ahead: HiddenStates | None = None
-        for part in self:
-            ahead = ahead or self._copy()
-            self.pass_source(part)
-            index = part.index
-            passing = self._passing(index, ahead)
-            if not has(index):
-                with one_thread():
-                    block = TunedBlock.of(part, read(part), rate_of(steps))
-                learning = Learning(block, passing, self._states, count, held)
+        with one_thread():
+            rate = rate_of(epochs * (count - held))
+            block = TunedBlock.of(part, read(part), rate, self._device)
+            spans = [range(*span) for span in self._spans(first=count - held)]
+            passing = self._passing(part.index)
+            learning = Learning(block, passing, self._states, count - held, spans)
+            return learning.learn(
+                epochs,
+                seed,
+                lambda share, error: told(share, f"block {part.index}, error {error:.5f}"),
+            )
 
-                def tell(share: float, error: float, index: int = index) -> None:
-                    told((index + share) / blocks, f"block {index}, error {error:.5f}")
-
-                with one_thread():
-                    tuned = learning.learn(epochs, seed, tell)
-                yield tuned
-            if index + 1 < blocks:  # as it was written, whenever that was
-                block = TunedBlock.of(part, read(part), 0.0)
-                for row in range(count):
-                    ahead.write(row, block.forward([passing(row)])[0])
+    def pass_result(self, part: BlockPart, read: Read) -> None:
+        """Let the states of the result pass a block as it was written, whenever that was; nothing behind the last."""
+        if part.index + 1 == len(self._blocks):
+            return
+        assert self._ahead is not None
+        passing = self._passing(part.index)
+        with one_thread():
+            block = TunedBlock.of(part, read(part), 0.0, self._device)
+            for start, stop in self._spans():
+                some = block.forward([passing(row) for row in range(start, stop)])
+                self._ahead.write(start, torch.cat(some))
 
     def pass_source(self, part: BlockPart) -> None:
         """Let all rows pass a block of the source; errors as `tune_blocks`."""
@@ -102,6 +128,9 @@ class BlockTuningStream(ModelStream):
         part.advance()
         if part.experts is not None:
             part.experts.forget_tokens()
+        self._refuse_memory(part)
+
+    def _refuse_memory(self, part: BlockPart) -> None:
         replay = self._around.replay
         if replay is not None and replay.at(part.index + 1).remembers:
             raise RefusedError(
@@ -110,9 +139,10 @@ class BlockTuningStream(ModelStream):
                 tensor=part.name,
             )
 
-    def _passing(self, index: int, ahead: HiddenStates) -> Callable[[int], Batch]:
-        """Return what gives a single row on its way into a block."""
-        passage = self._around.passage(index)
+    def _passing(self, index: int) -> Callable[[int], Batch]:
+        """Return what gives a single row of the result on its way into a block."""
+        passage, ahead = self._around.passage(index), self._ahead
+        assert ahead is not None
         return lambda row: Batch(row, ahead.read(row, row + 1).to(self._device), passage)
 
 
@@ -125,11 +155,12 @@ class Learning:
         passing: Callable[[int], Batch],
         targets: HiddenStates,
         count: int,
-        held: int,
+        held: Sequence[range],
     ) -> None:
-        """Learn on all of ``count`` rows but the last, ``held`` ones."""
+        """Learn on the first ``count`` rows, while others are ``held`` out, of which some pass together."""
         self._block, self._passing, self._targets = block, passing, targets
-        self._rows, self._held = range(count - held), range(count - held, count)
+        self._rows, self._spans = range(count), held
+        self._held = [row for span in held for row in span]
         self._norm = 1.0
 
     def learn(self, epochs: int, seed: int, told: Callable[[float, float], None]) -> BlockTuned:
@@ -163,10 +194,11 @@ class Learning:
     def _error(self) -> float:
         """Return the squared distance over the rows held out."""
         total = 0.0
-        for row in self._held:
-            (outputs,) = self._block.forward([self._passing(row)])
-            self._check(row, outputs)
-            total += float(self._distance(row, outputs).square().sum())
+        for span in self._spans:
+            passed = self._block.forward([self._passing(row) for row in span])
+            for row, outputs in zip(span, passed, strict=True):
+                self._check(row, outputs)
+                total += float(self._distance(row, outputs).square().sum())
         return total
 
     def _gradient(self, row: int, outputs: Tensor) -> Tensor:

@@ -8,11 +8,16 @@ fallen the divergence is above what it began with.
 The optimizer is Adam with the second moment kept by row and column, as in Adafactor (Shazeer and Stern, arXiv
 1804.04235), and steps no longer than the rate: with offsets and first moments in 16 bits a weight takes four bytes
 beside its code.
+
+A step comes in two halves, so that runs of rows may go side by side while they are in the caches: `see` takes the
+gradients of a run, `seen` what all runs have returned, and then `move` moves the codes of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,6 +26,10 @@ from quantforge.model.tuning_bounds import MOST_STEPS
 
 BESIDE = 0.49  # of a step: how far an offset may go beyond the last code that it can reach
 FIRST, SECOND = 0.9, 0.99  # shares of the moments that a step keeps
+BITS = 14
+UNIT = 1 << BITS  # offsets are integers of 16 bits, in this part of a step
+SIDES = (-BESIDE, BESIDE)
+ALL = slice(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +40,7 @@ class LearnedCodes:
         start: what they were.
         limits: the least and the greatest code.
         rate: the first step of Adam, in steps of the grid.
-        offsets: what is learned, 0 for no change.
+        offsets: what is learned, int16 in `UNIT` of a step, 0 for no change.
     """
 
     start: Tensor
@@ -42,18 +51,23 @@ class LearnedCodes:
     _rows: Tensor = field(init=False)
     _columns: Tensor = field(init=False)
     _steps: int = field(init=False, default=0)
+    _rate: float = field(
+        init=False, default=0.0
+    )  # of a step, and what moments are multiplied with in it
+    _factors: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with no change."""
-        self.offsets = torch.zeros_like(self.start, dtype=torch.float16)
+        self.offsets = torch.zeros_like(self.start, dtype=torch.int16)
         self._moment = torch.zeros_like(self.start, dtype=torch.bfloat16)
         self._rows, self._columns = (
             torch.zeros(size, device=self.start.device) for size in self.start.shape
         )
 
-    def stored(self) -> Tensor:
-        """Return the present codes."""
-        return (self.start + self.snapshot()).to(self.start.dtype)
+    def stored(self, rows: slice = ALL) -> Tensor:
+        """Return the present codes of a run of rows."""
+        start = self.start[rows]
+        return self._changes(rows).to(start.dtype).add_(start)  # modulo 256, where that is unsigned
 
     def step(self, gradient: Tensor, share: float) -> None:
         """Move the offsets.
@@ -62,27 +76,46 @@ class LearnedCodes:
             gradient: of the loss by the offsets, float32 ``[out_features, in_features]``.
             share: of the first rate that is left.
         """
-        self._steps += 1
+        self.seen([self.see(gradient)], share)
+        self.move()
+
+    def see(self, gradient: Tensor, rows: slice = ALL) -> Tensor:
+        """Take the gradient of a run of rows, and return what `seen` wants of it."""
+        moment = self._moment[rows]
+        moment.copy_(moment.float().lerp_(gradient, 1 - FIRST))
         squares = gradient.square()
-        self._rows.lerp_(squares.mean(1), 1 - SECOND)
-        self._columns.lerp_(squares.mean(0), 1 - SECOND)
-        moment = self._moment.float().lerp_(gradient, 1 - FIRST)
-        self._moment.copy_(moment)
-        mean = self._rows.mean()
-        if not float(mean):
-            return  # no gradient has reached it
-        seen = self._rows[:, None] * (self._columns / mean) / (1 - SECOND**self._steps)
-        size = seen.sqrt_().clamp_(min=torch.finfo(torch.float32).tiny)
-        rate = self.rate * share / (1 - FIRST**self._steps)
-        least, most = (limit - self.start.float() for limit in self.limits)
-        moved = self.offsets.float().sub_(moment.div_(size).clamp_(-1, 1), alpha=rate)
-        moved = torch.maximum(moved, least.clamp_(min=-MOST_STEPS) - BESIDE)
-        self.offsets.copy_(torch.minimum(moved, most.clamp_(max=MOST_STEPS) + BESIDE))
+        self._rows[rows].lerp_(squares.mean(1), 1 - SECOND)
+        return squares.sum(0)
+
+    def seen(self, sums: Iterable[Tensor], share: float) -> None:
+        """Take what `see` has returned of all runs, in their order; ``share`` of the first rate is left."""
+        self._steps += 1
+        self._columns.lerp_(reduce(torch.add, sums) / len(self.start), 1 - SECOND)
+        tiny = torch.finfo(torch.float32).tiny  # no gradient has reached it: its moment is 0, too
+        mean = self._rows.mean().clamp_(min=tiny)
+        self._rate = self.rate * share / (1 - FIRST**self._steps) * UNIT
+        of_rows = (self._rows / (1 - SECOND**self._steps)).sqrt_().clamp_(min=tiny)
+        of_columns = (self._columns / mean).sqrt_().clamp_(min=tiny)
+        self._factors = self._rate / of_rows, of_columns.reciprocal_()
+
+    def move(self, rows: slice = ALL) -> None:
+        """Move the offsets of a run of rows, after `seen`."""
+        low, high = ((limit + side) * UNIT for limit, side in zip(self.limits, SIDES, strict=True))
+        furthest, rate = (MOST_STEPS + BESIDE) * UNIT, self._rate
+        (of_rows, of_columns), before = self._factors, self.offsets[rows]
+        step = self._moment[rows].float().mul_(of_rows[rows, None]).mul_(of_columns)
+        codes = self.start[rows].float().mul_(UNIT)
+        moved = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
+        before.copy_(moved.sub_(codes).clamp_(-furthest, furthest).round_())
 
     def snapshot(self) -> Tensor:
         """Return by how many steps each code has changed, int8."""
-        return self.offsets.round().to(torch.int8)
+        return self._changes(ALL).to(torch.int8)
 
     def restore(self, snapshot: Tensor) -> None:
         """Go back to a snapshot."""
-        self.offsets.copy_(snapshot)
+        self.offsets.copy_(snapshot.to(torch.int16) << BITS)
+
+    def _changes(self, rows: slice) -> Tensor:
+        """Return by how many steps the codes of a run of rows have changed, int16."""
+        return self.offsets[rows].add(UNIT >> 1).bitwise_right_shift_(BITS)

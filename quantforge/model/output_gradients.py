@@ -7,7 +7,7 @@ a weight per token share a Hessian, so that consecutive rows are joined in strip
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -72,10 +72,14 @@ class SquaredGradients:
 
 
 class Passed(NamedTuple):
-    """Gradients of what a module has read in one pass, and of each linear its input and the gradients of its output."""
+    """Gradients of what a module has read in one pass, and of each linear its input and the gradients of its output.
+
+    ``others``: gradients of more that was asked for.
+    """
 
     gradients: Tensor
     linears: Mapping[str, tuple[Tensor, Tensor]]
+    others: Sequence[Tensor] = ()
 
 
 class OutputListener:
@@ -100,21 +104,26 @@ class OutputListener:
         run: Callable[[Tensor], Tensor],
         states: Tensor,
         gradients_of: Callable[[Tensor], Tensor],
+        parameters: Sequence[Tensor] = (),
     ) -> Passed:
-        """Run the module on states, and go back from the gradients that ``gradients_of`` returns for its outputs."""
+        """Run the module on states, and go back from the gradients that ``gradients_of`` returns for its outputs.
+
+        Gradients of ``parameters`` are returned, too.
+        """
         self._of_thread.found = {}
         with one_thread(), torch.enable_grad():
             states = states.detach().requires_grad_()
             outputs = run(states)
             found: dict[str, tuple[Tensor, Tensor]] = self._of_thread.__dict__.pop("found")
-            wanted = [states, *(output for _, output in found.values())]
+            wanted = [states, *parameters, *(output for _, output in found.values())]
             first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
+        more = len(parameters)
         rows = len(states)
         linears = {
             name: (_by_rows(x, rows), _by_rows(gradients, rows))
-            for (name, (x, _)), gradients in zip(found.items(), others, strict=True)
+            for (name, (x, _)), gradients in zip(found.items(), others[more:], strict=True)
         }
-        return Passed(first, linears)
+        return Passed(first, linears, others[:more])
 
 
 def _by_rows(values: Tensor, rows: int) -> Tensor:

@@ -209,9 +209,10 @@ class ModelStream:
         """Yield the rows that go through the end of the model together."""
         yield from self._spans(1 if self._alone else 0)
 
-    def _spans(self, step: int = 0) -> Iterator[tuple[int, int]]:
+    def _spans(self, step: int = 0, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the rows from the ``first`` one on that pass together."""
         count, step = len(self._rows), step or self._micro_batch
-        for start in range(0, count, step):
+        for start in range(first, count, step):
             yield start, min(start + step, count)
 
 

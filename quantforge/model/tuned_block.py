@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,17 @@ from quantforge.architectures import Absorbs
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.learned_codes import LearnedCodes
+from quantforge.model.learned_scales import Learned
+from quantforge.model.output_gradients import OutputListener, Passed
 from quantforge.model.tuned_experts import TunedExperts, Visit
-from quantforge.model.tuned_matrix import Learned, TunedMatrix
+from quantforge.model.tuned_linears import Place, TunedLinears
+from quantforge.model.tuned_matrix import TunedMatrix
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.packers.tensor import QuantizedTensor
 
 Aim = Callable[[int, Tensor], Tensor]
-Place = tuple[str, str]  # of a linear and one of its parameters, of a norm and ""
+CPU = torch.device("cpu")
 
 
 class Written(NamedTuple):
@@ -45,39 +48,50 @@ class TunedBlock:
         part: with its kept parameters; linears are empty between two visits.
         matrices: its quantized linears, those of experts too.
         gains: of its norms, by the name of the weight.
-        own: the linears that are modules of their own.
+        linears: those that are modules of their own.
         experts: those of a mixture, None without one.
     """
 
     part: BlockPart
     matrices: dict[str, TunedMatrix]
     gains: dict[str, Learned]
-    own: tuple[str, ...]
+    linears: TunedLinears
     experts: TunedExperts | None = field(init=False, default=None)
 
     @classmethod
-    def of(cls, part: BlockPart, written: Written, rate: float) -> TunedBlock:
+    def of(
+        cls, part: BlockPart, written: Written, rate: float, device: torch.device = CPU
+    ) -> TunedBlock:
         """Begin with a block as it was written; its linears are let go of.
 
         Args:
             part: the block.
             written: what was written of it.
             rate: with which codes are learned at first, 0 for frozen ones.
+            device: where the block is: codes and all that is learned are there, too.
         """
-        matrices = {name: TunedMatrix.of(tensor, rate) for name, tensor in written.tensors.items()}
+        matrices = {
+            name: TunedMatrix.of(tensor.to(device), rate)
+            for name, tensor in written.tensors.items()
+        }
         rates = (one.rate for matrix in matrices.values() for one in matrix.scales.values())
         least = min(rates, default=0.0)
         gains = {
-            name: Learned.at(part.parameter(name), written.kept(name), least, offset)
+            name: Learned.at(part.parameter(name), written.kept(name).to(device), least, offset)
             for name, offset in gains_of(part).items()
         }
         own = tuple(name for name in part.own_linears if name in matrices)
-        for name in (*(f"{name}.weight" for name in own), *gains):
+        for name in gains:
             part.module.get_parameter(name).requires_grad_()
-        block = cls(part, matrices, gains, own)
+        linears = TunedLinears(
+            part.module,
+            {name: matrices[name] for name in own},
+            transposed=part.architecture.transposed,
+        )
+        block = cls(part, matrices, gains, linears)
         if part.experts is not None:
             block.experts = TunedExperts(part.experts, matrices, block.weight, block.run)
-        block.release()
+        linears.release()
         return block
 
     @property
@@ -93,7 +107,7 @@ class TunedBlock:
 
     def weight(self, linear: str) -> Tensor:
         """Return the weight ``[out_features, in_features]`` of a linear as it is now."""
-        return self.matrices[linear].result().decode()
+        return self.matrices[linear].weight()
 
     def run(self, number: int, row: Batch) -> Tensor:
         """Run the block, filled, on a row, given its place among those that pass together."""
@@ -111,7 +125,7 @@ class TunedBlock:
         self.fill()
         with self.experts.returning(rows) if self.experts else nullcontext():
             found = side_by_side(passed, [*enumerate(rows)])
-        self.release()
+        self.linears.release()
         return found
 
     def backward(
@@ -147,46 +161,25 @@ class TunedBlock:
                 for row, outputs in zip(rows, self.forward(rows), strict=True)
             ]
         self.fill()
-        with self._without_experts(rows, behind, visit):
-            passed = side_by_side(partial(self._back, aim, behind), [*enumerate(rows)])
-        self.release()
+        with self._without_experts(rows, behind, visit), ExitStack() as hooks:
+            listener = OutputListener(self.part.module, self.linears.matrices, hooks)
+            back = partial(self._back, listener, aim, behind)
+            passed = side_by_side(back, [*enumerate(rows)])
         self._move(moves, share)
-
-        def own(numbered: tuple[int, str]) -> dict[Place, Tensor]:
-            number, name = numbered
-            with one_thread():
-                gradient = reduce(torch.add, (one[number] for _, one, _ in passed))
-                matrix = self.matrices[name]
-                sums = matrix.of_scales(gradient)
-                for key, steps in matrix.of_steps(gradient).items():
-                    matrix.steps[key].step(steps, share)
-            return {(name, key): one for key, one in sums.items()}
-
-        for sums in side_by_side(own, [*enumerate(self.own)]):
-            found |= sums
-        for _, _, vectors in passed:
+        found |= self.linears.learn([one.linears for one, _ in passed], share)
+        self.linears.release()
+        for _, vectors in passed:
             for name, gradient in zip(self.gains, vectors, strict=True):
                 _add(found, (name, ""), gradient)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
         factors = [found.get(place) for place in (*scales, *((name, "") for name in self.gains))]
-        return [first for first, _, _ in passed], factors
+        return [one.gradients for one, _ in passed], factors
 
     def fill(self) -> None:
         """Give the module the weights that are meant now; experts are filled when they compute."""
-        for name in self.own:
-            weight = self._matrix(self.weight(name)).contiguous()
-            self.part.module.get_parameter(f"{name}.weight").data = weight
+        self.linears.fill()
         for name, gains in self.gains.items():
             self.part.module.get_parameter(name).data = gains.stored().float()
-
-    def release(self) -> None:
-        """Let go of the weights of the linears."""
-        for name in self.own:
-            self.part.module.get_parameter(f"{name}.weight").data = torch.empty(0)
-
-    def _matrix(self, value: Tensor) -> Tensor:
-        """Return a weight of the module as ``[out, in]``, or the other way round."""
-        return value.T if self.part.architecture.transposed else value
 
     def _without_experts(
         self, rows: Sequence[Batch], behind: Sequence[Tensor] | None, visit: Visit
@@ -196,20 +189,26 @@ class TunedBlock:
         return self.experts.known(rows, behind, visit)
 
     def _back(
-        self, aim: Aim, known: Sequence[Tensor] | None, numbered: tuple[int, Batch]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the gradients of the states of a row, of the matrices that the module holds, and of gains' factors."""
+        self,
+        listener: OutputListener,
+        aim: Aim,
+        known: Sequence[Tensor] | None,
+        numbered: tuple[int, Batch],
+    ) -> tuple[Passed, list[Tensor]]:
+        """Return gradients of the states of a row, those of linears with what they read, and those of gains' factors.
+
+        Gradients of matrices are products of these, which are left for later: they need not wait for each other.
+        """
         number, row = numbered
-        names = [*(f"{name}.weight" for name in self.own), *self.gains]
-        values = [self.part.module.get_parameter(name) for name in names]
-        with one_thread(), torch.enable_grad():
-            states = row.states.detach().requires_grad_()
-            outputs = self.run(number, row._replace(states=states))
-            behind = aim(row.start, outputs.detach()) if known is None else known[number]
-            first, *others = torch.autograd.grad(outputs, [states, *values], behind)
-        matrices = [self._matrix(gradient) for gradient in others[: len(self.own)]]
-        pairs = zip(self.gains.values(), others[len(self.own) :], strict=True)
-        return first, matrices, [gains.gradient(gradient) for gains, gradient in pairs]
+        gains = [self.part.module.get_parameter(name) for name in self.gains]
+        passed = listener.back(
+            lambda states: self.run(number, row._replace(states=states)),
+            row.states,
+            partial(aim, row.start) if known is None else lambda _: known[number],
+            gains,
+        )
+        pairs = zip(self.gains.values(), passed.others, strict=True)
+        return passed, [one.gradient(gradient) for one, gradient in pairs]
 
     def _move(self, moves: dict[Place, Tensor], share: float) -> None:
         """Move codes by their gradients, which are let go of."""

@@ -4,102 +4,38 @@ Every grid's values are a sum over its scales (and minima, and what a block mult
 codes make of it. So the gradient of one is that of the matrix times what the packer decodes with it 1 and the others 0.
 Codes, and the integers that groups have as scales under a scale of their block, are learned in whole steps, where these
 are even: the gradient is that of the matrix times what the packer decodes with 1, less what it decodes with 0.
+
+Of plain integers with scales by group or row all of that is a product or two with the codes and the scales, and one run
+of rows at a time is decoded, and gone back through, while it is in a core's cache (`TunedMatrix.runs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantforge.model.learned_codes import FIRST, SECOND, LearnedCodes
-from quantforge.model.tuning_bounds import MOST
+from quantforge.model.learned_codes import ALL, LearnedCodes
+from quantforge.model.learned_scales import Learned
 from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
 
 CODES = "codes"
 INTEGERS = ("scales", "mins")  # parameters that are integers under a scale of their block
-EPSILON = 1e-8  # of Adam
 RATE = 1e-2  # of factors under codes of 0 bits
 IN_BLOCKS = 0.3  # of it, where one multiplies the scales of all groups of a block
+RUN = 1 << 16  # weights of a run of rows, whose temporaries stay in the second cache
 
 
-@dataclass(slots=True, eq=False)
-class Learned:
-    """One tensor of scales, or the gains of one norm.
+class Seen(NamedTuple):
+    """Gradients of factors that a run of rows makes of its own, and what `LearnedCodes.seen` wants, by name."""
 
-    Attributes:
-        start: float32, what it was.
-        dtype: in which it is stored.
-        factor: what is learned, 0 for no change.
-        rate: with which it is learned at first.
-        offset: that the norm adds to what is stored.
-        known: a factor, and what is stored at it.
-    """
-
-    start: Tensor
-    dtype: torch.dtype
-    factor: Tensor
-    rate: float
-    offset: float = 0.0
-    known: tuple[Tensor, Tensor] | None = None
-    _moments: tuple[Tensor, Tensor] | None = None
-    _steps: int = 0
-
-    @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0) -> Learned:
-        """Begin with a value."""
-        start = value.detach().float().clone()
-        return cls(start, dtype, torch.zeros_like(start), rate, offset)
-
-    @classmethod
-    def at(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> Learned:
-        """Go on with a value that was ``start`` and is stored as ``now``."""
-        one = cls.of(start, now.dtype, rate, offset)
-        factor = (now.float() + offset) / (one.start + offset) - 1
-        one.factor.copy_(torch.where(factor.isfinite(), factor, 0).clamp(-MOST, MOST))
-        one.known = (one.factor.clone(), now)
-        return one
-
-    def stored(self) -> Tensor:
-        """Return the present value in its stored type."""
-        start = self.start + self.offset
-        value = (start + start * self.factor - self.offset).to(self.dtype)
-        seen = value.float()  # of floats of 8 bits torch compares none
-        kept = seen.isfinite() & ((seen != 0) | (self.start == 0))
-        found = torch.where(kept, seen, self.start)
-        if self.known is not None:  # to the last bit
-            factor, now = self.known
-            found = torch.where(self.factor == factor, now.float(), found)
-        return found.to(self.dtype)
-
-    def step(self, gradient: Tensor | None, share: float) -> None:
-        """Move the factor as Adam does, within its bounds; nothing without a gradient.
-
-        Of torch's Adam only the formula is taken: importing it takes two seconds and 160 MB.
-
-        Args:
-            gradient: of the loss by the factor.
-            share: of the first rate that is left.
-        """
-        if gradient is None:
-            return
-        if self._moments is None:
-            self._moments = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        self._steps += 1
-        mean, square = self._moments
-        mean.lerp_(gradient, 1 - FIRST)
-        square.lerp_(gradient.square(), 1 - SECOND)
-        size = (square / (1 - SECOND**self._steps)).sqrt_().add_(EPSILON)
-        rate = self.rate * share / (1 - FIRST**self._steps)
-        self.factor.sub_(mean / size, alpha=rate).clamp_(-MOST, MOST)
-
-    def gradient(self, of_value: Tensor) -> Tensor:
-        """Return the gradient of the factor, given that of the value."""
-        return of_value * (self.start + self.offset)
+    factors: dict[str, Tensor]
+    sums: dict[str, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,11 +46,13 @@ class TunedMatrix:
         tensor: as it was written.
         scales: what of its parameters is learned, by their names.
         steps: what is learned in whole steps: integers among its parameters by their names, and its `CODES`.
+        held: the scales of plain integers as they are now, float32, where they are asked for again and again.
     """
 
     tensor: QuantizedTensor
     scales: dict[str, Learned]
     steps: dict[str, LearnedCodes]
+    held: Tensor | None = None
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, rate: float) -> TunedMatrix:
@@ -133,6 +71,11 @@ class TunedMatrix:
         }
         return cls(tensor, scales, _in_steps(tensor, rate) if rate else {})
 
+    @property
+    def device(self) -> torch.device:
+        """Return where its codes are, and all that is learned."""
+        return self.tensor.codes.device
+
     def result(self) -> QuantizedTensor:
         """Return the linear as it is now."""
         changed = {key: one.stored() for key, one in self.scales.items()}
@@ -140,8 +83,68 @@ class TunedMatrix:
         codes = changed.pop(CODES, self.tensor.codes)
         return replace(self.tensor, codes=codes, parameters={**self.tensor.parameters, **changed})
 
+    def hold(self) -> None:
+        """Hold what `weight` and `see` want of the scales, until `let_go`, or until they are moved."""
+        self.held = self._now(ALL) if self._plain else None
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        self.held = None
+
+    def runs(self) -> Sequence[slice]:
+        """Return runs of rows that may be worked on side by side: all at once where rows depend on each other."""
+        rows, columns = self.tensor.shape
+        step = max(1, RUN // columns) if self._plain and self.device.type == "cpu" else rows
+        return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def weight(self, rows: slice = ALL) -> Tensor:
+        """Return the matrix ``[out_features, in_features]`` as it is now, of one of the `runs` or whole."""
+        if not self._plain:
+            return self.result().decode()
+        return self._scaled(self._values(rows), rows)
+
+    def see(self, gradient: Tensor, rows: slice, weight: Tensor) -> Seen:
+        """Take the gradient of one of the `runs` of the matrix, which is used up; `move` then moves it.
+
+        Args:
+            gradient: of ``weight``.
+            rows: that run.
+            weight: what `weight` has returned of it.
+
+        Returns:
+            What `seen` wants, together with that of the other runs.
+        """
+        if not self._plain:
+            steps = self.of_steps(gradient)
+            return Seen(self.of_scales(gradient), {k: self.steps[k].see(steps[k]) for k in steps})
+        scales, now = self.scales["scales"], self._now(rows)
+        codes, moved = self.steps.get(CODES), dict[str, Tensor]()
+        sums = _by_group(gradient * weight, scales.start).sum(-1)
+        if codes is not None:
+            moved[CODES] = codes.see(self._scaled(gradient, rows), rows)
+        return Seen({"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, moved)
+
+    def seen(self, runs: Iterable[Seen], share: float) -> dict[str, Tensor]:
+        """Return the gradients of the factors of all runs together, in their order, before these are moved.
+
+        Of the first rate of what is learned in steps ``share`` is left.
+        """
+        found = [*runs]
+        for key, one in self.steps.items():
+            one.seen([run.sums[key] for run in found], share)
+        return {key: torch.cat([run.factors[key] for run in found]) for key in self.scales}
+
+    def move(self, rows: slice) -> None:
+        """Move what is learned in steps of one of the `runs`."""
+        for one in self.steps.values():
+            one.move(rows if self._plain else ALL)
+
     def of_scales(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of the factors, given that of the matrix ``[out_features, in_features]``."""
+        if self._plain:
+            scales = self.scales["scales"]
+            products = self._values(ALL).mul_(gradient)
+            return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
         now, found = self.result(), {}
         none = {key: torch.zeros_like(one.start) for key, one in self.scales.items()}
         for key, one in self.scales.items():
@@ -151,12 +154,46 @@ class TunedMatrix:
 
     def of_steps(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of what is learned in steps, given that of the matrix."""
+        if self._plain and self.steps:
+            return {CODES: self._scaled(gradient.clone(), ALL)}
         now, found = self.result(), {}
         for key, one in self.steps.items():
             step = _decoded(now, {key: torch.ones_like(one.start)})
             step -= _decoded(now, {key: torch.zeros_like(one.start)})
             found[key] = (gradient * step).reshape(*one.start.shape, -1).sum(-1)
         return found
+
+    @property
+    def _plain(self) -> bool:
+        """Return whether it is integers under one scale for each group or row, and nothing else."""
+        plain = self.tensor.scheme.integer and [*self.scales] == ["scales"]
+        by_row = plain and len(self.scales["scales"].start) == len(self.tensor.codes)
+        return by_row and "outlier_columns" not in self.tensor.parameters
+
+    def _values(self, rows: slice) -> Tensor:
+        """Return what the scales of plain integers are multiplied with, of a run of rows."""
+        codes = self.steps[CODES].stored(rows) if CODES in self.steps else self.tensor.codes[rows]
+        values = codes.float()
+        if (zeros := self.tensor.parameters.get("zeros")) is not None:
+            _by_group(values, zeros).sub_(zeros[rows][..., None])
+        return values
+
+    def _scaled(self, values: Tensor, rows: slice) -> Tensor:
+        """Multiply values of a run of rows of plain integers with their scales, in place."""
+        scales = self._now(rows)
+        _by_group(values, scales).mul_(scales[..., None])
+        return values
+
+    def _now(self, rows: slice) -> Tensor:
+        """Return the scales of a run of rows of plain integers."""
+        if self.held is not None:
+            return self.held[rows]
+        return self.scales["scales"].stored(rows).float()
+
+
+def _by_group(values: Tensor, scales: Tensor) -> Tensor:
+    """Return a view ``[rows, groups, size]`` of rows that have as many groups as ``scales`` has columns."""
+    return values.view(len(values), scales.shape[1], -1)
 
 
 def _in_steps(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCodes]:

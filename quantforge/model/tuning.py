@@ -66,7 +66,7 @@ class TuningStream(BlockTuningStream):
         with one_thread():
             start, targets = self._source()
             blocks = [
-                TunedBlock.of(part := self.block(index), read(part), rate)
+                TunedBlock.of(part := self.block(index), read(part), rate, self._device)
                 for index in range(len(self._blocks))
             ]
             with self._filled_head():

@@ -7,7 +7,7 @@ float16 scale), so that ``decode`` gives bit for bit what an engine computes fro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class QuantizedTensor:
             kept = self.parameters["outlier_weight"][:, : len(columns)]
             weight[:, columns] = kept.to(weight.dtype)
         return weight.to(dtype)
+
+    def to(self, device: torch.device) -> QuantizedTensor:
+        """Return it with codes and parameters on a device."""
+        parameters = {name: value.to(device) for name, value in self.parameters.items()}
+        return replace(self, codes=self.codes.to(device), parameters=parameters)
 
     @property
     def outlier_columns(self) -> Tensor | None:

@@ -50,7 +50,8 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
-        outside = _hidden(run, matched) * expert_memory.states(matched) + _kept(run, matched)
+        states = expert_memory.states(matched) + bool(run.tune)  # of source and result
+        outside = _hidden(run, matched) * states + _kept(run, matched)
         outside += expert_memory.routing_bytes(matched, run.rows * run.length)
         held: float = expert_memory.block_bytes(matched) + outside
         held += _learning(matched, matched.dimensions, run)
@@ -79,11 +80,12 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
 def _tuning(
     tensors: tuple[TensorPlan, ...], matched: Matched, run: RunSizes, held: float
 ) -> tuple[float, float]:
-    """Return what tuning takes: while the source passes, the states in front of its first block kept, and then."""
+    """Return what tuning takes: while rows pass a block of the source or the result, and while it learns."""
     states, (_, sizes) = _hidden(run, matched), declared(matched)
     rows = (run.rows, run.length)
     taken = tuning_memory.tuning_bytes(tensors, matched, rows, run.workers, run.tune)
-    return held + states + _activations(matched, sizes, run), taken + 2 * states
+    codes = expert_memory.block_bytes(matched) / FLOAT
+    return held + codes + _activations(matched, sizes, run), taken + 2 * states
 
 
 def whole_model(matched: Matched) -> int:

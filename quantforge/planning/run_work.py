@@ -3,7 +3,7 @@
 Nothing that is counted depends on a machine: `seconds_of` makes seconds of it at given rates of one thread.
 Operations are those of float32 products; other work counts as the products that take as long. By steps:
 
-    read       the source twice: its digests, then tensor by tensor (twice more for a backward pass, once for tuning)
+    read       the source twice: its digests, then tensor by tensor (twice more for gradients, once for tuning apart)
     pass       every calibration token through the weights of the blocks that it meets, and through attention
     observe    of each token, the products of every two columns that a shared input reads
     search     a transform tries factors on rows of the weights, then the best of them on captured rows of the text
@@ -107,7 +107,7 @@ def run_work(
     )
     changed = sum(METHODS[word].work.weights for word in run.whole)
     counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
-    reads = 2 + 2 * bool(run.guide) + bool(run.tune) + bool(whole_epochs(run.tune))
+    reads = 2 + 2 * bool(run.guide) + _tuning_reads(matched, run)
     states = states_bytes(matched, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
     return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
@@ -129,6 +129,13 @@ def with_measuring(
         + counts["round"] * candidates * some / weights
     )
     return replace(work, reads=work.reads + 3, operations={**work.operations, "measure": measured})
+
+
+def _tuning_reads(matched: Matched, run: RunSizes) -> int:
+    """Return how often tuning reads the source: blocks are tuned behind their rounding where that is possible."""
+    mixed = any(kind.stacks for kind in matched.layers)
+    apart = mixed or run.calibration.propagate != "source" or bool(run.words[:-1])
+    return (bool(run.tune) and apart) + bool(whole_epochs(run.tune))
 
 
 def states_bytes(matched: Matched, run: RunSizes) -> int:

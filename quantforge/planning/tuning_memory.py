@@ -37,9 +37,8 @@ def tuning_bytes(
     whole = whole_epochs(epochs)
     linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
     parts = {tensor.part for tensor in linears}
-    held = [[one for one in linears if one.part == part] for part in parts]
-    if whole:
-        held = [linears]
+    by_part = [[one for one in linears if one.part == part] for part in parts]
+    held = [linears] if whole else by_part
     codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
     learned = max(sum(_scales(tensor) for tensor in some) for some in held)
     count, length = min(rows[0], ROWS if whole else 1), rows[1]
@@ -48,10 +47,10 @@ def tuning_bytes(
     side = min(count, workers)
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
     states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
+    states += count * length * max(sum(map(_seen, some)) for some in by_part)
     block = expert_memory.block_bytes(matched) * (1 + 2 * side)
     if whole != 1:
         codes *= 1 + CODE_BYTES
-        block += expert_memory.block_bytes(matched) * count
     if expert_memory.states(matched) > 1:
         states += MIXED * count * length * sizes.hidden
         states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
@@ -61,6 +60,14 @@ def tuning_bytes(
         + block
         + FLOAT * (COPIES * learned + states + bool(whole) * sizes.vocab * sizes.hidden)
     )
+
+
+def _seen(tensor: TensorPlan) -> int:
+    """Return the numbers for each token that are kept of a linear until its gradients: what it reads, and those behind.
+
+    Experts go back one at a time.
+    """
+    return 0 if tensor.expert >= 0 else sum(tensor.matrix)
 
 
 def _scales(tensor: TensorPlan) -> int:

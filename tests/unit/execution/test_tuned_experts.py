@@ -20,14 +20,15 @@ from quantforge.model.tuned_block import TunedBlock
 from quantforge.model.tuning import Tuned, TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
 ROWS = replace(CALIBRATION, samples=8, length=24)
 MOST = 1e-4  # of the norm
 
 
 def tuned(**choices: Any) -> Any:
-    return recipe("gptq", **{"scheme": "int2:g32:asym", "tune": 2, "calibration": ROWS, **choices})
+    asked = {"method": "gptq", "scheme": "int2:g32:asym", "tune": 2, "calibration": ROWS, **choices}
+    return swift(**asked)
 
 
 def first_step(
@@ -105,6 +106,13 @@ def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
         return
     assert found.shape == expected.shape, name
     assert float((found - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "mixtral", "deepseek-v32"])
+def test_behind_awq_what_was_tuned_verifies(tiny: Tiny, tmp_path: Path, family: str) -> None:
+    quantize(tiny(family), tmp_path / "out", tuned(method="awq+gptq", tune=1))
+    report = verify(tmp_path / "out", VerificationOptions(tiny(family), forward=False))
+    assert report.findings == []
 
 
 def test_the_divergence_falls_and_routers_stay(

@@ -24,14 +24,14 @@ from quantforge.recipe import CalibrationOptions, GptqOptions
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, quantize, swift, tree
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
 TYPES = ["Q2_K", "Q3_K_M", "Q5_K_M", "Q5_1", "IQ4_XS"]
 
 
 def tuned(kind: str, **choices: Any) -> Any:
-    return recipe("gptq", **{"type": kind, "tune": 2, "calibration": ROWS, **choices})
+    return swift("gptq", **{"type": kind, "tune": 2, "calibration": ROWS, **choices})
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
+from quantforge.execution.tuned_run import TunedRun
 from quantforge.model import tuned_matrix, tuning_bounds
 from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import TuningStream
@@ -24,7 +26,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, swift, tree
 
 FILE = "tune-block-0.bin"
 ROWS = replace(CALIBRATION, samples=16, length=24)
@@ -38,7 +40,7 @@ def tuned(method: str = "gptq", **choices: Any) -> Any:
         "calibration": ROWS,
         "format": "compressed-tensors",
     } | choices
-    return recipe(method, **choices)
+    return swift(method, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,13 @@ def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(result: Path) -> dict[str, str]:
     """Return the files of that run."""
     return tree(result)
+
+
+@pytest.fixture(scope="module")
+def behind_awq(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tuned") / "opt"
+    quantize(tiny("opt"), out, tuned("awq+gptq", scheme="int3:g16:sym", tune=1))
+    return out
 
 
 def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +108,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
     reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
-    learn, tune = Learning.learn, TuningStream.tune_blocks
+    learn, tune = Learning.learn, TuningStream.tune_block
 
     def noted(self: Learning, *arguments: Any) -> Any:
         index = self._block.part.index
@@ -113,7 +122,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
 
     every_epoch_is_better(monkeypatch)
     monkeypatch.setattr(Learning, "learn", noted)
-    monkeypatch.setattr(TuningStream, "tune_blocks", begun)
+    monkeypatch.setattr(TuningStream, "tune_block", begun)
     quantize(tiny(family), tmp_path / "out", tuned(method, tune=1))
     states = []
     for path in (tmp_path / "out", tiny(family)):
@@ -124,6 +133,23 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     for index in (1, 2):
         torch.testing.assert_close(reached[index], result[index], rtol=0, atol=1e-4)
         torch.testing.assert_close(wanted[index - 1], source[index], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
+def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    passes: list[int] = []
+    passing = TuningStream.pass_source
+    monkeypatch.setattr(
+        TuningStream, "pass_source", lambda *given: (passes.append(1), passing(*given))[1]
+    )
+    quantize(tiny("llama"), tmp_path / "each", tuned(method, tune=1))
+    assert not passes  # through the source once more
+    monkeypatch.setattr(TunedRun, "follows", lambda *_: False)
+    quantize(tiny("llama"), tmp_path / "later", tuned(method, tune=1))
+    assert len(passes) == 3
+    assert tree(tmp_path / "each") == tree(tmp_path / "later")
 
 
 def test_neither_threads_nor_place_change_a_byte(
@@ -159,6 +185,29 @@ def test_behind_transforms_it_goes_on_too_and_verifies(tiny: Tiny, tmp_path: Pat
     save_file(values, path, metadata={"format": "pt"})
     damaged = verify(tmp_path / "out", options).findings
     assert name in {item.where for item in damaged if item.check == "kept-changed"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part", "check"),
+    [
+        ("", 1.0, ""),
+        ("self_attn_layer_norm.weight", 3.0, "fold"),  # more than it is learned by
+        ("final_layer_norm.weight", 0.3, "kept-changed"),
+        ("fc1.bias", -1.0, "kept-changed"),
+    ],
+)
+def test_damage_behind_transforms_is_told_from_what_was_learned(
+    tiny: Tiny, tmp_path: Path, behind_awq: Path, tensor: str, part: float, check: str
+) -> None:
+    out = shutil.copytree(behind_awq, tmp_path / "out")
+    path = out / "model.safetensors"
+    values = load_file(path)
+    if tensor:
+        values[f"model.decoder.layers.1.{tensor}"][3:9] *= part
+    save_file(values, path, metadata={"format": "pt"})
+    found = verify(out, VerificationOptions(tiny("opt"), forward=False)).findings
+    errors = {item.check for item in found if item.where != "model.safetensors"}  # its digest
+    assert check in errors if check else not errors
 
 
 def test_a_kill_before_the_results_are_written_loses_nothing(
@@ -214,7 +263,6 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
     [
         ("llama", "rtn", {}, UsageError, "results of --method rtn are not tuned"),
         ("llama", "smooth+gptq", {}, UsageError, "smooth.gptq are not tuned"),
-        ("mixtral", "awq+gptq", {}, UsageError, "with experts, results of --method awq.gptq"),
         (
             "llama",
             "gptq",
@@ -233,7 +281,7 @@ def test_what_cannot_be_tuned_is_refused(
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
     with pytest.raises(error, match=words) as found:
-        plan(tiny(family), recipe(method, **({"tune": 1} | (choices or {"bits": 4}))))
+        plan(tiny(family), swift(method, **({"tune": 1} | (choices or {"bits": 4}))))
     assert "--tune" in str(found.value.hint)  # type: ignore[attr-defined]
 
 

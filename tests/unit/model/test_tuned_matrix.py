@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.grids import SUPERBLOCKS, ScaleType
-from quantforge.model import tuned_matrix
+from quantforge.model.learned_scales import Learned
 from quantforge.model.tuned_matrix import CODES, TunedMatrix
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
@@ -99,7 +99,7 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
 
 
 def test_a_factor_moves_as_with_the_adam_of_torch() -> None:
-    one = tuned_matrix.Learned.of(torch.ones(6), torch.float32, 0.01)
+    one = Learned.of(torch.ones(6), torch.float32, 0.01)
     other = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([other], betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,106 @@
+"""A tuned block keeps everything that it learns, and computes with, where the block is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantforge.grids import ScaleType
+from quantforge.model.block_rows import Batch
+from quantforge.model.tuned_block import TunedBlock, Written
+from quantforge.notation import parse
+from quantforge.packers import packer_of
+from quantforge.packers.tensor import QuantizedTensor
+
+ELSEWHERE = torch.device("meta")  # a device whose tensors do not mix with those of the CPU
+
+
+class Small(nn.Module):
+    """A norm, and two linears behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64, device=device)
+        self.up = nn.Linear(64, 96, bias=False, device=device)
+        self.down = nn.Linear(96, 64, bias=False, device=device)
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + self.down(self.up(self.norm(states)).relu())
+
+
+def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
+    """A tuned block whose parts were written, and read, on the CPU."""
+    made, torch_scheme = {}, parse(scheme).stored_as(ScaleType.BF16)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in (("up", (96, 64)), ("down", (64, 96))):
+        weight = torch.randn(shape, generator=generator)
+        packer = packer_of(torch_scheme)
+        parameters = packer.fit(weight, torch_scheme)
+        codes = packer.encode(weight, parameters, torch_scheme)
+        made[name] = QuantizedTensor(codes, parameters, torch_scheme)
+    kind = SimpleNamespace(value="norm")
+    absorber = SimpleNamespace(kind=kind, module="norm")
+    part: Any = SimpleNamespace(
+        module=module,
+        parameter=module.get_parameter,
+        has=lambda _: True,
+        is_apart=lambda _: False,
+        inputs=[SimpleNamespace(absorber=absorber)],
+        own_linears=("up", "down"),
+        experts=None,
+        architecture=SimpleNamespace(transposed=False),
+    )
+    return TunedBlock.of(part, Written(made, lambda _: torch.ones(64)), 0.1, device)
+
+
+def row(states: Tensor) -> Batch:
+    layout = SimpleNamespace(packed=lambda states: states)
+    call = SimpleNamespace(args=(), kwargs={})
+    reached = lambda _, states: SimpleNamespace(states=states, call=call)  # noqa: E731
+    passage: Any = SimpleNamespace(reach=reached, layout=layout, alone=False)
+    return Batch(0, states, passage)
+
+
+@pytest.mark.parametrize("scheme", ["int3:g32:sym", "int2:g32:asym", "int4:row:sym"])
+def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
+    block = block_of(Small(ELSEWHERE), scheme, ELSEWHERE)
+    states = torch.empty(1, 8, 64, device=ELSEWHERE)
+    (outputs,) = block.forward([row(states)])
+    assert outputs.device == ELSEWHERE
+    (before,), factors = block.backward([row(states)], lambda _, outputs: outputs, 1.0)
+    assert before.device == ELSEWHERE
+    for learned, gradient in zip(block.learned, factors, strict=True):
+        assert gradient is not None
+        assert learned.factor.device == gradient.device == ELSEWHERE
+        learned.step(gradient, 1.0)
+        assert learned.stored().device == ELSEWHERE
+    for matrix in block.matrices.values():
+        assert matrix.result().codes.device == ELSEWHERE
+        assert {one.offsets.device for one in matrix.steps.values()} == {ELSEWHERE}
+    assert block.part.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
+
+
+def test_gradients_of_a_step_are_those_of_the_loss() -> None:
+    module = Small(torch.device("cpu"))
+    block = block_of(module, "int3:g32:sym", torch.device("cpu"))
+    states, behind = torch.randn(1, 8, 64), torch.randn(1, 8, 64)
+    scales = {name: block.matrices[name].scales["scales"].start for name in block.linears.matrices}
+    decoded = {name: block.weight(name) for name in block.linears.matrices}
+    (first,), factors = block.backward([row(states)], lambda *_: behind, 0.0)
+    asked = [torch.zeros_like(one, requires_grad=True) for one in scales.values()]
+    gain, given = torch.ones(64, requires_grad=True), states.clone().requires_grad_()
+    up, down = (
+        (weight.view(*one.shape, -1) * (1 + factor)[..., None]).view_as(weight)
+        for weight, one, factor in zip(decoded.values(), scales.values(), asked, strict=True)
+    )
+    normed = nn.functional.rms_norm(given, (64,)) * gain
+    outputs = given + (normed @ up.T).relu() @ down.T
+    wanted = torch.autograd.grad(outputs, [given, *asked, gain], behind)
+    for found, one in zip([first, *factors], wanted, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-4)
