@@ -25,6 +25,7 @@ In this folder:
     release          The files of a release against its manifest: missing, changed, added
     side_files       Files beside the weights, against the source: configuration, tokenizer, chat templates, generation
     stated_changes   Statements of a manifest about what became of the whole source before it was quantized
+    stated_values    Comparison of a tensor that is stored as it is with what the manifest states of it: zeros, factors
     structure        Headers and the configuration of an artifact, checked against each other
     tuned_gains      Gains of norms that were tuned, against the source: each is the source's
     verify           Verify an artifact: files, structure, values, logits, in this order, as far as it can be read

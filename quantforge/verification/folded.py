@@ -11,6 +11,7 @@ what it did, and every weight has changed. Nothing in the files says which facto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from quantforge.architectures import Absorbs, Architecture, SharedInput
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, declared
 from quantforge.model.fold import expand_heads
+from quantforge.verification.limits import correlation
+from quantforge.verification.tuned_gains import within
 
 VARIES = 0.02  # standard deviation of log factors from which they are taken for more than noise
 ALONE = 4 * VARIES  # the same where only one side can be fitted
@@ -44,6 +47,7 @@ class Factors:
         norms: what the gain and bias of a norm are multiplied with; exact, as are the columns of its readers.
         fitted: linears whose factors are fitted.
         problems: module, and what is wrong.
+        slack: part of themselves by which gains and scales were changed at most after the fold; 0: by nothing.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -51,6 +55,7 @@ class Factors:
     norms: dict[str, Tensor] = field(default_factory=dict)
     fitted: set[str] = field(default_factory=set)
     problems: list[tuple[str, str]] = field(default_factory=list)
+    slack: float = 0.0
 
     def applied(self, module: str, weight: Tensor) -> Tensor:
         """Return the source's weight times its factors, as it was before it was rounded."""
@@ -77,7 +82,9 @@ class Factors:
         return module in self.rows or module in self.columns
 
 
-def factors_of(matched: Matched, index: int, source: Weight, found: Weight) -> Factors:
+def factors_of(
+    matched: Matched, index: int, source: Weight, found: Weight, slack: float = 0.0
+) -> Factors:
     """Find the factors of one block.
 
     Args:
@@ -85,10 +92,11 @@ def factors_of(matched: Matched, index: int, source: Weight, found: Weight) -> F
         index: of the block.
         source: weights of the source by canonical name.
         found: weights of the artifact, decoded.
+        slack: as of `Factors`; the columns of the readers of a norm then tell the factor.
     """
     architecture, dimensions = declared(matched)
     block, inputs = matched.block_name(index), matched.layers[index].inputs
-    factors = Factors()
+    factors = Factors(slack=slack)
     for shared in inputs:
         if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
             _by_norm(factors, shared, block, source, found)
@@ -115,13 +123,17 @@ def _by_norm(
     if bool((columns <= 0).any()):
         factors.problems.append((name, "the gain has changed its sign"))
     linears = [f"{block}.{linear}" for linear in shared.readers]
-    factors.columns.update(dict.fromkeys(linears, columns))
     pairs = [(source(f"{linear}.weight"), found(f"{linear}.weight")) for linear in linears]
     known = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
+    factors.columns.update(dict.fromkeys(linears, columns))
     if not known:
         return
     own = _fitted(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
     product = (own.factor / columns.abs().clamp(min=1e-6)).log()
+    if factors.slack:
+        product -= product.clamp(math.log(1 - factors.slack), math.log(1 + factors.slack))
+        near = within(own.factor, columns, factors.slack)
+        factors.columns.update(dict.fromkeys(linears, near.where(own.cosine >= FITS, columns)))
     channel = _not_cancelling(product, own.noise, own.cosine < FITS)
     if channel is not None:
         text = (f"channel {channel}: gain divided by {float(columns[channel]):.3g}, the columns of "
@@ -193,20 +205,12 @@ def _consensus(own: _Fit | None, other: _Fit | None) -> Tensor | None:
         first, second = 1 / own.noise.clamp(min=EXACT), 1 / other.noise.clamp(min=EXACT)
         both = torch.stack((own.log, other.log))
         weights = torch.minimum(first, second)
-        agreement = _correlation(both, weights.clamp(max=float(weights.median())))
+        agreement = correlation(both, weights.clamp(max=float(weights.median())))
         mean = (second * other.log - first * own.log) / (first + second)
         return mean.exp() if agreement < AGAINST else None
     if not usable or float(usable[0].log.std()) < ALONE:
         return None
     return (-usable[0].log if usable[0] is own else usable[0].log).exp()
-
-
-def _correlation(both: Tensor, weights: Tensor) -> float:
-    """Return the correlation of two rows; columns count by their weights."""
-    weights = weights / weights.sum()
-    apart = both - (both * weights).sum(1, keepdim=True)
-    products = (apart * weights) @ apart.T
-    return float(products[0, 1] / (products[0, 0] * products[1, 1]).sqrt().clamp(min=1e-30))
 
 
 @dataclass(frozen=True, slots=True)

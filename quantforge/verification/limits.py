@@ -117,3 +117,11 @@ def _scaled(found: Deviation, limit: float) -> Tensor:
 
 def _more(count: int) -> str:
     return f", and {count} more" if count > 0 else ""
+
+
+def correlation(both: Tensor, weights: Tensor) -> float:
+    """Return the correlation of two rows; columns count by their weights."""
+    weights = weights / weights.sum()
+    apart = both - (both * weights).sum(1, keepdim=True)
+    products = (apart * weights) @ apart.T
+    return float(products[0, 1] / (products[0, 0] * products[1, 1]).sqrt().clamp(min=1e-30))

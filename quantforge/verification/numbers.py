@@ -15,7 +15,6 @@ from quantforge.execution.progress import tell
 from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Activation, Scheme
-from quantforge.verification import tuned_gains
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
 from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.cache_scales import check_cache
@@ -25,10 +24,13 @@ from quantforge.verification.explain import Explainer
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
+from quantforge.verification.kept_tensors import check_absent
 from quantforge.verification.limits import excesses
 from quantforge.verification.own_groups import own_groups
 from quantforge.verification.ranges import SIBLINGS, wrong_input
-from quantforge.verification.zeros import Zeros, differs
+from quantforge.verification.stated_values import beyond_stated
+from quantforge.verification.tuned_gains import TuningStated
+from quantforge.verification.zeros import Zeros
 
 WRONG = 0.5  # cosine of a matrix that does not come from where it should
 
@@ -45,7 +47,7 @@ class Numbers:
         *,
         twice: bool = False,
         zeros: Zeros | None = None,
-        tuned: tuned_gains.TuningStated = tuned_gains.TuningStated.NOT,
+        tuned: TuningStated = TuningStated.NOT,
     ) -> None:
         """Look at ``artifact``.
 
@@ -58,8 +60,7 @@ class Numbers:
             zeros: those that the manifest states; with any, no factors are looked for.
             tuned: scales and gains of norms; no factors are looked for where none were folded.
         """
-        self._zeros, self._learned = zeros, tuned is not tuned_gains.TuningStated.NOT
-        self._gains = tuned is tuned_gains.TuningStated.PLAIN
+        self._zeros, self._tuned = zeros, tuned
         self._inputs = inputs or Inputs()
         self.coherence: dict[str, float] = {}  # by stored name, of what was compared
         self._codes: dict[str, str] = {}  # digest of codes: the first module that has them
@@ -87,7 +88,7 @@ class Numbers:
                         tell(f"{tensor.name} against the source")
                         self._compare(tensor, factors, self._source)
         if self._source is not None:
-            _check_absent(self._report, self._artifact, self._source)
+            check_absent(self._report, self._artifact, self._source)
         check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
 
     # what needs no source
@@ -121,10 +122,11 @@ class Numbers:
 
     def _factors(self, block: int) -> Factors:
         matched = self._artifact.matched
-        if block < 0 or matched.architecture is None or self._zeros is not None or self._gains:
+        plain = self._zeros is not None or self._tuned is TuningStated.PLAIN
+        if block < 0 or matched.architecture is None or plain:
             return Factors()
         assert self._source is not None
-        factors = factors_of(matched, block, self._source.weight, self._found)
+        factors = factors_of(matched, block, self._source.weight, self._found, self._tuned.slack)
         for module, text in factors.problems:
             self._report.add("fold", module, text)
         return factors
@@ -147,7 +149,7 @@ class Numbers:
             if tensor.role is not Role.FOREIGN:
                 self._report.add("kept-changed", tensor.stored.name, "not in the source")
             return
-        module = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        module, whole = tensor.name.removesuffix(".weight").removesuffix(".bias"), target
         if tensor.role is Role.LINEAR or (tensor.role is Role.OTHER and target.dim() == 2):
             # Of what a norm feeds, what stays takes its factor too.
             target = factors.applied(module, target)
@@ -156,14 +158,15 @@ class Numbers:
         if layout is None:
             stored = self._artifact.checkpoint.read(tensor.stored.name)
             value = stored.T if tensor.transposed else stored
-            matched = self._artifact.matched
-            offset = tuned_gains.tuned_offset(tensor, matched) if self._gains else None
-            if offset is not None:
-                text = tuned_gains.beyond_tuning(value, target, offset)
-            elif self._learned and tensor.name.endswith(".bias") and module in factors.norms:
-                text = tuned_gains.beyond_fold(value, target * factors.norms[module])
-            else:
-                text = differs(tensor, value, target, factors, self._zeros)
+            text = beyond_stated(
+                tensor,
+                value,
+                (whole, target),
+                factors,
+                self._zeros,
+                self._tuned,
+                self._artifact.matched,
+            )
             if text:
                 self._report.add("kept-changed", tensor.stored.name, text)
             return
@@ -225,25 +228,13 @@ class Numbers:
             self._report.add("zero-convention", name, text)
             return
         wanders = inputs is None and tensor.role is Role.LINEAR
-        for excess in excesses(apart, scheme, wanders=wanders, tuned=self._learned):
+        for excess in excesses(
+            apart, scheme, wanders=wanders, tuned=self._tuned is not TuningStated.NOT
+        ):
             check = "noise" if excess.whole else "groups"
             self._report.add(check, name, excess.text, self._noisy)
         for outlier in outliers(figures, found.scheme):
             self._report.add("groups", name, str(outlier))
-
-
-def _check_absent(report: Report, artifact: Artifact, source: Original) -> None:
-    matched = artifact.matched
-    head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
-    for name, tensor in source.matched.by_name.items():
-        if name not in matched.by_name and tensor.role is not Role.FOREIGN:
-            check, text = "incomplete", "the source has it, the artifact does not"
-            if name == head and matched.tied:
-                check, text = (
-                    "configuration",
-                    "tie_word_embeddings is true, the source has a head of its own",
-                )
-            report.add(check, name, text)
 
 
 def _shifted(figures: Figures) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantforge.architectures import Absorbs
@@ -31,6 +32,11 @@ class TuningStated(Enum):
     NOT = auto()
     PLAIN = auto()
     FOLDED = auto()
+
+    @property
+    def slack(self) -> float:
+        """Return the part of itself by which a scale or gain was changed at most."""
+        return 0.0 if self is TuningStated.NOT else MOST
 
     @classmethod
     def of(cls, document: Mapping[str, Any] | None) -> TuningStated:
@@ -74,6 +80,23 @@ def beyond_tuning(found: Tensor, target: Tensor, offset: float) -> str | None:
     place = int((change * wrong).argmax())
     return (f"{int(wrong.sum())} of {target.numel()} gains are further from the source's than tuning takes them, e.g. "
             f"{float(found.flatten()[place]):.5g} for {float(target.flatten()[place]):.5g}")  # fmt: skip
+
+
+def within(factor: Tensor, columns: Tensor, slack: float) -> Tensor:
+    """Return a factor as near as it may be to what gains tell that were changed by ``slack`` of themselves at most."""
+    return torch.minimum(torch.maximum(factor, columns * (1 - slack)), columns * (1 + slack))
+
+
+def with_own_factor(found: Tensor, source: Tensor, columns: Tensor) -> Tensor:
+    """Return what a reader of a tuned norm, which is stored as it is, should hold: its columns tell their factor.
+
+    Args:
+        found: ``[out_features, in_features]``, as it is stored.
+        source: the source's.
+        columns: the factor of each column, as the gains tell it that were tuned afterwards.
+    """
+    energy = source.square().sum(0).clamp(min=1e-30)
+    return source * within((source * found.float()).sum(0) / energy, columns, MOST)
 
 
 def beyond_fold(found: Tensor, target: Tensor) -> str | None:
