@@ -29,8 +29,8 @@ TOOLS = Path(".venv-interop/llama.cpp/bin")
 PEER = "llama.cpp imatrix"
 OURS = {
     "importance": "--method rtn",
-    "gptq": "--method gptq",
-    "gptq --tune 1": "--method gptq --tune 1",
+    "gptq": "--method gptq",  # at the default effort, which tunes for one epoch at 4 bits and fewer
+    "gptq, untuned": "--method gptq --tune 0",
     "gptq --effort high": "--method gptq --effort high",
 }
 Row = dict[str, Any]

@@ -27,22 +27,27 @@ from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 
 SCHEMES = ("int4:g128:sym", "int3:g128:sym", "int2:g64:asym")
+UNTUNED = ("--method", "gptq", "--tune", "0")
 OURS = {
     "rtn absmax": ("--method", "rtn", "--scales", "absmax"),
     "rtn search": ("--method", "rtn", "--scales", "search"),
-    "gptq absmax, no refinement": ("--method", "gptq", "--scales", "absmax", "--refine", "0"),
-    "gptq": ("--method", "gptq"),
+    "gptq absmax, untuned, no refinement": (*UNTUNED, "--scales", "absmax", "--refine", "0"),
+    "gptq": (
+        "--method",
+        "gptq",
+    ),  # at the default effort, which tunes for one epoch at 4 bits and fewer
+    "gptq, untuned": UNTUNED,
+    "gptq, untuned, no refinement": (*UNTUNED, "--refine", "0"),
+    "gptq --guide 1, untuned": (*UNTUNED, "--guide", "1"),
+    "gptq --guide 4, untuned": (*UNTUNED, "--guide", "4"),
     "gptq --guide 1": ("--method", "gptq", "--guide", "1"),
-    "gptq --guide 4": ("--method", "gptq", "--guide", "4"),
     "gptq --tune 1": ("--method", "gptq", "--tune", "1"),
     "gptq --tune 2": ("--method", "gptq", "--tune", "2"),
-    "awq+gptq --tune 1": ("--method", "awq+gptq", "--tune", "1"),
-    "gptq --guide 1 --tune 1": ("--method", "gptq", "--guide", "1", "--tune", "1"),
-    "gptq, no refinement": ("--method", "gptq", "--refine", "0"),
     "gptq --effort low": ("--method", "gptq", "--effort", "low"),
     "gptq --effort high": ("--method", "gptq", "--effort", "high"),
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),
+    "awq+gptq, untuned": ("--method", "awq+gptq", "--tune", "0"),
 }
 # Of a peer: its option, its script, and what the script is told.
 PEERS = {

@@ -28,8 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LENGTH = 512
 PEER = "llm-compressor"
 ALONE = "llm-compressor, oneshot alone"
+# The peer neither tunes nor sweeps.
+WAYS = {
+    "as by default": {},
+    "--tune 0": {"tune": 0},
+    "--tune 0 --refine 0": {"tune": 0, "refine": 0},
+}
 RUN = """
-import sys, time
+import json, sys, time
 from pathlib import Path
 from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
@@ -37,9 +43,9 @@ from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
 import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors
 import transformers.models.llama.modeling_llama
-model, text, out, rows, length, threads, refine = sys.argv[1:]
+model, text, out, rows, length, threads, way = sys.argv[1:]
 recipe = build_recipe(
-    None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length), refine=int(refine)
+    None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length), **json.loads(way)
 )
 start = time.monotonic()
 verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
@@ -58,9 +64,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--model", type=Path, help="a real model instead of a synthetic one")
     parser.add_argument("--calibration", type=Path, help="its calibration text")
-    parser.add_argument(
-        "--refine", type=int, nargs="+", default=[2, 0], help="sweeps of ours; the peer has none"
-    )
+    parser.add_argument("--ours", nargs="+", choices=WAYS, default=tuple(WAYS))
     parser.add_argument("--peer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -70,12 +74,13 @@ def main() -> None:
         text = options.calibration or (scratch / "model" / "text.txt")
         rows = options.tokens // LENGTH
         save_rows(model, text, rows, scratch / "rows.npy")
-        times: dict[str, list[float]] = {f"ours, {refine} sweeps": [] for refine in options.refine}
+        times: dict[str, list[float]] = {f"ours, {way}": [] for way in options.ours}
         times |= {PEER: [], ALONE: []}
         for _ in range(options.repeats):
-            for refine in options.refine:
-                arguments = (model, text, scratch / "ours", rows, LENGTH, options.threads, refine)
-                times[f"ours, {refine} sweeps"].append(ours(arguments))
+            for way in options.ours:
+                asked = json.dumps(WAYS[way])
+                arguments = (model, text, scratch / "ours", rows, LENGTH, options.threads, asked)
+                times[f"ours, {way}"].append(ours(arguments))
             found = peer(options, model, scratch)
             times[PEER].append(found["whole"])
             times[ALONE].append(found["seconds"])

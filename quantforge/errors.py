@@ -204,4 +204,4 @@ def check_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 def without(dial: str) -> str:
     """Return what to type where a run cannot have a dial, be it named or set by a level of effort."""
-    return f"leave {dial} out, or name --effort medium where --effort high set it"
+    return f"{dial} 0"

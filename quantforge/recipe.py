@@ -163,8 +163,10 @@ class Recipe:
     scheme: str | None = None
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
-    guide: int = 0  # strips of rows with a Hessian guided by gradients; 0: a plain one
-    tune: int = 0  # epochs in which scales and norms are learned, from two on codes too
+    guide: int | None = (
+        None  # strips of rows with a Hessian guided by gradients; 0: a plain one; None: by effort
+    )
+    tune: int | None = None  # epochs in which scales, norms and codes are learned; None: by effort
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse

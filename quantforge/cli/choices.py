@@ -82,11 +82,9 @@ RECIPE: Mapping[str, Choice] = {
     "mtp": Choice("What becomes of heads that predict further tokens: {words}.", "WHICH"),
     "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
     "guide": Choice(
-        "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix."
+        "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix; 0: not."
     ),
-    "tune": Choice(
-        "For gptq: epochs in which scales, norms and, from two on, codes are learned on the divergence."
-    ),
+    "tune": Choice("For gptq: epochs in which scales, norms and codes are learned; 0: none."),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice(
         "FILE, name:split:column, builtin, self, none, or a=3,b=1.",

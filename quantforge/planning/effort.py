@@ -7,6 +7,8 @@ What is set stands in the recipe of the plan, so that planning that recipe again
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -17,7 +19,7 @@ from quantforge.errors import QuantForgeError
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
-from quantforge.planning.guidance import refuse_guide
+from quantforge.planning.guidance import guided, refuse_guide
 from quantforge.planning.tunable import refuse_tune
 from quantforge.plans import TensorPlan
 from quantforge.recipe import IMATRIX, AwqOptions, CalibrationOptions, GptqOptions
@@ -26,7 +28,7 @@ PLAINLY = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
 SETS: Mapping[str, Mapping[str, int]] = {
     PLAINLY: {"calibration.samples": 32},
-    "medium": {},
+    "medium": {"tune": 1},
     "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
 }
 
@@ -36,8 +38,8 @@ class Dials(NamedTuple):
 
     effort: str = "medium"
     scales: str = "search"
-    guide: int = 0
-    tune: int = 0
+    guide: int | None = None
+    tune: int | None = None
     calibration: CalibrationOptions = CalibrationOptions()
     gptq: GptqOptions = GptqOptions()
     awq: AwqOptions = AwqOptions()
@@ -50,6 +52,9 @@ class Dials(NamedTuple):
 
 
 DEFAULTS = Dials()
+# Where the default level tunes: schemes of few bits lose most, few rows teach little (``docs/results/quality.md``), and
+# the codes of a block, which are in memory, take seven bytes each.
+TUNED_BITS, TUNED_ROWS, TUNED_WEIGHTS = 4, 64, 1 << 30
 
 
 class Asked(NamedTuple):
@@ -72,23 +77,26 @@ class Asked(NamedTuple):
     def refuse(self, dials: Dials) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
         refuse_guide(
-            dials.guide, self.words, self.tensors, self.matched,
+            dials.guide or 0, self.words, self.tensors, self.matched,
             everyone=dials.calibration.experts == "all",
         )  # fmt: skip
         refuse_tune(
-            dials.tune, self.words, self.key, self.tensors, self.matched, dials.calibration.samples
+            dials.tune or 0,
+            self.words,
+            self.key,
+            self.tensors,
+            self.matched,
+            dials.calibration.samples,
         )
 
 
 def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
-    """Return the dials with what their effort sets, and a note on it; nothing is said where a level sets nothing.
+    """Return the dials with what their effort sets, and a note on it; the default level says only what it sets.
 
     Raises:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(dials)
-    if not SETS[dials.effort]:
-        return dials, ()
     done, left_out, named = [], [], []
     for key, value in SETS[dials.effort].items():
         if attrgetter(key)(dials) != attrgetter(key)(DEFAULTS):
@@ -98,6 +106,10 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
         else:
             dials = dials.having(key, value)
             done.append(f"{key} = {value}")
+    dials = dials._replace(guide=dials.guide or 0, tune=dials.tune or 0)
+    if dials.effort == DEFAULTS.effort:
+        faster = "; --tune 0 is faster, and worse"
+        return dials, (f"{CHOSEN}{', '.join(done)}: --effort {dials.effort}{faster}",) * bool(done)
     said = f"{CHOSEN}{', '.join(done) or 'nothing'}: --effort {dials.effort}"
     if named:
         said += f"; named already: {', '.join(named)}"
@@ -110,6 +122,12 @@ def _obstacle(key: str, value: int, dials: Dials, asked: Asked) -> str:
         if dials.calibration.source.startswith(IMATRIX):
             return "importance is read from a file"
         return "" if asked.needs else "nothing is calibrated"
+    if (
+        key == "tune"
+        and dials.effort == DEFAULTS.effort
+        and (reason := _gains_little(dials, asked))
+    ):
+        return reason
     word, inside, _ = key.partition(".")
     if inside and word not in asked.words:
         return f"of {word} alone, the method is {'+'.join(asked.words)}"
@@ -125,6 +143,22 @@ def _obstacle(key: str, value: int, dials: Dials, asked: Asked) -> str:
             "blocks read more than the hidden states, and maybe of earlier blocks: name it to try"
         )
     return ""
+
+
+def _gains_little(dials: Dials, asked: Asked) -> str:
+    """Return why tuning is not worth its time or memory, or not known to work, "" where it is."""
+    if asked.matched.architecture is None or asked.matched.architecture.derived:
+        return "what blocks read was derived"
+    if dials.calibration.samples < TUNED_ROWS:
+        return f"fewer than {TUNED_ROWS} rows teach little"
+    linears = guided(asked.tensors, asked.matched).values()
+    bits = [one.scheme.weight.weight_bits for one in linears if one.scheme is not None]
+    if min(bits, default=0) > TUNED_BITS:
+        return f"more than {TUNED_BITS} bits lose little"
+    weights: Counter[int] = Counter()
+    for one in linears:
+        weights[one.part] += math.prod(one.shape)
+    return "" if max(weights.values(), default=0) <= TUNED_WEIGHTS else "blocks are too large"
 
 
 def _no_runs(value: int, dials: Dials, tensors: Sequence[TensorPlan]) -> str:

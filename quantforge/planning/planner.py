@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,7 @@ def make_plan(
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
     recipe, chosen = settled(recipe, out)
+    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     matched = _matched(checkpoint, recipe.format, recipe.engine)
     form, dials = format_of(recipe.format), Dials(*(getattr(recipe, n) for n in Dials._fields))
     if not recipe.method:
@@ -88,31 +90,30 @@ def make_plan(
         recipe, chosen = replace(recipe, method=method), (*chosen, *named)
     weighs, cache = recipe.rounding.weighs, recipe.kv_cache
     asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
+    recipe = replace(recipe, guide=dials.guide or 0, tune=dials.tune or 0)  # until effort says more
     check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.declaring)
-    draft, wanted = _drafted(recipe, checkpoint, matched, asked)
+    drafted = partial(_drafted, checkpoint=checkpoint, matched=matched, asked=asked)
+    draft, wanted = drafted(recipe)
     embedding, outside = chosen_embedding(
-        form, recipe.layers, draft, matched,
-        lambda scheme: _drafted(replace(recipe, embedding=scheme), checkpoint, matched, asked)[0],
+        form, recipe.layers, draft, matched, lambda scheme: drafted(replace(recipe, embedding=scheme))[0]
     )  # fmt: skip
     if embedding != recipe.embedding:
         recipe = replace(recipe, embedding=embedding)
-        draft, wanted = _drafted(recipe, checkpoint, matched, asked)
-    streamed = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    dials, effort = spent(
-        dials, Asked(asked.words, recipe.format, draft.tensors, matched, streamed)
-    )
-    recipe = replace(recipe, **dials._asdict())
-    sizes = (dials.awq.rows, streamed, in_memory, workers, dials.guide, dials.tune)
+        draft, wanted = drafted(recipe)
+    needs = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
+    dials, effort = spent(dials, Asked(asked.words, recipe.format, draft.tensors, matched, needs))
+    before, recipe = recipe, replace(recipe, **dials._asdict())
+    if recipe != before and draft_of(recipe.format):  # files of these state the recipe
+        draft, _ = drafted(recipe)
+    sizes = (dials.awq.rows, needs, in_memory, workers, dials.guide or 0, dials.tune or 0)
     run = RunSizes(dials.calibration, asked.words, *sizes, source_transforms(recipe.method))
-    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
-    said = targets.check(
-        recipe.engine, served, draft.tensors, draft.engines, recipe.format, str(checkpoint.path)
-    )
+    name = str(checkpoint.path)
+    told = targets.check(recipe.engine, served, draft.tensors, draft.engines, recipe.format, name)
     own = (*chosen, *effort, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
-    plan = replace(plan, notes=(*own, *plan.notes, *said), needs=tuple(sorted(wanted)))
+    plan = replace(plan, notes=(*own, *plan.notes, *told), needs=tuple(sorted(wanted)))
     plan = replace(plan, work=_work_of(checkpoint, matched, plan, run, recipe.rounding))
     return Planned(plan, matched, draft.files, recipe)
 

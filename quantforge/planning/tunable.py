@@ -14,7 +14,7 @@ from quantforge.quantizers import BEST, ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
 
 HINT = "leave --tune out"
-DENSE, MIXED = 4, 6  # forward passes that take as long as an epoch
+DENSE, MIXED = 5, 7  # forward passes that take as long as an epoch
 
 
 def epoch_passes(matched: Matched) -> int:
@@ -64,7 +64,11 @@ def refuse_tune(
     if not epochs:
         return
     said = f"--tune {epochs}"
-    _refuse_method(said, "+".join(words), matched)
+    if (method := "+".join(words)) not in {ERROR_FEEDBACK, BEST}:
+        raise UsageError(
+            f"{said}: results of --method {method} are not tuned",
+            f"--method {ERROR_FEEDBACK}, or {HINT}",
+        )
     if not format_of(key).ABOUT.tunable:
         raise UsageError(
             f"{said}: the scales of {key} files are not tuned", f"--format {DEFAULT}, or {HINT}"
@@ -93,14 +97,3 @@ def refuse_tune(
                 f"{said}: {name} has no scale for each group or row ({scheme})",
                 f"--scheme int4:g128:sym for instance, or {HINT}",
             )
-
-
-def _refuse_method(said: str, method: str, matched: Matched) -> None:
-    whose = ""
-    if method == BEST and any(kind.stacks for kind in matched.layers):
-        whose = "of models with experts, "
-    if whose or method not in {ERROR_FEEDBACK, BEST}:
-        raise UsageError(
-            f"{said}: {whose}results of --method {method} are not tuned",
-            f"--method {ERROR_FEEDBACK}, or {HINT}",
-        )

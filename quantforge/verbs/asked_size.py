@@ -64,7 +64,7 @@ def width_left_open(recipe: RecipeSource, options: RecipeOptions) -> Recipe:
     return replace(wanted, method=ERROR_FEEDBACK)
 
 
-def _check(method: str, layers: LayerChoices, guide: int, effort: str) -> None:
+def _check(method: str, layers: LayerChoices, guide: int | None, effort: str) -> None:
     if method not in {"", ERROR_FEEDBACK}:
         raise UsageError(
             f"--method {method}: errors are measured of {ERROR_FEEDBACK} alone",

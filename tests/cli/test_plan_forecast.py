@@ -14,7 +14,7 @@ from quantforge.verbs import output
 from tests import headers
 from tests.runs import ROWS, command
 
-GPTQ = ("--method", "gptq", "--bits", "4", "--threads", "1")
+GPTQ = ("--method", "gptq", "--bits", "4", "--tune", "0", "--threads", "1")
 
 
 @pytest.fixture(scope="module")

@@ -39,12 +39,12 @@ from tests.runs import (
     forked,
     moving,
     quantize,
-    recipe,
     script,
+    swift,
     tree,
 )
 
-WANTED = recipe("gptq", bits=4, max_shard_bytes=60_000)
+WANTED = swift("gptq", bits=4, max_shard_bytes=60_000)
 STAGE = ".out.qf/stage"
 
 
@@ -206,6 +206,16 @@ def test_one_that_cannot_be_started_is_refused_before_the_work(model, out):
     assert not out.parent.joinpath(".out.qf").exists()
 
 
+def test_no_level_of_effort_tunes_what_is_handed_on(model):
+    rows = replace(CALIBRATION, samples=128)
+    for level in ("medium", "high"):
+        wanted = replace(WANTED, effort=level, calibration=rows)
+        assert verbs.plan(str(model), wanted).tune
+        plan = verbs.plan(str(model), wanted, Settings(on_shard="true"))
+        assert plan.tune == 0
+        assert "not tuned: --on-shard hands on files as soon as they are rounded" in plan.notes
+
+
 @pytest.mark.parametrize(
     ("changes", "settings"),
     [
@@ -220,7 +230,7 @@ def test_what_cannot_work_is_refused(model, out, changes, settings):
     place = out.with_suffix(".gguf") if changes.get("format") == "gguf" else out
     with pytest.raises(UsageError, match="--on-shard, and ") as refused:
         quantize(model, place, replace(WANTED, **changes), on_shard="true", **settings)
-    assert ("--effort medium" in refused.value.hint) == ("tune" in changes)
+    assert (refused.value.hint == "--tune 0") == ("tune" in changes)
 
 
 def test_a_shard_that_the_command_changes_is_found(model, out, away):

@@ -32,7 +32,7 @@ scheme = "int3:g128"
 
 
 def test_alike_ones_are_told_once_with_their_plans(tiny: Tiny) -> None:
-    plan = make_plan(Recipe(scheme="int4:g128"), open_checkpoint(tiny("llama"))).plan
+    plan = make_plan(Recipe(scheme="int4:g128", tune=0), open_checkpoint(tiny("llama"))).plan
     other = make_plan(Recipe(method="rtn", scheme="int4:g32"), open_checkpoint(tiny("llama"))).plan
     chosen, *substituted = decisions(plan)
     assert chosen.startswith("chosen: --method ")

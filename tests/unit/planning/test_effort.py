@@ -14,11 +14,14 @@ from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.errors import QuantForgeError, UsageError
-from quantforge.planning.effort import SETS, Dials, _no_runs
+from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.planning import effort
+from quantforge.planning.effort import SETS, TUNED_ROWS, Dials, _no_runs
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
+from quantforge.results import manifest
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import quantize_variants
 from tests.conftest import Tiny
@@ -43,15 +46,56 @@ def said(found: Planned) -> str:
 
 def test_every_level_has_its_keys() -> None:
     assert set(SETS) == set(VALUES["effort"])
-    assert SETS[MEDIUM] == {}
     assert Dials() == Dials(*(getattr(Recipe(), name) for name in Dials._fields))
     assert Recipe().effort == MEDIUM
 
 
-def test_medium_is_what_a_recipe_says_without_it(tiny: Tiny) -> None:
-    found = planned(tiny, Recipe(method="gptq", bits=4))
-    assert found.recipe == Recipe(method="gptq", bits=4, format=found.recipe.format)
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq", ""])
+def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
+    found = planned(tiny, Recipe(method=method, bits=4))
+    assert found.recipe == Recipe(
+        method=method or "awq+gptq", bits=4, format=found.recipe.format, guide=0, tune=1
+    )
+    assert said(found) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
+    assert planned(tiny, found.recipe).recipe == found.recipe
+
+
+@pytest.mark.parametrize(
+    ("family", "choices"),
+    [
+        ("llama", {"tune": 0}),
+        ("llama", {"method": "rtn"}),
+        ("llama", {"method": "awq"}),
+        ("llama", {"bits": 5}),
+        ("llama", {"bits": None, "format": "gguf", "type": "Q5_K_M"}),
+        ("llama", {"bits": None, "scheme": "mxfp4"}),
+        ("llama", {"calibration": CalibrationOptions(samples=TUNED_ROWS - 1)}),
+    ],
+)
+def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
+    tiny: Tiny, family: str, choices: dict[str, Any]
+) -> None:
+    found = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
+    assert (found.recipe.guide, found.recipe.tune) == (0, 0)
     assert not any("effort" in note for note in found.plan.notes)
+
+
+def test_medium_does_not_tune_blocks_of_more_weights_than_memory_is_likely_to_hold(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effort, "TUNED_WEIGHTS", 3000)
+    assert planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
+
+
+def test_a_file_states_what_effort_has_set(tiny: Tiny, tmp_path: Path) -> None:
+    few = replace(SHORT, samples=128)
+    for level, rows in ((LOW, 32), (HIGH, 6)):
+        out = tmp_path / f"{level}.gguf"
+        wanted = recipe("gptq", type="Q4_0", format="gguf", effort=level)
+        quantize(tiny("llama"), out, replace(wanted, calibration=few if level == LOW else SHORT))
+        file = read_gguf(out)
+        assert file.value("quantize.imatrix.chunks_count", int) == rows
+        assert file.value("quantforge.recipe", str) == manifest.read(out)["recipe"]
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -69,7 +113,7 @@ def test_the_forecast_follows(tiny: Tiny) -> None:
     )
     assert low.work.operations["observe"] < medium.work.operations["observe"] / 3
     assert medium.work.operations["round"] < high.work.operations["round"]
-    assert medium.work.operations["pass"] * 5 < high.work.operations["pass"]
+    assert medium.work.operations["pass"] * 3 < high.work.operations["pass"]
     assert low.peak_memory_bytes < medium.peak_memory_bytes < high.peak_memory_bytes
     assert medium.work.guide_bytes == 0 < high.work.guide_bytes
 
@@ -99,6 +143,8 @@ def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     [
         ({"guide": 4}, "guide"),
         ({"tune": 2}, "tune"),
+        ({"guide": 0}, "guide"),
+        ({"tune": 0}, "tune"),
         ({"gptq": GptqOptions(runs=1)}, "gptq.runs"),
     ],
 )

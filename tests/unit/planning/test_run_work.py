@@ -33,7 +33,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(model: Path, method: str, **values: Any) -> Plan:
     settings = Settings(threads=1, activations=values.pop("activations", "memory"))
-    return verbs.plan(str(model), Recipe(method=method, **{"bits": 4, **values}), settings)
+    return verbs.plan(
+        str(model), Recipe(method=method, **{"bits": 4, "tune": 0, **values}), settings
+    )
 
 
 def work(model: Path, method: str, **values: Any) -> RunWork:
