@@ -21,7 +21,7 @@ from quantforge.planning import candidates
 from quantforge.recipe import CalibrationOptions
 from quantforge.verbs import bench_models, evaluate_models
 from quantforge.verbs.scored_text import OWN
-from tests.runs import command
+from tests.runs import command, first_blocks
 
 ROOT = Path(__file__).parents[2]
 SMALLER = {
@@ -56,7 +56,7 @@ def test_examples_run_as_written(
     monkeypatch.setattr(  # a few windows of the text
         evaluate_models,
         "read_text",
-        lambda source, _, offline: read(source, 4_000, offline=offline),
+        lambda source, _, offline: read(source, 2_000, offline=offline),
     )
     drawn = bench_models._requests
     monkeypatch.setattr(bench_models, "_requests", lambda *given: drawn(*given)[:4])
@@ -72,6 +72,8 @@ def test_examples_run_as_written(
         program, *arguments = shlex.split(line, comments=True)
         assert program == "quantforge"
         ended = command(capsys, *arguments)
+        if arguments[0] == "demo":
+            first_blocks(tmp_path / "demo", 1)  # so that the test is quick
         different = 5 if arguments[0] == "diff" else 0  # two methods, other values
         assert ended.code == different, (line, ended.err)
 

@@ -37,7 +37,7 @@ from tests.runs import (
     ended,
     forked,
     quantize,
-    recipe,
+    swift,
     tree,
 )
 
@@ -54,7 +54,7 @@ def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
-    wanted = replace(recipe("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
+    wanted = replace(swift("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
     quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
     out, written = tmp_path / "out", UnitOutput.write
     calls = itertools.count()
@@ -88,7 +88,7 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, propagate: str, parts: tuple[str, ...]
 ) -> None:
     calibration = replace(CALIBRATION, propagate=propagate)
-    wanted = recipe("awq+gptq", scheme=SCHEME, calibration=calibration, rules=())
+    wanted = swift("awq+gptq", scheme=SCHEME, calibration=calibration, rules=())
     wanted = replace(wanted, ignore=("*experts.[02].up_proj",))  # take factors, and stay
     quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
     for part in parts:
@@ -106,7 +106,7 @@ def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
 
 
 def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = recipe("gptq", scheme=SCHEME)
+    wanted = swift("gptq", scheme=SCHEME)
     for name, settings in {
         "one": Settings(threads=1),
         "two": Settings(threads=2),
@@ -117,7 +117,7 @@ def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> N
 
 
 def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Path) -> None:
-    done = quantize(tiny("mixtral"), tmp_path / "q", recipe("gptq", scheme=SCHEME))
+    done = quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme=SCHEME))
     few = [event for event in done.events if event.kind == "expert-few-tokens"]
     assert [event.where for event in few] == [f"model.layers.{i}.mlp.experts" for i in range(3)]
     assert "4 of 4 experts saw fewer than 128 tokens: " in few[0].detail
@@ -127,12 +127,12 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
         counts = [tensors[name.format(layer, expert, "w1")]["tokens"] for expert in range(4)]
         assert sum(counts) == 2 * 6 * 24
         assert counts == [tensors[name.format(layer, e, "w2")]["tokens"] for e in range(4)]
-    quiet = recipe("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0))
+    quiet = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0))
     again = quantize(tiny("mixtral"), tmp_path / "quiet", quiet)
     assert not [event for event in again.events if event.kind == "expert-few-tokens"]
     with pytest.raises(RefusedError, match="expert-few-tokens"):
         quantize(
-            tiny("mixtral"), tmp_path / "strict", recipe("gptq", scheme=SCHEME),
+            tiny("mixtral"), tmp_path / "strict", swift("gptq", scheme=SCHEME),
             policy=Policy(strict=True, allow={"calibration-short": 9, "substitution": 99}),
         )  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_whose_tokens_calibrate_an_expert_is_a_choice(
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
-    wanted = recipe("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, experts=experts))
+    wanted = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, experts=experts))
     quantize(tiny("mixtral"), tmp_path / "q", wanted)
     assert set(asked) == {experts == "all"}
 
@@ -185,7 +185,7 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
     errors = {}
     for method in ("rtn", "gptq"):
         calibration = replace(MORE, experts=experts)
-        wanted = recipe(method, scheme="int3:g32:asym", calibration=calibration)
+        wanted = swift(method, scheme="int3:g32:asym", calibration=calibration)
         quantize(tiny(family), tmp_path / method, wanted)
         after = decoded(open_checkpoint(tmp_path / method))
         errors[method] = 0.0
@@ -209,7 +209,7 @@ def test_an_expert_without_any_token(
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
     monkeypatch.setattr(routed_tokens.RoutedTokens, "keep", never_three)
-    done = quantize(tiny("mixtral"), tmp_path / "q", recipe("awq+gptq", scheme=SCHEME))
+    done = quantize(tiny("mixtral"), tmp_path / "q", swift("awq+gptq", scheme=SCHEME))
     assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
     assert "rounding-fallback" not in {event.kind for event in done.events}
     model = load(tmp_path / "q").model
@@ -218,7 +218,7 @@ def test_an_expert_without_any_token(
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "smooth+gptq"])
 def test_static_inputs_of_experts_are_measured(tiny: Tiny, tmp_path: Path, method: str) -> None:
-    quantize(tiny("mixtral"), tmp_path / "q", recipe(method, scheme="W8A8_STATIC"))
+    quantize(tiny("mixtral"), tmp_path / "q", swift(method, scheme="W8A8_STATIC"))
     found = load_file(tmp_path / "q" / "model.safetensors")
     scales = {
         name: value
@@ -239,7 +239,7 @@ def test_a_damaged_expert_is_named(tiny: Tiny, tmp_path: Path) -> None:
     weights[name][3, 5] = torch.nan
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=name):
-        quantize(source, tmp_path / "q", recipe("gptq", scheme=SCHEME))
+        quantize(source, tmp_path / "q", swift("gptq", scheme=SCHEME))
     assert not (tmp_path / "q").exists()
 
 
@@ -264,5 +264,5 @@ def test_a_stack_of_experts_that_does_not_fit_is_named_whole(
     save_file({**tensors, name: change(tensors[name])}, file, metadata={"format": "pt"})
     for method in ("rtn", "gptq"):
         with pytest.raises(InputError, match=words):
-            quantize(model, tmp_path / "q", recipe(method, scheme=SCHEME))
+            quantize(model, tmp_path / "q", swift(method, scheme=SCHEME))
     assert not (tmp_path / "q").exists()

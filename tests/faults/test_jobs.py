@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.cli import jobs
 from quantforge.errors import UsageError
 from quantforge.settings import Settings
 from quantforge.verbs import release, sweep
@@ -140,33 +141,40 @@ def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
     assert tree(shared) == tree(whole)
 
 
-def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path):
+def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jobs, "_other", counted(jobs._other, started := []))
     shared = tmp_path / "shared"
-    arguments = ["release", spec, "-o", shared, "--jobs", "2"]
-    said = subprocess.run(
-        [sys.executable, "-m", "quantforge", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert {line.split()[0] for line in said.stdout.splitlines()[1:]} >= {*MADE, "q8"}
-    assert said.stdout.count("q8") == 1
-    assert "processes failed" not in said.stderr
+    said = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
+    assert said.code == 0
+    assert [process.returncode for process in started] == [0]
+    assert {line.split()[0] for line in said.out.splitlines()[1:]} >= {*MADE, "q8"}
+    assert said.out.count("q8") == 1
+    assert "processes failed" not in said.err
     assert tree(shared) == tree(whole)
 
 
-def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
+def counted(start, started):
+    """Return ``start``, which adds the processes that it starts to a list."""
+
+    def other(said):
+        started.append(start(said))
+        return started[-1]
+
+    return other
+
+
+def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jobs, "_other", counted(jobs._other, started := []))
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0
-    said = subprocess.run(
-        [sys.executable, "-m", "quantforge", *common, "-o", tmp_path / "shared", "--jobs", "2"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    assert len(json.loads(said.stdout)["results"]) == 2
-    assert json.loads(said.stdout)["failed_processes"] == []
-    assert said.stderr == ""
+    assert not started
+    said = command(capsys, *common, "-o", tmp_path / "shared", "--jobs", "2")
+    assert said.code == 0
+    assert [process.returncode for process in started] == [0]
+    assert len(json.loads(said.out)["results"]) == 2
+    assert json.loads(said.out)["failed_processes"] == []
+    assert said.err == ""
     assert tree(tmp_path / "shared") == tree(tmp_path / "alone")
     with pytest.raises(UsageError, match="begins late"):
         sweep(
@@ -180,7 +188,7 @@ def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys):
 def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
     out = tmp_path / "out"
     run = subprocess.Popen(
-        [sys.executable, "-m", "quantforge", "release", spec, "-o", out, "--jobs", "3"],
+        [sys.executable, "-m", "quantforge", "release", spec, "-o", out, "--jobs", "2"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + DEADLINE

@@ -45,12 +45,12 @@ from tests.runs import (
     forked,
     leftovers,
     quantize,
-    recipe,
+    swift,
     tree,
 )
 
-PLAIN = recipe(scales="absmax", bits=4)
-GPTQ = recipe("gptq", bits=4, head="int8:row")
+PLAIN = swift(scales="absmax", bits=4)
+GPTQ = swift("gptq", bits=4, head="int8:row")
 FILE = Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=100_000)
 UNITS = ".out.qf/units"
 Start = Callable[[Callable[[], object]], int]
@@ -115,7 +115,7 @@ def appears(found: Callable[[], bool]) -> None:
         ("out.gguf", FILE),
         ("out", GPTQ),
         ("out", replace(GPTQ, tune=2)),
-        ("out", recipe("awq", bits=4)),
+        ("out", swift("awq", bits=4)),
     ],
 )
 def test_two_processes_share_a_run_and_write_what_one_would(
@@ -475,7 +475,7 @@ def test_claims_of_another_run_are_refused_and_the_hint_can_be_typed(
 ) -> None:
     """They were copied into the place of this run's; others may be at work, so that nobody is told to overwrite."""
     other = out.with_name("other")
-    for place, wanted in ((out, PLAIN), (other, recipe(scales="absmax", bits=8))):
+    for place, wanted in ((out, PLAIN), (other, swift(scales="absmax", bits=8))):
         with pytest.raises(StopError):
             join(model, place, wanted, progress=crash_after("block 0"))
     shutil.rmtree(out.parent / UNITS)
@@ -507,7 +507,7 @@ def test_a_result_that_is_there_is_the_end_of_it(
     join(model, out)
     assert tree(out) == reference
     with pytest.raises(Exception, match="exists"):
-        join(model, out, recipe(scales="absmax", bits=8))
+        join(model, out, swift(scales="absmax", bits=8))
     assert leftovers(out) == {"out"}
 
 
@@ -516,14 +516,14 @@ def test_another_recipe_is_not_shared(model: Path, out: Path) -> None:
         join(model, out, progress=crash_after("outer"))
     for shared in (True, False):
         with pytest.raises(IntegrityError, match="differs in: bits: "):
-            quantize(model, out, recipe(scales="absmax", bits=8), join=shared)
+            quantize(model, out, swift(scales="absmax", bits=8), join=shared)
     join(model, out)
 
 
 def test_an_overwrite_ends_a_shared_run_of_another_recipe(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
         join(model, out, progress=crash_after("outer"))
-    quantize(model, out, recipe(scales="absmax", bits=8), overwrite=True)
+    quantize(model, out, swift(scales="absmax", bits=8), overwrite=True)
     assert leftovers(out) == {"out"}
 
 
@@ -533,7 +533,7 @@ def test_another_recipe_does_not_spoil_an_interrupted_run(
     with pytest.raises(StopError):
         quantize(model, out, GPTQ, progress=crash_after("block 0"))
     with pytest.raises(IntegrityError, match="differs in: bits: ") as refused:
-        join(model, out, recipe("gptq", bits=3))
+        join(model, out, swift("gptq", bits=3))
     assert refused.value.hint.endswith(f"rm -r {out.with_name('.out.qf')}")
     join(model, out, GPTQ)
     assert tree(out) == calibrated
@@ -576,11 +576,11 @@ def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out
     ("wanted", "changes", "words"),
     [
         (
-            recipe("gptq", calibration=replace(CALIBRATION, propagate="quantized")),
+            swift("gptq", calibration=replace(CALIBRATION, propagate="quantized")),
             {},
             "quantized one before",
         ),
-        (recipe("gptq", guide=1), {}, "--guide"),
+        (swift("gptq", guide=1), {}, "--guide"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )

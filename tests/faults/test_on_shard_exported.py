@@ -31,8 +31,8 @@ from tests.runs import (
     leftovers,
     moving,
     quantize,
-    recipe,
     script,
+    swift,
     tree,
 )
 
@@ -50,7 +50,7 @@ def away(tmp_path: Path) -> Path:
 @pytest.fixture
 def codes(model: Path, tmp_path: Path) -> Path:
     """A model whose codes another format holds as they are."""
-    quantize(model, tmp_path / "codes", recipe(scheme="int4:g32:sym", scales="absmax"))
+    quantize(model, tmp_path / "codes", swift(scheme="int4:g32:sym", scales="absmax"))
     return tmp_path / "codes"
 
 

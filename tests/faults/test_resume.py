@@ -40,7 +40,7 @@ from tests.runs import (
     forked,
     leftovers,
     quantize,
-    recipe,
+    swift,
     tree,
 )
 
@@ -50,7 +50,7 @@ JOURNAL = ".out.qf/journal"
 @pytest.mark.parametrize("join", [False, True])
 def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch, join):
     """A file system that turns read-only, say: it is the place that is wrong, not what was done."""
-    wanted, told = recipe("gptq", bits=4), []
+    wanted, told = swift("gptq", bits=4), []
     with monkeypatch.context() as patch:
         written, calls = UnitOutput.write, itertools.count()
 
@@ -68,7 +68,7 @@ def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch,
 
 
 def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_path):
-    wanted = recipe("gptq", bits=3)
+    wanted = swift("gptq", bits=3)
 
     def work(out: Path) -> None:
         quantize(model, out, wanted)
@@ -165,7 +165,7 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, pr
     reference = out.with_name("m")
     calibration = replace(CALIBRATION, propagate=propagate)
     for part in crashes:
-        wanted = recipe(method, head="int8:g128:sym", calibration=calibration)
+        wanted = swift(method, head="int8:g128:sym", calibration=calibration)
         place = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
             quantize(model, place, wanted, progress=crash_after(part))
@@ -188,7 +188,7 @@ def test_ranges_measured_behind_a_transform_do_not_change_what_a_resumed_run_rea
     tiny, out, method, values
 ):
     """The next block reads what the source computes: a transformed one differs in its last bits."""
-    model, wanted = tiny("llama"), recipe(method, **values)
+    model, wanted = tiny("llama"), swift(method, **values)
     quantize(model, out.with_name("m"), wanted)
     with pytest.raises(StopError):
         quantize(model, out, wanted, progress=crash_after("block 0"))
@@ -201,7 +201,7 @@ def test_what_the_next_block_reads_is_a_choice(model, out):
     codes = []
     for propagate in ("source", "quantized"):
         place = out.with_name(f"out-{propagate}")
-        wanted = recipe("gptq", bits=2, calibration=replace(CALIBRATION, propagate=propagate))
+        wanted = swift("gptq", bits=2, calibration=replace(CALIBRATION, propagate=propagate))
         quantize(model, place, wanted)
         weights = load_file(place / "model.safetensors")
         codes.append([weights[f"model.layers.{i}.mlp.down_proj.weight_packed"] for i in (0, 1)])
@@ -212,12 +212,12 @@ def test_what_the_next_block_reads_is_a_choice(model, out):
 
 def begun(model: Path, out: Path) -> None:
     with pytest.raises(StopError):
-        quantize(model, out, recipe("gptq"), progress=crash_after("block 0"))
+        quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
 
 
 def refused(model: Path, out: Path, **changes: object) -> QuantForgeError:
     with pytest.raises(IntegrityError) as bad:
-        quantize(model, out, recipe("gptq", **changes))
+        quantize(model, out, swift("gptq", **changes))
     assert bad.value.exit_code == 5
     assert not out.exists()
     return bad.value
@@ -228,7 +228,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
     error = refused(model, out, bits=3)
     assert error.message.endswith("differs in: bits: unset there, 3 here")
     assert f"with --overwrite, or after rm -r {out.parent / JOURNAL}" in error.hint
-    assert quantize(model, out, recipe("gptq")).resumed  # with the first it goes on
+    assert quantize(model, out, swift("gptq")).resumed  # with the first it goes on
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -238,7 +238,7 @@ def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damag
         with (out.parent / JOURNAL / "journal.jsonl").open("ab") as file:
             file.write(b"?\n")
     notes: list[str] = []
-    wanted = recipe("gptq", bits=None if damaged else 3)
+    wanted = swift("gptq", bits=None if damaged else 3)
     assert not quantize(model, out, wanted, overwrite=True, note=notes.append).resumed
     said = "the interrupted run is damaged" if damaged else "bits: unset there, 3 here"
     assert [
@@ -260,7 +260,7 @@ def test_a_person_is_told_of_a_run_that_is_ended(model, out, capsys):
 
 def test_an_overwrite_goes_on_with_its_own_run(model, out):
     begun(model, out)
-    assert quantize(model, out, recipe("gptq"), overwrite=True).resumed
+    assert quantize(model, out, swift("gptq"), overwrite=True).resumed
 
 
 def test_resume_with_another_text_is_refused(model, out):
@@ -279,19 +279,19 @@ def test_resume_with_a_changed_source_is_refused(model, out):
     assert "source file model.safetensors" in refused(source, out).message
     data[-1] ^= 1
     file.write_bytes(data)
-    assert quantize(source, out, recipe("gptq")).resumed
+    assert quantize(source, out, swift("gptq")).resumed
 
 
 def test_resume_with_another_importance_is_refused(model, out):
     """The file's name is in the recipe; its bytes are what decides."""
     file = out.parent / "m"
-    wanted = recipe(
+    wanted = swift(
         format="gguf",
         type="Q4_0",
         calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
     )
     place = out.with_suffix(".gguf")
-    verbs.make_imatrix(str(model), recipe(calibration=CALIBRATION), file, Settings())
+    verbs.make_imatrix(str(model), swift(calibration=CALIBRATION), file, Settings())
     with pytest.raises(StopError):
         quantize(model, place, wanted, imatrix=file, progress=crash_after("block 0"))
     found = read_imatrix(file)
@@ -332,9 +332,9 @@ def test_a_line_that_was_cut_short_is_done_again(model, out):
     begun(model, out)
     journal = out.parent / JOURNAL / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-30])
-    assert quantize(model, out, recipe("gptq")).resumed
+    assert quantize(model, out, swift("gptq")).resumed
     reference = out.with_name("m")
-    quantize(model, reference, recipe("gptq"))
+    quantize(model, reference, swift("gptq"))
     assert tree(out) == tree(reference)
 
 
@@ -344,19 +344,19 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
     for path in stage.iterdir():
         path.unlink()
     stage.rmdir()
-    assert not quantize(model, out, recipe("gptq")).resumed
+    assert not quantize(model, out, swift("gptq")).resumed
     assert leftovers(out) == {"out"}
 
 
 def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
-    quantize(model, out, recipe(bits=8))
+    quantize(model, out, swift(bits=8))
     monkeypatch.setattr("quantforge.checkpoint.stage.Stage._remove_old", crash)
     with pytest.raises(StopError):
-        quantize(model, out, recipe("gptq"), overwrite=True)
+        quantize(model, out, swift("gptq"), overwrite=True)
     monkeypatch.undo()
     published = tree(out)
     assert json.loads((out / "quantforge.manifest.json").read_text())["method"] == "gptq"
-    quantize(model, out, recipe("gptq"), overwrite=True)
+    quantize(model, out, swift("gptq"), overwrite=True)
     assert tree(out) == published
     assert leftovers(out) == {"out"}
 

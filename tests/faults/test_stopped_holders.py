@@ -23,7 +23,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import join_variants, make_release, release
 from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
-from tests.runs import ended, forked, leftovers, quantize, recipe, tree
+from tests.runs import ended, forked, leftovers, quantize, swift, tree
 
 Stopped = Callable[[object, str, Callable[[], object]], int]
 
@@ -114,7 +114,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
 def test_who_waits_for_a_result_says_who_was_stopped(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
-    wanted = recipe("gptq", bits=4)
+    wanted = swift("gptq", bits=4)
     place = importlib.import_module("quantforge.verbs.quantize")
     child = stopped(place, "publish", lambda: quantize(model, out, wanted, join=True))
     said, note = told(child, number)

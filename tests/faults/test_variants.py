@@ -19,17 +19,17 @@ from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.join_variants import _Vacancies, join_variants
 from quantforge.verbs.quantize_variants import asked_variants, quantize_variants
-from tests.runs import StopError, quantize, recipe, tree
+from tests.runs import StopError, quantize, swift, tree
 
 
 def _recipes():
     return {
-        "int4": recipe("gptq", bits=4),
-        "int3": recipe("gptq", bits=3),
-        "awq": recipe("awq", bits=4),
-        "both": recipe("awq+gptq", bits=3),
-        "plain": recipe("rtn", bits=4),
-        "ranges": recipe("smooth", scheme="int8:row:sym+int8:tensor:static"),
+        "int4": swift("gptq", bits=4),
+        "int3": swift("gptq", bits=3),
+        "awq": swift("awq", bits=4),
+        "both": swift("awq+gptq", bits=3),
+        "plain": swift("rtn", bits=4),
+        "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
     }
 
 
@@ -95,7 +95,7 @@ def test_what_exists_is_refused_before_work_on_any(model, tmp_path):
 
 
 def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
-    wanted = [Variant(recipe("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
+    wanted = [Variant(swift("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
     asked = dict(enumerate(asked_variants(model, wanted, Settings())))
     first, second = (
         _Vacancies(dict(asked), lambda number: False, QuietHolders(print)) for _ in range(2)
@@ -107,8 +107,8 @@ def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
 
 def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
     told = []
-    wanted = [Variant(recipe("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
-    wanted += [Variant(recipe("rtn", bits=8), tmp_path / "plain")]
+    wanted = [Variant(swift("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
+    wanted += [Variant(swift("rtn", bits=8), tmp_path / "plain")]
     quantize_variants(model, wanted, Settings(progress=told.append))
     assert max(one.share for one in told if one.phase == "reading") <= 0.07
     blocks = [one for one in told if one.part.startswith("block") and one.share < 0.8]
@@ -119,7 +119,7 @@ def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
 
 
 def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothing(model, tmp_path):
-    wanted = [Variant(recipe("rtn", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4)]
+    wanted = [Variant(swift("rtn", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4)]
     asked = asked_variants(model, wanted, Settings())
     told, there, held = [], set(), ExitStack()
 

@@ -21,7 +21,7 @@ from quantforge.plans import Serving
 from quantforge.settings import Settings
 from quantforge.verbs import mixture_search
 from tests import headers
-from tests.runs import command, stopped_measuring
+from tests.runs import command, copied, first_blocks, stopped_measuring
 
 DEMO = Path(__file__).parents[3] / "models/demo"
 ROWS = {
@@ -51,15 +51,22 @@ def small(tiny):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def half(tmp_path_factory):
+    """Return the first half of a trained model."""
+    place = tmp_path_factory.mktemp("half") / "model"
+    return first_blocks(copied(DEMO, place), 2)
+
+
+@pytest.fixture(scope="module")
+def made(half, tmp_path_factory):
     path = tmp_path_factory.mktemp("allocated") / "mixed.toml"
-    return allocated(out=path), path
+    return allocated(out=path, model=half), path
 
 
-def test_the_size_is_met_and_the_recipe_makes_it(made, tmp_path):
+def test_the_size_is_met_and_the_recipe_makes_it(made, half, tmp_path):
     found, path = made
     assert 0.995 * 3.4 <= found.bits <= 3.4
-    outcome = verbs.quantize(DEMO, path, tmp_path / "out")
+    outcome = verbs.quantize(half, path, tmp_path / "out")
     files = sum(one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors"))
     assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
     assert files == pytest.approx(found.nbytes, rel=1e-3)  # headers have other lengths
@@ -240,14 +247,16 @@ def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
     assert nats["fp8_e4m3:row:sym"] < nats["nvfp4"] < nats["int3:g64:sym"]
 
 
-def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(made, monkeypatch):
+def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     """Shortcuts are taken only as long as Kendall's tau says that they change no order to speak of."""
     found = []
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(linear_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
-        found.append(allocated(samples=2, length=128, candidates=ROWS["candidates"][1:]))
+        found.append(
+            allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])
+        )
     whole, part = found
     assert whole.keys() == part.keys()
     assert whole != part

@@ -20,7 +20,7 @@ from quantforge.execution.progress import Progress
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import ROWS, StopError, command, ended, forked, leftovers, quantize, recipe, tree
+from tests.runs import ROWS, StopError, command, ended, forked, leftovers, quantize, swift, tree
 
 RANK = 4
 FEW = {"samples": 6, "length": 24}
@@ -48,7 +48,7 @@ def stop() -> None:
 def base(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     """A source and a quantized form of it."""
     model, out = tiny("llama-wide"), tmp_path / "q"
-    quantize(model, out, recipe("gptq", scheme="int3:g32:sym"))
+    quantize(model, out, swift("gptq", scheme="int3:g32:sym"))
     return model, out
 
 
@@ -72,7 +72,7 @@ def test_it_is_nearer_to_its_source(
     options: dict[str, Any],
 ) -> None:
     model, out, place = tiny(family), tmp_path / "q", tmp_path / "q-lora16"
-    quantize(model, out, recipe(method, **options))
+    quantize(model, out, swift(method, **options))
     before = tree(out)
     made = command(capsys, "correct", model, out, "--rank", 16, *ROWS)
     assert (made.code, made.out.strip().endswith("q-lora16")) == (0, True), made.err
@@ -143,8 +143,8 @@ def test_what_cannot_be_corrected_is_refused(
 ) -> None:
     model, quantized = base
     file, experts, plain = (tmp_path / name for name in ("q.gguf", "experts", "plain"))
-    quantize(model, file, recipe(format="gguf", type="Q8_0", scales="absmax"))
-    quantize(tiny("mixtral"), experts, recipe(scheme="int4:g32:sym"))
+    quantize(model, file, swift(format="gguf", type="Q8_0", scales="absmax"))
+    quantize(tiny("mixtral"), experts, swift(scheme="int4:g32:sym"))
     other = tmp_path / "other"
     shutil.copytree(model, other)
     (weights,) = other.glob("*.safetensors")
@@ -188,7 +188,7 @@ def test_a_correction_is_measured_on_its_own_model_alone(
     model, quantized = base
     out, other = tmp_path / "a", tmp_path / "other"
     corrected(model, quantized, out)
-    quantize(model, other, recipe(scheme="int3:g32:sym"))
+    quantize(model, other, swift(scheme="int3:g32:sym"))
     few = ("--windows", 2, "--length", 32, "--no-speed", "--correction", out)
     for words, code, said in (
         ((model, quantized, other), 2, "of one model, and for no card"),
@@ -199,6 +199,6 @@ def test_a_correction_is_measured_on_its_own_model_alone(
         refused = command(capsys, "eval", *words, *few)
         assert (refused.code, said in refused.err) == (code, True), refused.err
     (out / manifest.NAME).unlink()  # somebody's, of another family
-    quantize(tiny("llama"), tmp_path / "l", recipe(scheme="int3:g32:sym"))
+    quantize(tiny("llama"), tmp_path / "l", swift(scheme="int3:g32:sym"))
     refused = command(capsys, "eval", tiny("llama"), tmp_path / "l", *few)
     assert (refused.code, "the adapter changes model.layers.0" in refused.err) == (3, True)

@@ -23,7 +23,7 @@ from quantforge.model.token_weights import TokenWeights, clipped
 from quantforge.quantizers import gptq
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
 
 class Seen:
@@ -62,7 +62,7 @@ def test_every_strip_is_rounded_under_its_own_hessian(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=3))
+    quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=3))
     assert len(seen.rounded) % 3 == 0
     names = {name for weights, _ in seen.rounded for name in weights}
     assert len(seen.rounded) == 3 * len(names)
@@ -83,7 +83,7 @@ def test_matrices_whose_rows_share_parameters_are_rounded_as_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    wanted = recipe("gptq", scheme="NVFP4", guide=2, rules=())
+    wanted = swift("gptq", scheme="NVFP4", guide=2, rules=())
     quantize(tiny("llama"), tmp_path / "out", wanted)
     groups = [sorted(name.split(".")[-2] for name in weights) for weights, _ in seen.rounded]
     assert ["k_proj", "q_proj", "v_proj"] in groups
@@ -116,7 +116,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
     for strips in (0, 1):
         seen = Seen(monkeypatch) if strips else None
         monkeypatch.setattr(gptq, "round_shared", keeping(strips))
-        wanted = recipe("gptq", bits=3, guide=strips, calibration=calibration)
+        wanted = swift("gptq", bits=3, guide=strips, calibration=calibration)
         quantize(tiny("llama"), tmp_path / str(strips), wanted)
         monkeypatch.setattr(gptq, "round_shared", shared)
     assert seen is not None
@@ -144,7 +144,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 def test_neither_threads_nor_place_change_a_byte(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
 ) -> None:
-    wanted = recipe("gptq", guide=2, **choices)
+    wanted = swift("gptq", guide=2, **choices)
     found = []
     for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
         out = tmp_path / f"{number}.gguf" if "type" in choices else tmp_path / str(number)
@@ -160,13 +160,13 @@ def test_the_next_block_may_read_what_the_quantized_one_computes(
     trees = []
     for propagate in ("source", "quantized"):
         calibration = replace(CALIBRATION, propagate=propagate)
-        wanted = recipe("gptq", bits=2, guide=1, calibration=calibration)
+        wanted = swift("gptq", bits=2, guide=1, calibration=calibration)
         quantize(tiny("llama"), tmp_path / propagate, wanted)
         trees.append(tree(tmp_path / propagate))
     assert trees[0]["model.safetensors"] != trees[1]["model.safetensors"]
 
 
-GUIDED = recipe("gptq", bits=4, guide=2)
+GUIDED = swift("gptq", bits=4, guide=2)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_it_goes_on_where_it_was_stopped(
 
 
 def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = recipe("smooth+gptq", guide=2, scheme="W8A8_STATIC", kv_cache="fp8")
+    wanted = swift("smooth+gptq", guide=2, scheme="W8A8_STATIC", kv_cache="fp8")
     quantize(tiny("llama"), tmp_path / "whole", wanted, threads=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("block 0"))
@@ -223,7 +223,7 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
     diagonals = {}
     for method in ("gptq", "awq+gptq"):
         found.clear()
-        wanted = recipe(method, bits=3, guide=1)
+        wanted = swift(method, bits=3, guide=1)
         quantize(tiny("llama"), tmp_path / method, wanted)
         diagonals[method] = dict(found)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -236,7 +236,7 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
 
 
 def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = recipe("gptq", bits=4, guide=1)
+    wanted = swift("gptq", bits=4, guide=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("guide"))
     file = tmp_path / ".out.qf" / "journal" / guide.FILE
@@ -266,7 +266,7 @@ def test_what_cannot_be_guided_is_refused(
 ) -> None:  # fmt: skip
     method = choices.pop("method")
     with pytest.raises(error, match=words) as found:
-        quantize(tiny(family), tmp_path / "out", recipe(method, **{"guide": 1} | choices))
+        quantize(tiny(family), tmp_path / "out", swift(method, **{"guide": 1} | choices))
     assert "--guide" in str(found.value.hint)  # type: ignore[attr-defined]
     assert not any(tmp_path.iterdir())
 
@@ -283,7 +283,7 @@ def test_gradients_that_overflow_are_named(
 
     monkeypatch.setattr(TokenWeights, "__call__", overflowing)
     with pytest.raises(InputError, match=r"model\.layers\.1\.\S+: the squares .* row 0"):
-        quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=1))
+        quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=1))
     assert not any(tmp_path.iterdir())
 
 
@@ -299,14 +299,14 @@ def test_rows_that_no_gradient_reaches_are_an_event(
         return found
 
     monkeypatch.setattr(TokenWeights, "of", blind)
-    outcome = quantize(tiny("llama"), tmp_path / "out", recipe("gptq", bits=4, guide=2))
+    outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=2))
     events = [event for event in outcome.events if event.kind == "guide-blind"]
     assert [event.where for event in events] == ["model.layers.0.self_attn.v_proj.weight"]
     assert "strip 2 of 2" in events[0].detail
 
 
 def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = recipe("gptq", bits=4, guide=2, calibration=replace(CALIBRATION, samples=1))
+    wanted = swift("gptq", bits=4, guide=2, calibration=replace(CALIBRATION, samples=1))
     outcome = quantize(tiny("llama"), tmp_path / "out", wanted)
     assert {event.kind for event in outcome.events} >= {"calibration-short"}
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
@@ -324,4 +324,4 @@ def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
 
 
 def test_the_plan_states_it(tiny: Tiny) -> None:
-    assert plan(tiny("llama"), recipe("gptq", bits=4, guide=2)).guide == 2
+    assert plan(tiny("llama"), swift("gptq", bits=4, guide=2)).guide == 2
