@@ -97,10 +97,10 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(dials)
-    done, left_out, named = [], [], []
+    done, left_out, named, off = [], [], [], []
     for key, value in SETS[dials.effort].items():
         if attrgetter(key)(dials) != attrgetter(key)(DEFAULTS):
-            named.append(key)
+            (named if attrgetter(key)(dials) else off).append(key)
         elif reason := _obstacle(key, value, dials, asked):
             left_out.append(f"{key} = {value} ({reason})")
         else:
@@ -113,6 +113,8 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
     said = f"{CHOSEN}{', '.join(done) or 'nothing'}: --effort {dials.effort}"
     if named:
         said += f"; named already: {', '.join(named)}"
+    if off:
+        said += f"; switched off: {', '.join(off)}"
     return dials, (f"{said}; left out: {'; '.join(left_out)}" if left_out else said,)
 
 

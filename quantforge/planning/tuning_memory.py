@@ -12,6 +12,7 @@ from quantforge.planning import expert_memory
 from quantforge.plans import TensorPlan
 
 FLOAT = 4
+FREED = 2  # blocks: results of steps that were let go of, which the allocator keeps (measured)
 COPIES = 6  # of logits of a row, and floats of everything that is learned
 CODE_BYTES = 6  # of a code that is learned: its offset, a moment of its gradients, two snapshots
 MIXED = 4  # states of the tokens of a step: what reaches the experts, what they return, and both gradients
@@ -48,7 +49,7 @@ def tuning_bytes(
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
     states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
     states += count * length * max(sum(map(_seen, some)) for some in by_part)
-    block = expert_memory.block_bytes(matched) * (1 + 2 * side)
+    block = expert_memory.block_bytes(matched) * (1 + 2 * side + FREED)
     if whole != 1:
         codes *= 1 + CODE_BYTES
     if expert_memory.states(matched) > 1:
