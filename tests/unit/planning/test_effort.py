@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -85,6 +85,17 @@ def test_medium_does_not_tune_blocks_of_more_weights_than_memory_is_likely_to_ho
 ) -> None:
     monkeypatch.setattr(effort, "TUNED_WEIGHTS", 3000)
     assert planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
+
+
+def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
+    found = planned(tiny, Recipe(method="gptq", bits=4))
+    family = found.matched.architecture
+    assert family is not None
+    derived = replace(found.matched, architecture=replace(family, derived=cast(Any, "found")))
+    words, key = ("gptq",), found.recipe.format
+    for matched, reason in ((found.matched, ""), (derived, "what blocks read was derived")):
+        asked = effort.Asked(words, key, found.plan.tensors, matched, frozenset())
+        assert effort._gains_little(Dials(), asked) == reason
 
 
 def test_a_file_states_what_effort_has_set(tiny: Tiny, tmp_path: Path) -> None:
