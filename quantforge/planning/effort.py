@@ -97,7 +97,10 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(dials)
-    done, left_out, named, off = [], [], [], []
+    done: list[str] = []
+    left_out: list[str] = []
+    named: list[str] = []
+    off: list[str] = []
     for key, value in SETS[dials.effort].items():
         if attrgetter(key)(dials) != attrgetter(key)(DEFAULTS):
             (named if attrgetter(key)(dials) else off).append(key)
