@@ -11,8 +11,9 @@ A step takes one row through the block and back. One block is in memory at a tim
 what leaves the source's block, and what reaches the result's. Of its experts one is in floating point; of the others
 there are codes and scales. Nothing of an expert moves in a step that has no token for it.
 
-A row goes forward and back on one thread, so that the result does not depend on the number of threads. Runs of rows of
-the matrices are learned side by side, and so pass the rows that nothing is learned on.
+A row goes forward and back on one thread but for the products of its linears, which are cut into tiles, so that the
+result does not depend on the number of threads. Runs of rows of the matrices are learned side by side, and so pass the
+rows that nothing is learned on.
 """
 
 from __future__ import annotations

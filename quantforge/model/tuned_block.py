@@ -20,7 +20,8 @@ from quantforge.model.output_gradients import OutputListener, Passed
 from quantforge.model.tuned_experts import TunedExperts, Visit
 from quantforge.model.tuned_linears import Place, TunedLinears
 from quantforge.model.tuned_matrix import TunedMatrix
-from quantforge.numerics.team import side_by_side
+from quantforge.numerics.linear_gradients import cutting_linears
+from quantforge.numerics.team import side_by_side, threads_of
 from quantforge.numerics.threads import one_thread
 from quantforge.packers.tensor import QuantizedTensor
 
@@ -163,7 +164,7 @@ class TunedBlock:
         self.fill()
         with self._without_experts(rows, behind, visit), ExitStack() as hooks:
             listener = OutputListener(self.part.module, self.linears.matrices, hooks)
-            back = partial(self._back, listener, aim, behind)
+            back = partial(self._back, listener, aim, behind, threads_of(len(rows)))
             passed = side_by_side(back, [*enumerate(rows)])
         self._move(moves, share)
         found |= self.linears.learn([one.linears for one, _ in passed], share)
@@ -193,6 +194,7 @@ class TunedBlock:
         listener: OutputListener,
         aim: Aim,
         known: Sequence[Tensor] | None,
+        threads: int,
         numbered: tuple[int, Batch],
     ) -> tuple[Passed, list[Tensor]]:
         """Return gradients of the states of a row, those of linears with what they read, and those of gains' factors.
@@ -201,8 +203,13 @@ class TunedBlock:
         """
         number, row = numbered
         gains = [self.part.module.get_parameter(name) for name in self.gains]
+
+        def run(states: Tensor) -> Tensor:
+            with cutting_linears(threads):
+                return self.run(number, row._replace(states=states))
+
         passed = listener.back(
-            lambda states: self.run(number, row._replace(states=states)),
+            run,
             row.states,
             partial(aim, row.start) if known is None else lambda _: known[number],
             gains,

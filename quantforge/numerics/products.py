@@ -7,8 +7,8 @@ alone, and each tile is computed on one thread. The other operations of a run co
 one thread anyway.
 
 `matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
-transformers' code. This holds inside of `quantforge.numerics.team.reproducible`; outside, torch's own products are
-used.
+transformers' code (with gradients: `quantforge.numerics.linear_gradients`). This holds inside of
+`quantforge.numerics.team.reproducible`; outside, torch's own products are used.
 
 torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
 fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
@@ -59,12 +59,23 @@ def cutting() -> AbstractContextManager[object]:
     return _Mode() if TEAMS else nullcontext()
 
 
+def on_threads(threads: int, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+    """Return a product of torch's that is computed on so many threads, inside of `reproducible`."""
+    found: Tensor = _computed(function, args, {}, threads)
+    return found
+
+
 class _Mode(FunctionMode):
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _computed(function, args, kwargs)
 
 
-def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _computed(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    threads: int | None = None,
+) -> Any:
     cut, names = CUTS.get(func, (None, ()))
     taken, options = [*args], dict(kwargs)
     for name in names[len(args) :]:
@@ -77,7 +88,7 @@ def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         taken = [*map(_cast, taken)]
     # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
     found = None if "out" in options else cut(*taken, **options)
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     if found is None:
         if threads == 1:
             return func(*args, **kwargs)
@@ -88,7 +99,7 @@ def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         for job in jobs:
             job()
     else:
-        TEAMS[-1].map("tiles", threads, 1, lambda job: job(), jobs)
+        TEAMS[-1].map("tiles", threads, 1, torch.no_grad()(lambda job: job()), jobs)
     return result
 
 

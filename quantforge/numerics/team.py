@@ -109,8 +109,13 @@ def side_by_side(
     function themselves. Between two calls, torch is best left
     on one thread: those of its own go on looking for work for a while when they have none.
     """
-    threads = TEAMS[-1].threads if TEAMS else 1
-    workers = min(workers or threads, threads, len(parts))
+    workers = min(workers or len(parts), len(parts), TEAMS[-1].threads if TEAMS else 1)
     if workers <= 1:
         return [work(part) for part in parts]
-    return TEAMS[-1].map("parts", workers, threads // workers, work, parts)
+    return TEAMS[-1].map("parts", workers, threads_of(workers), work, parts)
+
+
+def threads_of(parts: int) -> int:
+    """Return how many threads each of so many parts may use that go `side_by_side`."""
+    threads = TEAMS[-1].threads if TEAMS else 1
+    return threads // min(threads, parts)

@@ -18,9 +18,10 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import learning
 from quantforge.execution.tuned_run import TunedRun
-from quantforge.model import tuned_matrix, tuning_bounds
+from quantforge.model import tuned_block, tuned_matrix, tuning_bounds
 from quantforge.model.block_tuning import Learning
 from quantforge.model.tuning import TuningStream
+from quantforge.numerics import linear_gradients, products
 from quantforge.runtime.load import load
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
@@ -157,6 +158,25 @@ def test_neither_threads_nor_place_change_a_byte(
 ) -> None:
     quantize(tiny("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
     assert tree(tmp_path / "out") == whole
+
+
+def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LEAST", 1 << 12)
+    monkeypatch.setattr(products, "SIDE", 16)
+    used: list[int] = []
+
+    def cutting(threads: int) -> Any:
+        used.append(threads)
+        return linear_gradients.cutting_linears(threads)
+
+    monkeypatch.setattr(tuned_block, "cutting_linears", cutting)
+    for name, threads in (("one", 1), ("three", 3)):
+        quantize(tiny("llama"), tmp_path / name, tuned(tune=1), threads=threads)
+    assert {*used[: len(used) // 2]} == {1}
+    assert {*used[len(used) // 2 :]} == {3}
+    assert tree(tmp_path / "one") == tree(tmp_path / "three")
 
 
 @pytest.mark.parametrize("part", ["block 1", "tune block 1", "tune"])

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge import verbs
 from quantforge.numerics import products, team
+from quantforge.numerics.linear_gradients import cutting_linears
 from quantforge.numerics.products import cutting
 from quantforge.numerics.team import reproducible, side_by_side
+from quantforge.numerics.threads import one_thread
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import recipe
@@ -218,6 +220,53 @@ def test_products_are_those_of_torch_for_any_threads(
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-4)
     for other in found[1:]:
         assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("onednn", [False, True], ids=["mkl", "onednn"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_linears_are_those_of_torch_for_any_threads(
+    bias: bool, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(products, "SETUP", 0)
+    monkeypatch.setattr(products, "LEAST", 1 << 18)
+    monkeypatch.setattr(products, "SIDE", 64)
+    shared: list[int] = []
+    given_out = team.Team.map
+
+    def mapped(self: team.Team, kind: str, workers: int, *rest: Any) -> list[Any]:
+        shared.append(workers)
+        return given_out(self, kind, workers, *rest)
+
+    monkeypatch.setattr(team.Team, "map", mapped)
+    weight, start = _matrix(300, 256), _matrix(300, seed=1) if bias else None
+    upon = _matrix(2, 300, 300, seed=2)
+
+    def both(threads: int) -> tuple[Tensor, Tensor]:
+        with one_thread(), torch.enable_grad():
+            x = _matrix(2, 300, 256, seed=3).requires_grad_()
+            with cutting_linears(threads):
+                outputs = functional.linear(x, weight, start)
+            (gradients,) = torch.autograd.grad(outputs, [x], upon)
+        return outputs.detach(), gradients
+
+    expected = both(1)  # outside of `reproducible`, so torch's own
+    for threads in (1, 2, 5):
+        with reproducible():
+            found = both(threads)
+        if threads == 1:
+            first = found
+            for one, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-3)
+        assert all(map(torch.equal, found, first))
+    assert shared == [2, 2, 5, 5]
+
+
+def test_weights_that_want_gradients_are_left_to_torch() -> None:
+    x, weight = _matrix(2, 3, 4).requires_grad_(), _matrix(5, 4).requires_grad_()
+    with reproducible(), cutting_linears(2), torch.enable_grad():
+        functional.linear(x, weight).sum().backward()
+    assert weight.grad is not None
 
 
 def test_products_in_bfloat16_are_those_of_autocast(
