@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.recipe_fields import check_fields, write_small
+from quantforge.checkpoint.recipe_fields import check_fields, named_after, write_small
 from quantforge.checkpoint.recipe_toml import built, lines, read_toml
 from quantforge.errors import InputError, named_fields
 from quantforge.notation import parse_sparsity, share_of
@@ -237,7 +237,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
         raise InputError(f"{origin}: unknown key 'rules'", "did you mean '[[rule]]'?")
     if "rule" in data:
         data["rules"] = data.pop("rule")
-    recipe: Recipe = built(Recipe, data, origin)
+    with named_after(origin):
+        recipe: Recipe = built(Recipe, data, origin)
     return recipe
 
 

@@ -5,7 +5,8 @@ Every table of a recipe is checked when it is made, whether a file or a program 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -83,6 +84,19 @@ def check_fields(options: Any) -> None:
         if value is not None and not least <= value <= most:
             said = f"recipe: {name} = {value} is too {'small' if value < least else 'large'}"
             raise InputError(said, f"from {least} to {most}")
+
+
+@contextmanager
+def named_after(origin: str) -> Iterator[None]:
+    """Let what `check_fields` refuses name the file that says it, inside a ``with`` block."""
+    try:
+        yield
+    except InputError as error:
+        if not error.message.startswith("recipe: "):
+            raise
+        raise InputError(
+            f"{origin}: {error.message.removeprefix('recipe: ')}", error.hint
+        ) from None
 
 
 def _check_types(value: Any, origin: str) -> None:

@@ -33,6 +33,7 @@ def _bare(text: str) -> str:
     return _STRING.sub("", text)
 
 
+_OF_PYTHON = re.compile(r"=\s*(True|False)\b")
 _EXAMPLE_OF = {str: '"text"', int: "4", float: "0.5", bool: "true"}
 
 
@@ -51,6 +52,8 @@ def read_toml(
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        if found := _OF_PYTHON.search(_bare(text)):
+            example = f"TOML writes {found[1].lower()}, not {found[1]}"
         raise InputError(f"{origin}: not TOML: {error}", example) from error
 
 

@@ -101,6 +101,9 @@ def test_every_key_is_spelled_out():
         ("bits = " + "9" * 5000, "not TOML", "recipes"),
         ("bits = ", "not TOML", "recipes"),
         ("bits = 17", "bits", "2 to 8"),
+        ("[awq]\nduo = True", "not TOML", "true, not True"),
+        ("tune = -1", "mine.toml: tune = -1 is too small", "from 0"),
+        ("effort = 'max'", "mine.toml: effort = 'max'", "high"),
     ],
 )  # fmt: skip
 def test_a_mistake_says_where_and_what_was_meant(text, message, hint):
