@@ -68,6 +68,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", default="2")
     parser.add_argument("--types", nargs="+", default=list(TYPES))
     parser.add_argument("--by", nargs="+", default=["llama.cpp", PEER, "importance", "gptq"])
+    parser.add_argument(
+        "--linears",
+        action="store_true",
+        help="keep the embedding in BF16, so that linears alone differ",
+    )
     return parser.parse_args()
 
 
@@ -89,9 +94,12 @@ def ways(
     options: argparse.Namespace, kind: str, base: Path, importance: Path
 ) -> Iterator[tuple[str, Callable[[Path], object]]]:
     """How a file of one type is made, by name."""
-    yield "llama.cpp", lambda out: tool(options, "quantize", base, out, kind)
-    yield PEER, lambda out: tool(options, "quantize", "--imatrix", importance, base, out, kind)
+    kept = ["--token-embedding-type", "bf16"] if options.linears else []
+    yield "llama.cpp", lambda out: tool(options, "quantize", *kept, base, out, kind)
+    with_importance = ["--imatrix", importance, *kept, base]
+    yield PEER, lambda out: tool(options, "quantize", *with_importance, out, kind)
     text = ["--calibration", options.calibration, "--samples", options.samples, "--length", "512"]
+    text += ["--ignore", "*embed_tokens*"] if options.linears else []
     for name, words in OURS.items():
         yield name, partial(ours, options, ["--type", kind, *words.split(), *text])
 
