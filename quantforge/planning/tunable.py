@@ -27,15 +27,14 @@ def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -
     if not epochs:
         return ()
     tokens = calibration.samples * calibration.length
-    passes = f"each about as long as {epoch_passes(matched)} forward passes"
+    many, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
+    passes = f"{each}about as long as {epoch_passes(matched)} forward passes"
     whole = whole_epochs(epochs)
     then = (
         f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
     )
     codes = ", and six bytes more for each" if whole > 1 else ""
-    return (
-        f"tune: {epochs} epoch(s) over {tokens:,} tokens, {passes}: one block after block{then}{codes}",
-    )
+    return (f"tune: {many} over {tokens:,} tokens, {passes}: one block after block{then}{codes}",)
 
 
 def refuse_tune(

@@ -188,7 +188,7 @@ def test_the_plan_forecasts_it_and_effort_includes_it(tiny: Tiny) -> None:
     text = CalibrationOptions()
     made = plan(tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULTS.tune, calibration=text))
     assert made.tune == SETS["high"]["tune"]
-    assert any("tune: 4 epoch(s)" in note for note in made.notes)
+    assert any("tune: 4 epochs" in note for note in made.notes)
     plain = plan(tiny("llama"), tuned("Q4_1", tune=0, calibration=text))
     assert made.peak_memory_bytes >= plain.peak_memory_bytes
     assert made.work.operations["pass"] > 5 * plain.work.operations["pass"]

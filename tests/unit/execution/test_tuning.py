@@ -364,5 +364,5 @@ def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path, result: P
 def test_the_plan_states_it(tiny: Tiny) -> None:
     made = plan(tiny("llama"), tuned(tune=3))
     assert made.tune == 3
-    assert any("tune: 3 epoch(s)" in note for note in made.notes)
+    assert any("tune: 3 epochs" in note for note in made.notes)
     assert made.peak_memory_bytes > plan(tiny("llama"), tuned(tune=0)).peak_memory_bytes
