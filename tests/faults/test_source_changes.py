@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -253,6 +254,40 @@ def test_a_seal_is_small_and_comparing_reads_little(
     assert known.holds(descriptor, 1000, memoryview(b""))
     os.close(descriptor)
     assert sum(map(len, read)) <= 1000 / 7
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_many_reads_of_a_chunk_read_little_beside_them_and_miss_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    for name, value in (("_CHUNKS", chunks), ("_LEAST", 16), ("_PARTS", 8), ("_KEPT", 2)):
+        monkeypatch.setattr(f"quantforge.checkpoint.seal.{name}", value)
+    path, draw = tmp_path / "file", random.Random(0)
+    data = draw.randbytes(1009)
+    path.write_bytes(data)
+    known = seal(path, tmp_path)
+    read = []
+    pread = os.pread
+
+    def noted(descriptor: int, count: int, start: int) -> bytes:
+        read.append(pread(descriptor, count, start))
+        return read[-1]
+
+    monkeypatch.setattr(os, "pread", noted)
+    descriptor = os.open(path, os.O_RDONLY)
+    for start in range(0, 1009, 10):  # from front to back
+        assert known.holds(descriptor, start, memoryview(data[start : start + 10]))
+    assert sum(map(len, read)) < 1009 * (1 + 1009 / chunks / 8 / 10 * 2)
+    for _ in range(300):
+        start, end = sorted(draw.sample(range(1010), 2))
+        given = bytearray(data[start:end])
+        assert known.holds(descriptor, start, memoryview(given))
+        given[draw.randrange(len(given))] ^= 1
+        assert not known.holds(descriptor, start, memoryview(given))
+        assert len(known._within) <= 3
+    path.write_bytes(data[:500] + b"x" + data[501:])
+    assert not known.holds(descriptor, 499, memoryview(path.read_bytes()[499:502]))
+    os.close(descriptor)
 
 
 def test_a_file_that_ends_while_it_is_digested_is_noticed(
