@@ -40,6 +40,7 @@ LOOPS = "NUMBA_CACHE_DIR"
 FIRST = LOOPS not in os.environ
 if FIRST:
     os.environ[LOOPS] = tempfile.mkdtemp(prefix="loops-")
+numba.config.CACHE_DIR = os.environ[LOOPS]  # it has read the variable when it was imported
 numba.njit = functools.partial(numba.njit, cache=True)
 
 

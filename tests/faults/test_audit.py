@@ -16,7 +16,7 @@ from quantforge import verbs
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
-from tests.conftest import Tiny
+from tests.conftest import LOOPS, Tiny
 from tests.runs import copied, ended, forked, recipe, tree
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -129,10 +129,15 @@ def test_no_socket_no_process_no_foreign_file(hostile, tmp_path):
     out = tmp_path / "results"
     out.mkdir()
     before = tree(hostile)
-    audit = Audit(
-        hostile, tmp_path / "secret.txt", (out, Path(tempfile.gettempdir()) / "torchinductor")
-    )
-    code = ended(forked(lambda: everything(hostile, out, audit), tmp_path / "errors"))
+    # Loops are kept by the tests alone (`tests.conftest`).
+    places = (out, Path(tempfile.gettempdir()) / "torchinductor", Path(os.environ[LOOPS]))
+    audit = Audit(hostile, tmp_path / "secret.txt", places)
+
+    def work() -> None:
+        sys.dont_write_bytecode = True  # of modules that no test has imported yet
+        everything(hostile, out, audit)
+
+    code = ended(forked(work, tmp_path / "errors"))
     assert code == 0, (tmp_path / "errors").read_text()
     assert tree(hostile) == before
     copied_names = {Path(name).name for name in tree(out)}

@@ -231,6 +231,19 @@ def test_a_seal_knows_every_byte(
     os.close(descriptor)
 
 
+def reads_beside(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return what is read from now on to compare, as a list that grows."""
+    read: list[bytes] = []
+    pread = os.pread
+
+    def noted(descriptor: int, count: int, start: int) -> bytes:
+        read.append(pread(descriptor, count, start))
+        return read[-1]
+
+    monkeypatch.setattr(os, "pread", noted)
+    return read
+
+
 def test_a_seal_is_small_and_comparing_reads_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,14 +254,7 @@ def test_a_seal_is_small_and_comparing_reads_little(
     path.write_bytes(bytes(1000))
     known = seal(path, tmp_path)
     assert len(known._states) <= 9
-    read = []
-    pread = os.pread
-
-    def noted(descriptor: int, count: int, start: int) -> bytes:
-        read.append(pread(descriptor, count, start))
-        return read[-1]
-
-    monkeypatch.setattr(os, "pread", noted)
+    read = reads_beside(monkeypatch)
     descriptor = os.open(path, os.O_RDONLY)
     assert known.holds(descriptor, 500, memoryview(bytes(10)))
     assert known.holds(descriptor, 1000, memoryview(b""))
@@ -266,14 +272,7 @@ def test_many_reads_of_a_chunk_read_little_beside_them_and_miss_nothing(
     data = draw.randbytes(1009)
     path.write_bytes(data)
     known = seal(path, tmp_path)
-    read = []
-    pread = os.pread
-
-    def noted(descriptor: int, count: int, start: int) -> bytes:
-        read.append(pread(descriptor, count, start))
-        return read[-1]
-
-    monkeypatch.setattr(os, "pread", noted)
+    read = reads_beside(monkeypatch)
     descriptor = os.open(path, os.O_RDONLY)
     for start in range(0, 1009, 10):  # from front to back
         assert known.holds(descriptor, start, memoryview(data[start : start + 10]))
