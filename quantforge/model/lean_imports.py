@@ -24,7 +24,7 @@ from threading import Event
 from types import ModuleType
 from typing import Any
 
-OPTIONAL = ("accelerate", "scipy", "sklearn")  # of transformers, and none of ours
+OPTIONAL = ("accelerate", "kernels", "scipy", "sklearn")  # of transformers, and none of ours
 DYNAMO = "torch._dynamo"
 DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 _alone = Event()

@@ -24,7 +24,7 @@ from tests.unit.runtime.speculation.test_trees import Planted
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 LENGTHS = [
-    (40, 90), (25, 60), (100, 5), (1, 60), (64, 20), (33, 3), (70, 28),
+    (40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14),
 ]  # of prompts, of answers  # fmt: skip
 MARGIN = 1e-3  # of logits: nearer ones may change places by rounding
 
@@ -84,8 +84,8 @@ def answers(engine, kind):
 
 
 OPTIONS = [
-    {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 5}, {"admission": "whole"},
-    {"prefix_cache": True}, {"pages": 5, "prefix_cache": True},
+    {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 4}, {"admission": "whole"},
+    {"prefix_cache": True}, {"pages": 4, "prefix_cache": True},
 ]  # fmt: skip
 # Kinds of a cache share everything but how a page holds numbers: the two ends with all options, all with two.
 CASES = [
@@ -117,7 +117,7 @@ def guessed(draft, tree):
 
 # Any two values of the three once.
 GUESSED = [
-    (kind, *draft, (({}, {"prefix_cache": True}, {"pages": 5})[(at + step) % 3]))
+    (kind, *draft, (({}, {"prefix_cache": True}, {"pages": 4})[(at + step) % 3]))
     for at, kind in enumerate(("", "int8", "int4"))
     for step, draft in enumerate([("ngram", ""), ("ngram", "3x1x1"), ("int3", ""), ("int3", "2x2")])
 ]
