@@ -35,6 +35,13 @@ if not torch.cuda.is_available():  # before anything imports triton: kernels are
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+gc.disable()  # until all is collected: hardly anything of a hundred modules is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 # Loops that numba compiles take a minute, in each process of a session: what one has compiled, the others read.
 LOOPS = "NUMBA_CACHE_DIR"
 FIRST = LOOPS not in os.environ
