@@ -13,9 +13,8 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
-from quantforge.packers.lattices import reference_loops, ternary_loops, weight_loops
 from quantforge.packers.lattices.lattice_points import digits, points
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices.lattice_types import ALL_IF_ANY, ALWAYS, LATTICES, OFF_GRID
 from quantforge.packers.lattices.neighbours import neighbours
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
@@ -24,14 +23,13 @@ Array = NDArray[numpy.float32]
 NEED_IMPORTANCE = frozenset(
     {"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"}
 )  # of llama-quantize
-_ALWAYS, _OFF, _ALL = reference_loops.ALWAYS, reference_loops.OFF_GRID, reference_loops.ALL_IF_ANY
 # Tries to either side, whether they begin at a fit, which points are chosen again; then step, least maximum, fudge.
 _SEARCHES = {
-    "iq2_xxs": ((6, True, _ALWAYS), (0.1, 1e-15, 1.0)),
-    "iq2_xs": ((9, False, _OFF), (0.1, 1e-15, 1.0)),
-    "iq2_s": ((9, False, _OFF), (0.1, 1e-8, 0.9875)),
-    "iq3_xxs": ((15, False, _OFF), (0.2, 1e-8, 1.0125)),
-    "iq3_s": ((9, False, _ALL), (0.2, 1e-45, 1.033)),
+    "iq2_xxs": ((6, True, ALWAYS), (0.1, 1e-15, 1.0)),
+    "iq2_xs": ((9, False, OFF_GRID), (0.1, 1e-15, 1.0)),
+    "iq2_s": ((9, False, OFF_GRID), (0.1, 1e-8, 0.9875)),
+    "iq3_xxs": ((15, False, OFF_GRID), (0.2, 1e-8, 1.0125)),
+    "iq3_s": ((9, False, ALL_IF_ANY), (0.2, 1e-45, 1.033)),
 }
 _TERNARY = {"iq1_s": (1e-12, 1.125), "iq1_m": (1e-7, 1.1125)}
 _ONE_MEAN = frozenset({"iq2_xxs", "iq2_xs"})  # of the others the mean square counts twice
@@ -65,6 +63,8 @@ def quantize(
 
 def _weights(x: Array, grid: str, importance: Array | None) -> Array:
     """Return the weights of all values, in the arithmetic of ggml."""
+    from quantforge.packers.lattices import weight_loops
+
     known = numpy.empty((0, 256), numpy.float32) if importance is None else importance
     found, share = numpy.empty_like(x), numpy.float32(0.25 if grid == "iq2_s" else 0)
     weight_loops.weigh(x, numpy.ascontiguousarray(known), grid not in _ONE_MEAN, share, found)
@@ -72,6 +72,8 @@ def _weights(x: Array, grid: str, importance: Array | None) -> Array:
 
 
 def _magnitudes(x: Array, w: Array, grid: str, every: int) -> tuple[Tensor, dict[str, Tensor]]:
+    from quantforge.packers.lattices import reference_loops
+
     lattice, block = LATTICES[grid], SUPERBLOCKS[grid]
     (tries, positive, again), (step, *others) = _SEARCHES[grid]
     numbers = (step * every, *others)
@@ -96,6 +98,8 @@ def _magnitudes(x: Array, w: Array, grid: str, every: int) -> tuple[Tensor, dict
 
 
 def _ternary(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
+    from quantforge.packers.lattices import ternary_loops
+
     size, (least, fudge) = SUPERBLOCKS[grid].group, _TERNARY[grid]
     codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
     levels, units = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import SUPERBLOCKS
-from quantforge.packers.lattices import diagonal_loops, lattice_reference, nearest_points
+from quantforge.packers.lattices import lattice_reference, nearest_points
 from quantforge.packers.lattices.lattice_points import points
 from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.scheme import Scheme
@@ -39,6 +39,8 @@ def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -
     )
     if brief:
         return parameters
+    from quantforge.packers.lattices import diagonal_loops
+
     block, lattice = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid]
     assert block.units is not None
     x, w = (

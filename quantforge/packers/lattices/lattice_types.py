@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+ALWAYS, OFF_GRID, ALL_IF_ANY = range(3)  # which points are chosen once more with the scale found
+
 
 @dataclass(frozen=True, slots=True)
 class Lattice:

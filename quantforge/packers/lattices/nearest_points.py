@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from quantforge.packers.lattices import diagonal_loops, vector_loops, weight_loops
 from quantforge.packers.lattices.halves import halves
 from quantforge.packers.lattices.lattice_points import digit_values, points
 from quantforge.packers.lattices.lattice_types import LATTICES
@@ -26,6 +25,8 @@ Array = NDArray[numpy.float32]
 
 def weights(weight: Tensor, importance: Tensor | None) -> Tensor:
     """Return weights of errors as ggml has them: ``importance * sqrt(mean x^2 + x^2)``, the mean of 256 columns."""
+    from quantforge.packers.lattices import weight_loops
+
     columns = weight.shape[1]
     known = torch.ones(columns) if importance is None else importance
     if columns % 256 == 0:
@@ -46,6 +47,8 @@ def nearest_diagonal(
 
     Steps have the same shape too, or one for each 8 columns, as shifts have.
     """
+    from quantforge.packers.lattices import diagonal_loops
+
     lattice, rows = LATTICES[grid], len(weight)
     parts, spare = [weight, weighted, step], -weight.shape[1] % 8
     if spare:
@@ -85,6 +88,8 @@ def nearest_metric(
     targets: Tensor, step: Tensor, shift: Tensor | None, grid: str, root: Tensor
 ) -> Tensor:
     """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``, steps and shifts ``[rows]``; see `packer.nearest`."""
+    from quantforge.packers.lattices import vector_loops
+
     lattice = LATTICES[grid]
     metric = array(root.double() @ root.double().T)
     width = lattice.width

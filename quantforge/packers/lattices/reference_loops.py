@@ -10,13 +10,11 @@ import numpy
 
 from quantforge.packers.ggml.panel_loops import borrowing, copy, fill, jit
 from quantforge.packers.lattices.eights import load, spread, store
+from quantforge.packers.lattices.lattice_types import ALL_IF_ANY, ALWAYS, OFF_GRID
 from quantforge.packers.lattices.near_loops import nearest
 from quantforge.packers.lattices.sign_loops import non_negative, turned, whole
 from quantforge.packers.lattices.try_loops import STRIDE, limit_of, points_at, runs_of
 
-ALWAYS, OFF_GRID, ALL_IF_ANY = range(
-    3
-)  # which points are chosen once more with the scale that was found
 _ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
 
 

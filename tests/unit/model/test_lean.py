@@ -13,7 +13,7 @@ import torch
 
 from quantforge.model import lean_imports as lean
 
-NEVER_NEEDED = ("accelerate", "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor",
+NEVER_NEEDED = ("accelerate", "numba", "scipy", "sklearn", "sympy", "torch._dynamo", "torch._inductor",
                 "torch.distributed.tensor", "triton")  # fmt: skip
 SCRIPT = f"""
 import json, sys
@@ -27,7 +27,7 @@ from quantforge.model import skeleton
 config = dict(model_type="llama", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
               num_key_value_heads=1, vocab_size=8)
 model = skeleton.build(config)
-import quantforge.evaluation.evaluate
+import quantforge.evaluation.evaluate, quantforge.execution.execute, quantforge.quantizers.gptq
 found = [name for name in {NEVER_NEEDED} if name in sys.modules]
 import torch, torch.distributed
 from importlib.util import find_spec
