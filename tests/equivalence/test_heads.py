@@ -25,7 +25,7 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import VerificationOptions, verify
 from scripts import tiny_families
 from tests.conftest import VOCABULARY, Tiny, tiny_tokenizer
-from tests.runs import quantize, recipe
+from tests.runs import quantize, recipe, swift
 
 IDS = torch.randint(0, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(5))
 # How files hold a head: where its layer lies, other tensors of it, the key that counts it.
@@ -107,7 +107,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
     source = load_file(model / "model.safetensors")
     logits = []
     # A head is rounded plainly whatever its layers are: one layout goes with a calibrated run.
-    method = recipe("gptq") if layout == "mtp" else recipe("rtn", scales="absmax")
+    method = swift("gptq") if layout == "mtp" else recipe("rtn", scales="absmax")
     for mtp in ("keep", "quantize", "drop"):
         out = tmp_path / mtp
         wanted = replace(method, scheme="int4:g32:sym", mtp=mtp)

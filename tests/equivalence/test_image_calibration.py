@@ -24,7 +24,7 @@ from quantforge_calibration.images import read_image
 from quantforge_calibration.row_processor import IDS, load_processor
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.equivalence.test_stream import opened, whole_model
-from tests.runs import StopError, command, crash_after, quantize, recipe, tree
+from tests.runs import StopError, command, crash_after, quantize, recipe, swift, tree
 from tests.vision import DEEP, GEMMA, IMAGE, PLACE, QWEN, draw_image, make_vision, write_rows
 
 FAMILIES = (GEMMA, QWEN, DEEP)
@@ -106,7 +106,7 @@ def test_gptq_rounds_by_what_the_images_show(family: str, model: Path, tmp_path:
     found = {}
     for name, seed in (("one", 0), ("two", 100), ("again", 0)):
         file = rows_file(tmp_path / name, family, seed)
-        wanted = recipe("gptq", calibration=options(file), scheme=SCHEME)
+        wanted = swift("gptq", calibration=options(file), scheme=SCHEME)
         quantize(model, tmp_path / name / "q", wanted)
         found[name] = load_file(tmp_path / name / "q" / "model.safetensors")
     assert all(torch.equal(found["one"][key], value) for key, value in found["again"].items())
@@ -130,7 +130,7 @@ def test_gradients_go_back_through_rows_with_images(
     found = {}
     for name, seed in (("one", 0), ("two", 100)):
         file = rows_file(tmp_path / name, family, seed)
-        wanted = recipe("gptq", calibration=options(file), scheme=SCHEME, **choices)
+        wanted = swift("gptq", calibration=options(file), scheme=SCHEME, **choices)
         quantize(model, tmp_path / name / "q", wanted)
         found[name] = load_file(tmp_path / name / "q" / "model.safetensors")
     differ = {key for key, one in found["one"].items() if not torch.equal(one, found["two"][key])}
@@ -139,7 +139,7 @@ def test_gradients_go_back_through_rows_with_images(
 
 def test_bits_are_allocated_by_rows_with_images(family: str, model: Path, tmp_path: Path) -> None:
     file = rows_file(tmp_path, family)
-    wanted = recipe("gptq", calibration=options(file), scheme=None)
+    wanted = swift("gptq", calibration=options(file), scheme=None)
     schemes = (SCHEME, "int8:g16:sym")
     made = allocate(model, "6bpw", tmp_path / "r.toml", wanted, candidates=schemes)
     quantize(model, tmp_path / "q", made.recipe)
@@ -149,7 +149,7 @@ def test_a_run_with_images_goes_on_and_refuses_images_that_changed(
     family: str, model: Path, tmp_path: Path
 ) -> None:
     file = rows_file(tmp_path, family)
-    wanted = recipe("awq+gptq", calibration=options(file), scheme=SCHEME)
+    wanted = swift("awq+gptq", calibration=options(file), scheme=SCHEME)
     quantize(model, tmp_path / "whole", wanted, activations="disk")
     with pytest.raises(StopError):
         quantize(model, tmp_path / "again", wanted, progress=crash_after("block 0"))

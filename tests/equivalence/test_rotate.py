@@ -38,7 +38,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
-from tests.runs import command, quantize, recipe
+from tests.runs import command, quantize, recipe, swift
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 ROTATED = (
@@ -169,7 +169,7 @@ def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
 def test_from_quantize_to_verify(
     tiny: Tiny, tmp_path: Path, family: str, method: str, values: dict[str, str]
 ) -> None:
-    model, wanted = tiny(family), recipe(method, **values)
+    model, wanted = tiny(family), swift(method, **values)
     out = tmp_path / ("q.gguf" if values.get("format") == "gguf" else "q")
     done = quantize(model, out, wanted)
     assert done.plan.tensors == verbs.plan(str(model), wanted).tensors

@@ -20,7 +20,7 @@ from scripts.defects.judge import judge
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 
-SEED, COUNT = 3, 28  # two of every kind
+SEED, COUNT = 3, 14  # one of every kind
 BASES = {
     artifacts.CT: ("m", {"method": "awq", "scheme": "int4:g32:sym"}),
     artifacts.GPTQ: ("q", {"scheme": "int4:g32:asym", "format": "gptq"}),
@@ -47,12 +47,12 @@ def test_defects_that_count_are_found(bases, tmp_path):
     tried = (session.tried(bases, SEED, number, tmp_path) for number in range(COUNT))
     records = [record for record in tried if record]
     counted = [record for record in records if record.counts]
-    assert len(counted) >= 12
+    assert len(counted) >= 6
     assert len({record.family for record in counted}) == len(BASES)
     assert [record for record in counted if not record.found] == []
     assert not any(text.startswith("CRASH") for record in records for text in record.said)
     assert (
-        Counter(record.alone for record in counted)[True] >= 4
+        Counter(record.alone for record in counted)[True] >= 2
     )  # some can be known without the source
 
 

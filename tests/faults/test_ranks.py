@@ -157,7 +157,7 @@ def test_ranks_share_a_model_that_answers(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two processes holds half of the packed weights; the answer is that of one, said once."""
-    asked = ("--scheme", "int4:g32:sym", "-o", out)
+    asked = ("--method", "rtn", "--scheme", "int4:g32:sym", "-o", out)
     assert command(capsys, "quantize", model, *asked).code == 0
     words = ("generate", out, "the weights of", "--max-tokens", "8", "--json")
     alone = json.loads(command(capsys, *words).out)

@@ -26,7 +26,6 @@ def _recipes():
     return {
         "int4": swift("gptq", bits=4),
         "int3": swift("gptq", bits=3),
-        "awq": swift("awq", bits=4),
         "both": swift("awq+gptq", bits=3),
         "plain": swift("rtn", bits=4),
         "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
@@ -45,7 +44,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
         quantize(model, alone / name, wanted)
     with patch.object(lockstep, "observe_together", wraps=lockstep.observe_together) as shared:
         quantize_variants(model, _variants(together))
-    assert {len(call.args[0]) for call in shared.call_args_list} == {5}  # all but the ranges
+    assert {len(call.args[0]) for call in shared.call_args_list} == {4}  # all but the ranges
     assert tree(together) == tree(alone)
 
     advance = execute.Run.pass_block
@@ -74,7 +73,7 @@ def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
 
     with patch.object(quantize_variants_module, "carry_out", noting):
         quantize_variants(model, _variants(tmp_path / "out"))
-    assert left == [[False] * 5, [False]]
+    assert left == [[False] * 4, [False]]
 
 
 def test_two_variants_of_one_output_are_an_error(model, tmp_path):

@@ -126,7 +126,7 @@ def test_what_was_tuned_diverges_less_and_verifies(
 def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) -> None:
     """It holds them in float32, of gemma with the one that the norm adds, whatever type the source has."""
     model, out = (
-        gguf_models.make(family, tmp_path / "m", torch.bfloat16),
+        gguf_models.make(family, tmp_path / "m", torch.bfloat16, num_hidden_layers=2),
         tmp_path / "x.gguf",
     )
     quantize(model, out, tuned("Q4_0"))

@@ -23,7 +23,7 @@ from quantforge.numerics.team import reproducible, side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import recipe
+from tests.runs import recipe, swift
 
 PRODUCTS = ("mm", "bmm", "addmv", "mv", "dot", "einsum", "matmul", "linear", "linalg", "cholesky", "triangular",
             "dot_product", "conv", "lstsq", "inverse")  # fmt: skip
@@ -110,7 +110,7 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 def test_no_product_of_a_run_is_left_to_several_threads(
     family: str, method: str, values: dict[str, Any], tiny: Tiny, tmp_path: Path, in_turn: None, threads: Any
 ) -> None:  # fmt: skip
-    wanted = recipe(method)
+    wanted = swift(method) if method == "awq+gptq" else recipe(method)
     for key, value in values.items():
         group, _, option = key.rpartition(".")
         inner = replace(getattr(wanted, group), **{option: value}) if group else value

@@ -14,7 +14,7 @@ from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import GROUPED, select_grouped
 from tests.triton_kernels import DEVICE, FORMS, expected, problem, relative_error, weights
 
-COUNT = 6
+COUNT, FEW = 6, 3  # matrices
 # As those of single products (test_kernels_triton).
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.2e-3, torch.bfloat16: 1.2e-2}
 
@@ -91,9 +91,9 @@ def test_every_form_in_one_launch(form, rows, each):
     from quantforge_kernels.gpu import grouped_packed
 
     task = problem(**FORMS[form], shape=(11, 256), rows=rows)
-    given, packed = stacked(task, grouped_packed.KERNELS[0])
-    x, owners = rows_of(task, rows), owned(rows, each)
-    y = grouped_packed.matmul(x, owners, packed, GroupedProblem(task, COUNT))
+    given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
+    x, owners = rows_of(task, rows), owned(rows, each, FEW)
+    y = grouped_packed.matmul(x, owners, packed, GroupedProblem(task, FEW))
     assert y.shape == (rows * each, 11)
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
 
@@ -114,9 +114,9 @@ def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     from quantforge_kernels.gpu import grouped_packed
 
     task = problem(**FORMS[form], shape=(11, 256), rows=3, dtype=dtype)
-    given, packed = stacked(task, grouped_packed.KERNELS[0])
-    x, owners = rows_of(task, 3), owned(3, 2)
-    group = GroupedProblem(task, COUNT)
+    given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
+    x, owners = rows_of(task, 3), owned(3, 2, FEW)
+    group = GroupedProblem(task, FEW)
     y = grouped_packed.launch_grouped(kernel, x, owners, packed, group)
     assert y.dtype == dtype
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[dtype]
@@ -182,8 +182,10 @@ VECTORS = [
 
 @pytest.mark.skipif(features.feature() is None, reason="no vectors")
 @pytest.mark.parametrize("form", VECTORS)
-@pytest.mark.parametrize("limit", ["avx2", "avx512vnni"])
-@pytest.mark.parametrize(("rows", "each"), [(1, 3), (3, 1), (4, 2), (12, 2)])
+@pytest.mark.parametrize(
+    ("limit", "rows", "each"),
+    [("avx2", 1, 3), ("avx512vnni", 3, 1), ("avx512vnni", 4, 2), ("avx2", 12, 2)],
+)
 def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
     """As single products, to the bit; few pairs by one program, more of them gathered."""
     monkeypatch.setenv(features.LIMIT, limit)
