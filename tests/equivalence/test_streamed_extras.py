@@ -18,7 +18,7 @@ from quantforge.model.stream import ModelStream
 from scripts import tiny_families
 from tests.conftest import tiny_tokenizer
 from tests.equivalence.test_derived import derived
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
+from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
 # Embeddings of each layer with shared keys and values; tokens that an earlier layer chose; states of a router;
 # streams of hidden states; integers among the tensors of a block.
@@ -76,7 +76,7 @@ def test_a_stream_is_the_whole_model(path: Path) -> None:
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_path: Path) -> None:
     """What earlier blocks return is computed anew, of the bytes that were written."""
     tiny_tokenizer().save_pretrained(path)
-    wanted = recipe(
+    wanted = swift(
         "gptq", calibration=replace(CALIBRATION, propagate="quantized"), scheme="int4:g16:sym"
     )
     quantize(path, tmp_path / "whole", wanted)
@@ -89,7 +89,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_pa
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
 def test_workers_that_share_it_pass_the_blocks_of_others(path: Path, tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(path)
-    wanted = recipe("gptq", scheme="int4:g16:sym")
+    wanted = swift("gptq", scheme="int4:g16:sym")
     quantize(path, tmp_path / "whole", wanted)
     with pytest.raises(StopError):
         quantize(path, tmp_path / "again", wanted, join=True, progress=crash_after("block 1"))

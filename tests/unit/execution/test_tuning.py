@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from quantforge.runtime.load import load
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
-from tests.conftest import Tiny
+from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, swift, tree
 
 FILE = "tune-block-0.bin"
@@ -45,10 +46,21 @@ def tuned(method: str = "gptq", **choices: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Return a function from the name of a family to a tiny model of two blocks. Do not write into it."""
+
+    @cache
+    def make(family: str) -> Path:
+        return make_tiny(family, tmp_path_factory.mktemp(family), num_hidden_layers=2)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def result(short: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what a run made that nothing interrupted. Do not write into it."""
     out = tmp_path_factory.mktemp("tuned") / "whole"
-    quantize(tiny("llama"), out, tuned())
+    quantize(short("llama"), out, tuned())
     return out
 
 
@@ -59,12 +71,12 @@ def whole(result: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def behind_awq(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def behind_awq(short: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tuned") / "opt"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning_bounds, "RATE", 1.0)
         every_epoch_is_better(patch)
-        quantize(tiny("opt"), out, tuned("awq+gptq", scheme="int3:g16:sym", tune=1))
+        quantize(short("opt"), out, tuned("awq+gptq", scheme="int3:g16:sym", tune=1))
     return out
 
 
@@ -84,13 +96,13 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_what_is_learned_changes(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     family: str, method: str, form: str, epochs: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps are too few for codes else
     every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
-        quantize(tiny(family), tmp_path / name, tuned(method, tune=times, format=form))
+        quantize(short(family), tmp_path / name, tuned(method, tune=times, format=form))
     plain, other = (open_checkpoint(tmp_path / name) for name in ("plain", "tuned"))
     changed = {
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
@@ -103,7 +115,7 @@ def test_only_what_is_learned_changes(
             assert 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
         elif "weight_packed" not in name and "qweight" not in name:
             assert "norm" in name or "ln_" in name, name
-    report = verify(tmp_path / "tuned", VerificationOptions(tiny(family), forward=False))
+    report = verify(tmp_path / "tuned", VerificationOptions(short(family), forward=False))
     assert report.findings == []
 
 
@@ -141,30 +153,30 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
 def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     passes: list[int] = []
     passing = TuningStream.pass_source
     monkeypatch.setattr(
         TuningStream, "pass_source", lambda *given: (passes.append(1), passing(*given))[1]
     )
-    quantize(tiny("llama"), tmp_path / "each", tuned(method, tune=1))
+    quantize(short("llama"), tmp_path / "each", tuned(method, tune=1))
     assert not passes  # through the source once more
     monkeypatch.setattr(TunedRun, "follows", lambda *_: False)
-    quantize(tiny("llama"), tmp_path / "later", tuned(method, tune=1))
-    assert len(passes) == 3
+    quantize(short("llama"), tmp_path / "later", tuned(method, tune=1))
+    assert len(passes) == 2
     assert tree(tmp_path / "each") == tree(tmp_path / "later")
 
 
 def test_neither_threads_nor_place_change_a_byte(
-    tiny: Tiny, tmp_path: Path, whole: dict[str, str]
+    short: Tiny, tmp_path: Path, whole: dict[str, str]
 ) -> None:
-    quantize(tiny("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
+    quantize(short("llama"), tmp_path / "out", tuned(), threads=3, activations="disk")
     assert tree(tmp_path / "out") == whole
 
 
 def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "LEAST", 1 << 12)
     monkeypatch.setattr(products, "SIDE", 16)
@@ -176,7 +188,7 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
 
     monkeypatch.setattr(tuned_block, "cutting_linears", cutting)
     for name, threads in (("one", 1), ("three", 3)):
-        quantize(tiny("llama"), tmp_path / name, tuned(tune=1), threads=threads)
+        quantize(short("llama"), tmp_path / name, tuned(tune=1), threads=threads)
     assert {*used[: len(used) // 2]} == {1}
     assert {*used[len(used) // 2 :]} == {3}
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
@@ -184,22 +196,22 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
 
 @pytest.mark.parametrize("part", ["block 1", "tune block 1", "tune"])
 def test_it_goes_on_where_it_was_stopped(
-    tiny: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
+    short: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
-    assert quantize(tiny("llama"), tmp_path / "out", tuned()).resumed
+        quantize(short("llama"), tmp_path / "out", tuned(), progress=crash_after(part))
+    assert quantize(short("llama"), tmp_path / "out", tuned()).resumed
     assert tree(tmp_path / "out") == whole
 
 
-def test_behind_transforms_it_goes_on_too_and_verifies(tiny: Tiny, tmp_path: Path) -> None:
+def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Path) -> None:
     wanted = tuned("awq+gptq")
-    quantize(tiny("gpt2"), tmp_path / "whole", wanted)
+    quantize(short("gpt2"), tmp_path / "whole", wanted)
     with pytest.raises(StopError):
-        quantize(tiny("gpt2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
-    assert quantize(tiny("gpt2"), tmp_path / "out", wanted).resumed
+        quantize(short("gpt2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
+    assert quantize(short("gpt2"), tmp_path / "out", wanted).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    options = VerificationOptions(tiny("gpt2"), forward=False)
+    options = VerificationOptions(short("gpt2"), forward=False)
     report = verify(tmp_path / "out", options)
     assert (report.findings, report.tuned) == ([], [])
     path, name = tmp_path / "out" / "model.safetensors", "transformer.h.1.ln_1.bias"
@@ -220,7 +232,7 @@ def test_behind_transforms_it_goes_on_too_and_verifies(tiny: Tiny, tmp_path: Pat
     ],
 )
 def test_damage_behind_transforms_is_told_from_what_was_learned(
-    tiny: Tiny, tmp_path: Path, behind_awq: Path, tensor: str, part: float, check: str
+    short: Tiny, tmp_path: Path, behind_awq: Path, tensor: str, part: float, check: str
 ) -> None:
     out = shutil.copytree(behind_awq, tmp_path / "out")
     path = out / "model.safetensors"
@@ -228,13 +240,13 @@ def test_damage_behind_transforms_is_told_from_what_was_learned(
     if tensor:
         values[f"model.decoder.layers.1.{tensor}"][3:9] *= part
     save_file(values, path, metadata={"format": "pt"})
-    found = verify(out, VerificationOptions(tiny("opt"), forward=False)).findings
+    found = verify(out, VerificationOptions(short("opt"), forward=False)).findings
     errors = {item.check for item in found if item.where != "model.safetensors"}  # its digest
     assert check in errors if check else not errors
 
 
 def test_a_kill_before_the_results_are_written_loses_nothing(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     learned: list[str] = []
     kept = learning.Tuning._kept
@@ -247,25 +259,25 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(learning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
-            quantize(tiny("llama"), tmp_path / "out", tuned())
-    quantize(tiny("llama"), tmp_path / "out", tuned())
-    assert learned == ["tune block 0", "tune block 1", "tune block 2", "tune"]
+            quantize(short("llama"), tmp_path / "out", tuned())
+    quantize(short("llama"), tmp_path / "out", tuned())
+    assert learned == ["tune block 0", "tune block 1", "tune"]
     assert tree(tmp_path / "out") == whole
 
 
-def test_results_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
+def test_results_that_were_damaged_meanwhile_are_not_used(short: Tiny, tmp_path: Path) -> None:
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", tuned(), progress=crash_after("tune block 0"))
+        quantize(short("llama"), tmp_path / "out", tuned(), progress=crash_after("tune block 0"))
     file = tmp_path / ".out.qf" / "journal" / FILE
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)
     with pytest.raises(IntegrityError, match=r"tune-block-0\.bin.*is not what the interrupted run"):
-        quantize(tiny("llama"), tmp_path / "out", tuned())
+        quantize(short("llama"), tmp_path / "out", tuned())
 
 
 def test_results_may_be_larger_than_the_limit_of_a_journal(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     opened, roles = Opener.opened, []
 
@@ -276,7 +288,7 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
         return opened(self, path, role, inside)
 
     monkeypatch.setattr(Opener, "opened", limited)
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+    quantize(short("llama"), tmp_path / "out", tuned())
     assert roles
     assert tree(tmp_path / "out") == whole
 
@@ -300,21 +312,21 @@ def test_results_may_be_larger_than_the_limit_of_a_journal(
     ],
 )
 def test_what_cannot_be_tuned_is_refused(
-    tiny: Tiny, tmp_path: Path, family: str, method: str, choices: dict[str, Any],
+    short: Tiny, tmp_path: Path, family: str, method: str, choices: dict[str, Any],
     error: type[Exception], words: str,
 ) -> None:  # fmt: skip
     with pytest.raises(error, match=words) as found:
-        plan(tiny(family), swift(method, **({"tune": 1} | (choices or {"bits": 4}))))
+        plan(short(family), swift(method, **({"tune": 1} | (choices or {"bits": 4}))))
     assert "--tune" in str(found.value.hint)  # type: ignore[attr-defined]
 
 
-def test_one_calibration_row_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_one_calibration_row_is_refused(short: Tiny, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one calibration row"):
-        quantize(tiny("llama"), tmp_path / "out", tuned(calibration=replace(ROWS, samples=1)))
+        quantize(short("llama"), tmp_path / "out", tuned(calibration=replace(ROWS, samples=1)))
     assert not any(tmp_path.iterdir())
 
 
-def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path, result: Path) -> None:
+def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: Path) -> None:
     copied(result, tmp_path / "out")
     path = tmp_path / "out" / "model.safetensors"
     values = load_file(path)
@@ -322,47 +334,47 @@ def test_gains_beyond_the_bounds_are_found(tiny: Tiny, tmp_path: Path, result: P
     values[name][3] *= 1.7  # the bound is a half
     values["model.norm.weight"][3] *= 1.1  # it is not tuned
     save_file(values, path, metadata={"format": "pt"})
-    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
     found = {item.where for item in report.findings if item.check == "kept-changed"}
     assert found == {name, "model.norm.weight"}
 
 
 def test_no_step_takes_a_gain_beyond_the_bounds(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However large the steps are, and even where what they lead to passes for better."""
     every_epoch_is_better(monkeypatch)
     monkeypatch.setattr(tuned_matrix, "RATE", 8.0)
-    quantize(tiny("llama"), tmp_path / "out", tuned())
+    quantize(short("llama"), tmp_path / "out", tuned())
     name = "model.layers.0.input_layernorm.weight"
-    before, after = (open_checkpoint(at).read(name) for at in (tiny("llama"), tmp_path / "out"))
+    before, after = (open_checkpoint(at).read(name) for at in (short("llama"), tmp_path / "out"))
     ratios = after.float() / before.float()
     assert 0.49 < float(ratios.min()) < 0.51
     assert 1.49 < float(ratios.max()) < 1.51
-    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
     assert "kept-changed" not in {item.check for item in report.findings}
 
 
-def test_what_is_made_of_it_verifies_against_the_source(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
+def test_what_is_made_of_it_verifies_against_the_source(short: Tiny, tmp_path: Path) -> None:
+    quantize(short("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
     export(tmp_path / "out", None, tmp_path / "other", format="gptq")
-    report = verify(tmp_path / "other", VerificationOptions(tiny("llama"), forward=False))
+    report = verify(tmp_path / "other", VerificationOptions(short("llama"), forward=False))
     assert (report.findings, report.tuned) == ([], [])
 
 
-def test_only_a_recipe_excuses_other_gains(tiny: Tiny, tmp_path: Path, result: Path) -> None:
+def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: Path) -> None:
     copied(result, tmp_path / "out")
     path = tmp_path / "out" / "quantforge.manifest.json"
     document = json.loads(path.read_text())
     assert "\ntune = 2\n" in document["recipe"]
     document["recipe"] = document["recipe"].replace("\ntune = 2\n", "\ntune = 0\n")
     path.write_text(json.dumps(document))
-    report = verify(tmp_path / "out", VerificationOptions(tiny("llama"), forward=False))
+    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
     assert "fold" in {item.check for item in report.findings} or report.tuned
 
 
-def test_the_plan_states_it(tiny: Tiny) -> None:
-    made = plan(tiny("llama"), tuned(tune=3))
+def test_the_plan_states_it(short: Tiny) -> None:
+    made = plan(short("llama"), tuned(tune=3))
     assert made.tune == 3
     assert any("tune: 3 epochs" in note for note in made.notes)
-    assert made.peak_memory_bytes > plan(tiny("llama"), tuned(tune=0)).peak_memory_bytes
+    assert made.peak_memory_bytes > plan(short("llama"), tuned(tune=0)).peak_memory_bytes

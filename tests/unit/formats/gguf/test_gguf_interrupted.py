@@ -9,7 +9,7 @@ import pytest
 
 from quantforge import verbs
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.gguf_exports import export
@@ -52,7 +52,7 @@ def test_an_interrupted_run_leaves_no_file_and_goes_on(models, tmp_path):
 )
 def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models, tmp_path):
     text = CalibrationOptions(samples=4, length=24, propagate="quantized")
-    values = {"method": method, "calibration": text, "type": "Q4_0"}
+    values = {"method": method, "calibration": text, "type": "Q4_0", "gptq": GptqOptions(refine=0)}
 
     def run(out: Path, **settings: object) -> Path:
         verbs.quantize(
