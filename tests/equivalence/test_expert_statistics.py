@@ -113,7 +113,7 @@ def test_tokens_count_by_the_square_of_their_router_weight(
             assert one.histogram.sum() == read.numel()
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES][::4])
 def test_few_tokens_are_shrunk_toward_the_layer(
     tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,14 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "sparsegpt") for family in ("llama", "qwen3-moe", "gpt2", "gpt-oss")),
+        *(("llama", "magnitude"), ("gpt-oss", "magnitude")),
+        *(("qwen3-moe", "wanda"), ("gpt2", "wanda")),
+    ],
+)
 def test_half_of_every_linear_is_gone(tiny: Tiny, tmp_path: Path, family: str, method: str) -> None:
     model, out = tiny(family), tmp_path / "s"
     wanted = recipe(method, format="plain", sparsity="2:4")

@@ -113,9 +113,10 @@ def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "mixtral", "deepseek-v32"])
-def test_behind_awq_what_was_tuned_verifies(tiny: Tiny, tmp_path: Path, family: str) -> None:
-    quantize(tiny(family), tmp_path / "out", tuned(method="awq+gptq", tune=1))
-    report = verify(tmp_path / "out", VerificationOptions(tiny(family), forward=False))
+def test_behind_awq_what_was_tuned_verifies(tmp_path: Path, family: str) -> None:
+    model = short(tmp_path, family)
+    quantize(model, tmp_path / "out", tuned(method="awq+gptq", tune=1))
+    report = verify(tmp_path / "out", VerificationOptions(model, forward=False))
     assert report.findings == []
 
 

@@ -24,7 +24,7 @@ from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import quantize_variants
-from tests.conftest import Tiny
+from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, command, quantize, recipe, tree
 
 LOW, MEDIUM, HIGH = VALUES["effort"]
@@ -218,20 +218,26 @@ def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> No
         plan(tiny("llama"), recipe("rtn", bits=4, guide=1, effort=HIGH))
 
 
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of one block."""
+    return make_tiny("llama", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
+
+
 @pytest.mark.parametrize("level", [LOW, HIGH])
 def test_the_manifest_has_what_was_set_and_makes_it_again(
-    tiny: Tiny, tmp_path: Path, level: str
+    block: Path, tmp_path: Path, level: str
 ) -> None:
     rows = {LOW: 128, HIGH: 6}[level]  # as many as a recipe has that names none
     wanted = recipe("gptq", bits=3, effort=level, calibration=replace(SHORT, samples=rows))
-    quantize(tiny("llama"), tmp_path / "out", wanted)
+    quantize(block, tmp_path / "out", wanted)
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     stated = from_toml(document["recipe"])
     assert stated.effort == level
     for key, value in SETS[level].items():
         inside, _, name = key.rpartition(".")
         assert getattr(getattr(stated, inside) if inside else stated, name) == value
-    assert not reproduce(tmp_path / "out", tiny("llama")).differing
+    assert not reproduce(tmp_path / "out", block).differing
 
 
 def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
@@ -243,9 +249,9 @@ def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
 
 
-def test_a_variant_of_a_release_is_the_separate_command(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_variant_of_a_release_is_the_separate_command(block: Path, tmp_path: Path) -> None:
     text = f"""
-model = "{tiny("llama")}"
+model = "{block}"
 [calibration]
 samples = 8
 length = 24
@@ -262,10 +268,10 @@ effort = "high"
     spec = release_of(text, "release.toml")
     assert [one.recipe.effort for one in spec.variants] == [MEDIUM, HIGH]
     pairs = [(one.recipe, tmp_path / one.name) for one in spec.variants]
-    quantize_variants(tiny("llama"), [Variant(*pair) for pair in pairs])
+    quantize_variants(block, [Variant(*pair) for pair in pairs])
     for wanted, place in pairs:
         alone = place.with_name(f"{place.name}-alone")
-        quantize(tiny("llama"), alone, wanted)
+        quantize(block, alone, wanted)
         ours, theirs = tree(place), tree(alone)
         assert {n: d for n, d in ours.items() if n != "README.md"} == {
             n: d for n, d in theirs.items() if n != "README.md"
