@@ -98,12 +98,18 @@ def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
         assert effort._gains_little(Dials(), asked) == reason
 
 
-def test_a_file_states_what_effort_has_set(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of one block."""
+    return make_tiny("llama", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
+
+
+def test_a_file_states_what_effort_has_set(block: Path, tmp_path: Path) -> None:
     few = replace(SHORT, samples=128)
     for level, rows in ((LOW, 32), (HIGH, 6)):
         out = tmp_path / f"{level}.gguf"
         wanted = recipe("gptq", type="Q4_0", format="gguf", effort=level)
-        quantize(tiny("llama"), out, replace(wanted, calibration=few if level == LOW else SHORT))
+        quantize(block, out, replace(wanted, calibration=few if level == LOW else SHORT))
         file = read_gguf(out)
         assert file.value("quantize.imatrix.chunks_count", int) == rows
         assert file.value("quantforge.recipe", str) == manifest.read(out)["recipe"]
@@ -216,12 +222,6 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
 def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> None:
     with pytest.raises(UsageError, match="--guide 1: --method rtn"):
         plan(tiny("llama"), recipe("rtn", bits=4, guide=1, effort=HIGH))
-
-
-@pytest.fixture(scope="module")
-def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of one block."""
-    return make_tiny("llama", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("level", [LOW, HIGH])
