@@ -45,6 +45,7 @@ OURS = {
     "gptq --tune 2": ("--method", "gptq", "--tune", "2"),
     "gptq --effort low": ("--method", "gptq", "--effort", "low"),
     "gptq --effort high": ("--method", "gptq", "--effort", "high"),
+    "rotate+gptq": ("--method", "rotate+gptq"),
     "awq": ("--method", "awq"),
     "awq+gptq": ("--method", "awq+gptq"),
     "awq+gptq, untuned": ("--method", "awq+gptq", "--tune", "0"),
