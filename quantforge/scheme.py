@@ -171,6 +171,11 @@ class Activation:
     threshold: float | None = None
     kept: int = 0
 
+    @property
+    def measured(self) -> bool:
+        """Return whether calibration measures it: its range, or the columns that are kept in 16 bits."""
+        return not self.dynamic or self.kept > 0
+
     def __str__(self) -> str:
         text = f"{self.grid}:{self.granularity}:{'dynamic' if self.dynamic else 'static'}"
         text = text if self.threshold is None else f"{text}:{self.threshold:g}"

@@ -93,6 +93,13 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> int:
     return len(data)
 
 
+def fill(descriptor: int, view: memoryview, offset: int) -> bool:
+    """Fill a buffer of bytes from an offset on; return whether the file has so many."""
+    while view and (count := read_into(descriptor, view, offset)):
+        view, offset = view[count:], offset + count
+    return not view
+
+
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> int:
     """Write at an offset; return how many bytes were written."""
     call = getattr(os, "pwrite", None)

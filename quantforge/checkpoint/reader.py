@@ -155,8 +155,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def scan_finite(name: str, tensor: torch.Tensor, file: Path | None = None) -> None:
-    """Refuse a tensor that holds a NaN or an infinity; one pass, in chunks, without a copy.
+def scan_finite(
+    name: str, tensor: torch.Tensor, file: Path | None = None, *, first: int = 0, rows: int | None = None
+) -> None:  # fmt: skip
+    """Refuse a tensor (or what was read of its ``rows``, from ``first`` on) with a NaN or an infinity, without a copy.
 
     Raises:
         InputError: naming the tensor, the value and its position.
@@ -172,8 +174,10 @@ def scan_finite(name: str, tensor: torch.Tensor, file: Path | None = None) -> No
             chunk = chunk.float()  # fp8 has no reductions
         low, high = torch.aminmax(chunk)
         if not (torch.isfinite(low) and torch.isfinite(high)):
-            first = int(torch.isfinite(chunk).logical_not().nonzero()[0])
-            raise _not_finite(name, tuple(tensor.shape), start + first, float(chunk[first]), file)
+            found = int(torch.isfinite(chunk).logical_not().nonzero()[0])
+            shape = tuple(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
+            position = first * math.prod(shape[1:]) + start + found
+            raise _not_finite(name, shape, position, float(chunk[found]), file)
 
 
 def _not_finite(

@@ -155,13 +155,8 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     data = torch.empty(end - start, dtype=torch.uint8)
     view = memoryview(data.numpy().data)
     with reopened(entry.file, entry.stamp, entry.name) as descriptor:
-        done = 0
-        while done < len(view):
-            count = system.read_into(descriptor, view[done:], start + done)
-            if not count:
-                raise changed(entry.file, entry.name)
-            done += count
-        if entry.seal is not None and not entry.seal.holds(descriptor, start, view):
+        read = system.fill if entry.seal is None else entry.seal.read
+        if not read(descriptor, view, start):
             raise changed(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):
         raise _error(

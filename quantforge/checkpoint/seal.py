@@ -2,19 +2,23 @@
 
 The time and size of a file say nothing of its bytes: whoever writes into it can set its time back. So the pass that
 takes the SHA-256 of a file, for the manifest and the fingerprint of a run, keeps the state of the digest at every
-boundary between its chunks. A run of bytes that is read later is digested again from the boundary before it to the one
-behind it, starting from the state that is known there, and has to arrive at the next: no second table of digests, and
-one more pass of the digest over what is used. A chunk is so large that a file has at most about `_CHUNKS` of them, and
-of a large file many reads fall into one: of the chunks that were read last the states at `_PARTS` places are kept, too.
+boundary between its chunks. A chunk that is read later is digested from the state that is known before it, and has to
+arrive at the next: no second table of digests, and one more pass of the digest over what is used.
+
+Many reads are smaller than a chunk, and follow each other. The chunks that such reads were last answered from are kept
+in memory, so that each is read and digested once; there are few of them, and none of a read that takes a chunk whole.
+While a large one is used a thread reads the next, so that readers do not wait for it side by side.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.files import FILES, changed
@@ -24,10 +28,10 @@ from quantforge_files.roles import WEIGHTS
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-_CHUNKS = 1024  # their states take about half a megabyte
-_LEAST = 1 << 16
-_PARTS = 64  # of a chunk that was read
-_KEPT = 8  # chunks of a file whose parts are known: threads read in several
+_CHUNKS = 1024  # of a file, whose states take about half a megabyte
+_LEAST, _MOST = 1 << 16, 1 << 22  # bytes of a chunk
+_LARGE = 1 << 20  # bytes of a chunk from which on the next is read meanwhile
+_KEPT = 8  # chunks in memory: threads read in several
 _READ = 1 << 20
 
 
@@ -39,49 +43,87 @@ class Seal:
     sha256: str
     _chunk: int = field(repr=False)
     _states: tuple[_Hash, ...] = field(repr=False)
-    _within: dict[int, dict[int, _Hash]] = field(default_factory=dict, repr=False, compare=False)
 
-    def holds(self, descriptor: int, start: int, data: memoryview) -> bool:
-        """Return whether ``data``, which was read at ``start``, are the bytes that the file had."""
-        if not len(data):
-            return True
-        end = start + len(data)
-        first, last = start // self._chunk, (end - 1) // self._chunk
-        known = {chunk: self._within.get(chunk) for chunk in (first, last)}  # others read, too
-        before, state = [item for item in self._places(first, known) if item[0] <= start][-1]
-        after, wanted = next(item for item in self._places(last, known) if item[0] >= end)
-        found: dict[int, dict[int, _Hash]] = {chunk: {} for chunk in known if not known[chunk]}
-        parts = {place: chunk for chunk in found for place in self._parts(chunk)}
-        state = state.copy()
-        for place in sorted({*parts, after}):
-            _add(state, descriptor, before, min(place, start))
-            state.update(data[max(before - start, 0) : max(min(place, end) - start, 0)])
-            _add(state, descriptor, max(before, end), place)
-            before = place
-            if place in parts:
-                found[parts[place]][place] = state.copy()
-        if state.digest() != wanted.digest():
-            return False
-        for chunk, states in found.items():
-            if len(self._within) >= _KEPT:
-                oldest = iter([*self._within])  # a copy: others write, too
-                self._within.pop(next(oldest), None)
-            self._within[chunk] = states
+    def read(self, descriptor: int, into: memoryview, start: int) -> bool:
+        """Fill ``into`` with the bytes from ``start`` on; return whether they are those that the file had."""
+        end = start + len(into)
+        if not len(into) or end > self.size:
+            return not len(into)
+        for chunk in range(start // self._chunk, -(-end // self._chunk)):
+            first = chunk * self._chunk
+            last = min(first + self._chunk, self.size)
+            part = into[max(first - start, 0) : min(last, end) - start]
+            if len(part) == last - first:
+                if not self._filled(descriptor, chunk, part):
+                    return False
+                continue
+            data = self._kept(descriptor, chunk)
+            if not len(data):
+                return False
+            if chunk + 2 < len(self._states) and self._chunk >= _LARGE:
+                self._ahead(descriptor, chunk)
+            behind = max(start - first, 0)
+            part[:] = data[behind : behind + len(part)]
         return True
 
-    def _places(
-        self, chunk: int, known: Mapping[int, Mapping[int, _Hash] | None]
-    ) -> Iterator[tuple[int, _Hash]]:
-        """Yield the places in a chunk, its two ends among them, of which the state of the digest is known."""
-        yield chunk * self._chunk, self._states[chunk]
-        yield from (known[chunk] or {}).items()
-        yield min((chunk + 1) * self._chunk, self.size), self._states[chunk + 1]
+    def _kept(self, descriptor: int, chunk: int) -> memoryview:
+        """Return a chunk, which is in memory from now on; nothing where it is not the one that was digested."""
+        kept = _place(self.sha256, chunk)
+        with kept.lock:
+            if not len(kept.data):
+                start = chunk * self._chunk
+                data = bytearray(min(self._chunk, self.size - start))
+                if self._filled(descriptor, chunk, memoryview(data)):
+                    kept.data = memoryview(data).toreadonly()
+            return kept.data
 
-    def _parts(self, chunk: int) -> range:
-        """Return the places inside of a chunk at which states are noted."""
-        end = min((chunk + 1) * self._chunk, self.size)
-        step = max(_LEAST, self._chunk // _PARTS)
-        return range(chunk * self._chunk + step, end, step)
+    def _ahead(self, descriptor: int, chunk: int) -> None:
+        """Have the next chunk read, where reads came from the one before this."""
+        if (self.sha256, chunk - 1) not in _LAST or (self.sha256, chunk + 1) in _LAST:
+            return
+        _place(self.sha256, chunk + 1)  # others do not ask for it again
+        own = os.dup(descriptor)
+
+        def read() -> None:
+            try:
+                if (self.sha256, chunk + 1) in _LAST:  # else readers are far beyond it by now
+                    self._kept(own, chunk + 1)
+            finally:
+                os.close(own)
+
+        _READER.submit(read)
+
+    def _filled(self, descriptor: int, chunk: int, into: memoryview) -> bool:
+        """Read a whole chunk; return whether it is the one that was digested."""
+        state, start = self._states[chunk].copy(), chunk * self._chunk
+        for done in range(0, len(into), _READ):
+            part = into[done : done + _READ]
+            if not system.fill(descriptor, part, start + done):
+                return False
+            state.update(part)
+        return state.digest() == self._states[chunk + 1].digest()
+
+
+class _InMemory:
+    """A chunk in memory, none of whose bytes is there yet; who reads it holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock, self.data = Lock(), memoryview(b"")
+
+
+_LAST: OrderedDict[tuple[str, int], _InMemory] = OrderedDict()  # by the digest of the file
+_LOCK = Lock()
+_READER = ThreadPoolExecutor(1)  # begins its thread when it is needed
+
+
+def _place(sha256: str, chunk: int) -> _InMemory:
+    """Return the place of a chunk, which is the latest from now on."""
+    with _LOCK:
+        kept = _LAST.setdefault((sha256, chunk), _InMemory())
+        _LAST.move_to_end((sha256, chunk))
+        while len(_LAST) > _KEPT:
+            _LAST.popitem(last=False)
+    return kept
 
 
 def seal(path: Path, inside: Path | None) -> Seal:
@@ -93,22 +135,15 @@ def seal(path: Path, inside: Path | None) -> Seal:
     """
     with FILES.opened(path, WEIGHTS, inside) as descriptor:
         size = os.fstat(descriptor).st_size
-        chunk = -(-max(size // _CHUNKS, 1) // _LEAST) * _LEAST
-        state = hashlib.sha256()
+        chunk = min(-(-max(size // _CHUNKS, 1) // _LEAST) * _LEAST, _MOST)
+        state, buffer = hashlib.sha256(), memoryview(bytearray(min(_READ, chunk)))
         states = [state.copy()]
         for start in range(0, size, chunk):
-            if not _add(state, descriptor, start, min(start + chunk, size)):
-                raise changed(path)
+            end = min(start + chunk, size)
+            for place in range(start, end, len(buffer)):
+                part = buffer[: end - place]
+                if not system.fill(descriptor, part, place):
+                    raise changed(path)
+                state.update(part)
             states.append(state.copy())
     return Seal(size, state.hexdigest(), chunk, tuple(states))
-
-
-def _add(state: _Hash, descriptor: int, start: int, end: int) -> bool:
-    """Digest bytes of a file; return whether all of them are there."""
-    while start < end:
-        data = system.read_at(descriptor, min(_READ, end - start), start)
-        if not data:
-            return False
-        state.update(data)
-        start += len(data)
-    return True

@@ -9,6 +9,8 @@ from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
+from quantforge.numerics.threads import Behind
+from quantforge.planning.peak_memory import in_strips
 from quantforge.plans import Action, Plan
 from quantforge.quantizers import PLAIN
 
@@ -29,22 +31,27 @@ class DataFree:
         if unit.name == HEAD:
             return self.head(unit, Statistics())
         record: Record = {}
-        for index, tensor in enumerate(unit.tensors):
-            tell(tensor.name, share=index / len(unit.tensors))
-            if tensor.action is Action.KEEP:
-                self.copy(tensor)
-            elif tensor.action is not Action.QUANTIZE or tensor.name in record.get("figures", {}):
-                continue
-            elif tensor.by_rows:
-                merge(record, self.rounding.rows(tensor))
-            else:
-                weights = {
-                    one.name: self.rounding.source.weight(one)
-                    for one in fitted_with(tensor, self._plan)
-                }
-                known = self.rounding.known(tensor)
-                merge(record, self.rounding.shared(weights, known, PLAIN))
+        with Behind(self.rounding.workers) as behind:
+            for index, tensor in enumerate(unit.tensors):
+                tell(tensor.name, share=index / len(unit.tensors))
+                if tensor.action is Action.KEEP:
+                    behind.do(partial(self.copy, tensor))
+                elif tensor.action is not Action.QUANTIZE or tensor.name in record.get(
+                    "figures", {}
+                ):
+                    continue
+                elif in_strips(tensor):
+                    merge(record, self.rounding.rows(tensor, behind))
+                else:
+                    behind.wait()
+                    merge(record, self._whole(tensor))
         return record
+
+    def _whole(self, tensor: TensorPlan) -> Record:
+        """Round a matrix, and with it those that share a parameter, and write them."""
+        group, source = fitted_with(tensor, self._plan), self.rounding.source
+        weights = {one.name: source.weight(one) for one in group}
+        return self.rounding.shared(weights, self.rounding.known(tensor), PLAIN)
 
     def head(self, unit: Unit, statistics: Statistics) -> Record:
         """Round and write a quantized head; importance from a file takes the place of ``statistics``."""

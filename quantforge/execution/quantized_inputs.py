@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.model.statistics import Statistics, measured
+from quantforge.model.statistics import Statistics
 from quantforge.packers.input_rounding import static_scale
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import TensorPlan
@@ -36,7 +36,7 @@ def with_input(
         RefusedError: a static range, or columns to keep, without any observation.
     """
     activation = plan.scheme.input if plan.scheme else None
-    if activation is None or not measured(activation):
+    if activation is None or not activation.measured:
         return replace(tensor, input=activation)
     if statistics.peaks is None or (statistics.histogram is None and not activation.dynamic):
         what = "a static range" if not activation.dynamic else "outlier columns"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from quantforge.errors import RefusedError
 from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
 from quantforge.execution.record import Record, merge
-from quantforge.execution.row_wise import round_rows
+from quantforge.execution.row_wise import Strips, round_rows
 from quantforge.model.statistics import Statistics
+from quantforge.numerics.threads import Behind
 from quantforge.quantizers import PLAIN, Rounded, block_method_of, rounder_of
 from quantforge.settings import Settings, workers_of
 
@@ -31,6 +33,7 @@ class MatrixRounding:
         source: where weights are read.
         output: where the results go.
         importance: mean squares of columns that are known without calibration, by tensor.
+        workers: threads that round strips side by side.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class MatrixRounding:
         # Of blocks: what lies outside of them is rounded plainly.
         self._recipe, self._rounder = planned.recipe, PLAIN if learns else planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
-        self._workers = workers_of(settings)
+        self.workers = workers_of(settings)
 
     def known(self, tensor: TensorPlan) -> Statistics:
         """Return what is known of the input of a matrix without calibration."""
@@ -86,18 +89,18 @@ class MatrixRounding:
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]
-            for stored, value in self._packed(tensor, result, weights[name], statistics).items():
-                self.output.write(stored, value)
+            inputs = self._recipe.inputs
+            whole = with_input(result.tensor, tensor, weights[name], statistics, inputs)
+            self._write(tensor, whole)
             counted, left = outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *left)]
             merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
 
-    def rows(self, tensor: TensorPlan) -> Record:
-        """Round a matrix to nearest and write it, strip by strip."""
+    def rows(self, tensor: TensorPlan, behind: Behind) -> Record:
+        """Round a matrix to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
         assert tensor.scheme is not None
         schemes, statistics = {tensor.name: tensor.scheme.weight}, self.known(tensor)
-        (stored,) = tensor.stored
 
         def rounded(weight: Tensor) -> Rounded:
             return rounder_of(PLAIN).round_shared(
@@ -105,19 +108,26 @@ class MatrixRounding:
             )[tensor.name]
 
         def write(first: int, rows: QuantizedTensor) -> None:
+            (stored,) = tensor.stored
             packed = self.output.storage.pack(tensor, rows)[stored.name]
             self.output.write_rows(stored.name, first, packed)
 
         read = partial(self.source.weight_rows, tensor)
-        return round_rows(tensor, rounded, read, write, self._workers)
+        if tensor.by_rows:
+            behind.wait()
+            return round_rows(tensor, rounded, read, write, self.workers)
+        strips = Strips(tensor.matrix[0])
+        record = round_rows(tensor, rounded, read, strips.add, self.workers)
+        whole = replace(strips.whole(), input=tensor.scheme.input)
+        behind.do(partial(self._write, tensor, whole))
+        return record
 
-    def _packed(
-        self, tensor: TensorPlan, rounded: Rounded, weight: Tensor, statistics: Statistics
-    ) -> dict[str, Tensor]:
+    def _write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
         try:
-            whole = with_input(rounded.tensor, tensor, weight, statistics, self._recipe.inputs)
-            return self.output.storage.pack(tensor, whole)
+            packed = self.output.storage.pack(tensor, whole)
         except RefusedError as error:  # a value that the files cannot spell
             raise RefusedError(
                 f"{tensor.name}: {error.message}", error.hint, tensor=tensor.name
             ) from error
+        for stored, value in packed.items():
+            self.output.write(stored, value)

@@ -12,10 +12,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.numerics.threads import in_order, total
+from quantforge.numerics.threads import in_order
+from quantforge.packers.row_codes import prepare
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
@@ -52,8 +54,10 @@ def round_rows(
 
     def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
         weight = read(*run)
-        return run[0], rounded_strip(weight), total(weight.square())
+        size = math.fsum(torch.linalg.vector_norm(weight, dim=1).double().square().tolist())
+        return run[0], rounded_strip(weight), size
 
+    prepare(math.prod(tensor.matrix))
     with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:
         for first, rounded, size in runs:
             write(first, rounded.tensor)
@@ -67,6 +71,32 @@ def round_rows(
         "events": [event.to_json() for event in events.values()],
         "figures": {tensor.name: {"error": error}},
     }
+
+
+class Strips:
+    """Rounded strips of a matrix of so many ``rows``, put together."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._whole: QuantizedTensor | None = None
+
+    def add(self, first: int, strip: QuantizedTensor) -> None:
+        """Take a strip whose first row is ``first``."""
+        if self._whole is None:
+            found = {name: self._empty(value) for name, value in strip.parameters.items()}
+            self._whole = replace(strip, codes=self._empty(strip.codes), parameters=found)
+        place = slice(first, first + len(strip.codes))
+        self._whole.codes[place] = strip.codes
+        for name, value in strip.parameters.items():
+            self._whole.parameters[name][place] = value
+
+    def whole(self) -> QuantizedTensor:
+        """Return the matrix, once all its strips were taken."""
+        assert self._whole is not None
+        return self._whole
+
+    def _empty(self, strip: Tensor) -> Tensor:
+        return strip.new_empty((self._rows, *strip.shape[1:]))
 
 
 def _added(one: Event, other: Event) -> Event:

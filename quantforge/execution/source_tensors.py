@@ -32,7 +32,7 @@ class SourceTensors:
         """Return rows ``first:last`` of a tensor as they are stored."""
         name = self._name_of(tensor)
         value = self._checkpoint.read_rows(name, first, last)
-        scan_finite(name, value)
+        scan_finite(name, value, first=first, rows=tensor.shape[0])
         return value
 
     def weight(self, tensor: TensorPlan) -> Tensor:

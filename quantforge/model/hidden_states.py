@@ -87,15 +87,12 @@ class UnnamedFile:
 
     def read_into(self, offset: int, values: Tensor) -> None:
         """Fill a contiguous tensor of the CPU from an offset on."""
-        view = _bytes(values)
-        while view:
-            try:
-                count = system.read_into(self._file.fileno(), view, offset)
-            except OSError as error:
-                raise self._failed(error) from error
-            if not count:
-                raise self._failed(OSError("the file ends early"))
-            view, offset = view[count:], offset + count
+        try:
+            whole = system.fill(self._file.fileno(), _bytes(values), offset)
+        except OSError as error:
+            raise self._failed(error) from error
+        if not whole:
+            raise self._failed(OSError("the file ends early"))
 
     def write_at(self, offset: int, values: Tensor) -> None:
         """Write a tensor from an offset on."""

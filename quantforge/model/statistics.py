@@ -100,11 +100,6 @@ def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
     return frozenset(wanted)
 
 
-def measured(activation: Activation | None) -> bool:
-    """Return whether calibration measures an input: its range, or the columns that are kept in 16 bits."""
-    return activation is not None and (not activation.dynamic or activation.kept > 0)
-
-
 def _mixed(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
     """Return ``share`` of the one and the rest of the other, which is left as it is."""
     if own is None or prior is None:

@@ -148,11 +148,8 @@ class TokenWeights:
     def _read(self, offset: int, found: Tensor) -> Tensor:
         """Fill a contiguous tensor from an offset on, and return it."""
         view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
-        while view:
-            count = system.read_into(self._file, view, offset)
-            if not count:
-                raise no_space(self._path, self._bytes, "the file ends early")
-            view, offset = view[count:], offset + count
+        if not system.fill(self._file, view, offset):
+            raise no_space(self._path, self._bytes, "the file ends early")
         return found
 
     def _write(self, offset: int, values: Tensor) -> None:

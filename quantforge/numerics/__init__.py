@@ -10,6 +10,6 @@ In this folder:
     products          Matrix products whose last bits do not depend on the number of threads
     quadratic_form    Sums of a quadratic form, ``sum_i e_i H e_i^T``, of many matrices under one symmetric ``H``
     team              Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
-    threads           Sums in a fixed order, where the order would else depend on how many threads torch has
+    threads           Threads: results in the order of their items, work behind
     waiting           How long a thread spins at the end of a product until the others have finished theirs
 """

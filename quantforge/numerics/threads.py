@@ -1,4 +1,4 @@
-"""Sums in a fixed order, where the order would else depend on how many threads torch has."""
+"""Threads: results in the order of their items, work behind, and sums that do not depend on how many torch has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import fsum
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,40 @@ def in_order(
             finally:
                 for future in waiting:
                     future.cancel()
+
+
+class Behind:
+    """Work that another thread does while this one goes on, one piece at a time; with one worker it is done at once.
+
+    Leaving the ``with`` block waits for the last piece, and raises what went wrong in it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._pool = ThreadPoolExecutor(1) if workers > 1 else None
+        self._last: Future[None] | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Begin a piece when the one before it is done, whose errors are raised."""
+        self.wait()
+        if self._pool is None:
+            work()
+        else:
+            self._last = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the piece that was begun last, and raise its error."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        if kind is None:
+            self.wait()
 
 
 def total(values: Tensor) -> float:

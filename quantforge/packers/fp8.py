@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
@@ -114,14 +116,34 @@ def rounded(values: Tensor, grid: str) -> Tensor:
 
 
 def widened(codes: Tensor) -> Tensor:
-    """Return ``codes.float()``, in a third of the time that torch takes on a CPU."""
-    return look_up(_numbers(codes.dtype), codes.view(torch.uint8))
+    """Return ``codes.float()``, on a CPU in a fifth of the time that torch takes."""
+    octets = codes.view(torch.uint8)
+    if (
+        octets.device.type == "cpu"
+        and octets.is_contiguous()
+        and octets.shape[-1:].numel() % 2 == 0
+    ):
+        pairs = torch.empty(octets.shape, dtype=torch.float32)
+        numpy.take(
+            _pairs(codes.dtype), octets.numpy().view(numpy.uint16),
+            out=pairs.numpy().view(numpy.int64), mode="clip",
+        )  # fmt: skip
+        return pairs
+    return look_up(_numbers(codes.dtype), octets)
 
 
 @cache
 def _numbers(dtype: torch.dtype) -> Tensor:
     """Return the number of each bit pattern."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+@cache
+def _pairs(dtype: torch.dtype) -> NDArray[numpy.int64]:
+    """Return the two numbers of each two bit patterns, as they lie in memory."""
+    numbers = _numbers(dtype)
+    first, second = numbers.expand(256, 256), numbers[:, None].expand(256, 256)
+    return torch.stack((first, second), -1).contiguous().numpy().view(numpy.int64).reshape(-1)
 
 
 def _as_stored(dtype: torch.dtype, scales: Tensor) -> Tensor:

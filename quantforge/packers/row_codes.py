@@ -1,7 +1,7 @@
 """Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`, compiled by numba.
 
-They give what the plain torch code gives, to the bit (a test compares), and are used from `LEAST` weights on: below,
-the second that compiling takes in every process would be longer than the work.
+They give what the plain torch code gives, to the bit (a test compares), and are used from `LEAST` weights on, or in the
+strips of so many: below, the second that compiling takes in every process would be longer than the work.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 21
+STRIP = 1 << 18
 CHUNK = 1 << 16  # weights of which temporaries stay in the second cache
 TILE = 1024  # weights that stay in the first cache between two loops
 
 
 def suits(weight: Tensor, columns: slice | None = None) -> bool:
-    """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, of `LEAST` weights or more."""
+    """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, and large enough."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    return columns is None and plain and weight.numel() >= LEAST
+    least = STRIP if _compiled.cache_info().currsize else LEAST
+    return columns is None and plain and weight.numel() >= least
+
+
+def prepare(weights: int) -> None:
+    """Use the loops from now on for strips, too, if they are those of a matrix of so many weights."""
+    if weights >= LEAST:
+        _compiled()
 
 
 def chunks(weight: Tensor) -> list[slice]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
-from quantforge.model.statistics import Statistic, measured, of_inputs
+from quantforge.model.statistics import Statistic, of_inputs
 from quantforge.plans import Action, Draft
 from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, CalibrationOptions
@@ -120,7 +120,7 @@ class Observation:
             RefusedError: there is no text to measure them on.
         """
         inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
-        wanted = of_inputs(inputs) if any(map(measured, inputs)) else frozenset()
+        wanted = of_inputs(inputs) if any(item.measured for item in inputs if item) else frozenset()
         if self.kv_cache != "none":
             wanted |= {Statistic.CACHE}
         if not wanted:

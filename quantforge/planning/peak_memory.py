@@ -37,6 +37,7 @@ RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cach
 RUN_COPIES = 13.0
 RUN_COMPILER = 45_000_000
 CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
+JOINED = 0.75  # float32 copies of a matrix whose strips are put together: codes, and what is packed
 PART_ROWS = 2048  # of the two parts that are worked on at a time
 
 
@@ -105,6 +106,15 @@ def groups_of(
     return groups
 
 
+def in_strips(tensor: TensorPlan) -> bool:
+    """Return whether rows of a matrix can be rounded apart: they share nothing, and no input is measured."""
+    layer = tensor.scheme
+    if tensor.by_rows or layer is None:
+        return tensor.by_rows
+    measured = layer.input is not None and layer.input.measured
+    return not (tensor.transposed or layer.weight.whole or measured)
+
+
 def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     """Return the workspace in bytes for rounding the matrices of one shared input."""
     sizes = [math.prod(tensor.shape) for tensor in group]
@@ -113,11 +123,15 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
     taken = METHODS[run.words[-1]].workspace
     rounding = taken.part * part + taken.matrices * max(sizes)
-    compiler = 0
-    if group[0].by_rows and (not run.needs or group[0].part < 0):
+    compiler, first = 0, group[0]
+    if (first.by_rows and (not run.needs or first.part < 0)) or (
+        in_strips(first) and not run.needs
+    ):
         rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
         rounding += sum(METHODS[word].workspace.matrices for word in run.whole) * max(sizes)
-        compiler = RUN_COMPILER
+        rounding += 0 if first.by_rows else JOINED * max(sizes)
+        loops = max(sizes) >= COMPILED_FROM
+        compiler = RUN_COMPILER if first.by_rows else taken.compiler * loops
     else:
         rounding += CODES * sum(sizes)
         compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM

@@ -32,6 +32,7 @@ from quantforge.scheme import Scheme
 
 OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
 ALONE = 0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
+GLANCE = 32  # values at the begin of a row that mostly show that not all are 0
 LOST = 0.9  # of the squares of the others: an error of that size leaves no signal
 IMPORTANCE_FLOOR = (
     0.01  # of the mean: a column unseen in calibration still has to be stored sensibly
@@ -124,11 +125,12 @@ def _judged(
 ) -> Rounded:
     decoded = tensor.decode()
     events = losses(name, weight, tensor, decoded)
-    errors, sizes = decoded.sub_(weight).square_(), weight.square()
-    if importance is not None:
-        errors, sizes = errors.mul_(importance), sizes.mul_(importance)
-    figures = {"error": ratio(errors.sum(1), sizes.sum(1))}
-    return Rounded(tensor, events, figures)
+    both = [decoded.sub_(weight), weight]
+    if importance is None:  # a norm takes half the time of squares and their sum
+        sums = [torch.linalg.vector_norm(part, dim=1).square_() for part in both]
+    else:
+        sums = [part.square().mul_(importance).sum(1) for part in both]
+    return Rounded(tensor, events, {"error": ratio(*sums)})
 
 
 def fitted(
@@ -190,10 +192,12 @@ def _vanished(
     if tiny is not None and not bool(tiny.any()):
         return ()
     columns = block.columns if block else weight.shape[1]
-    runs = (part.view(len(part), -1, columns).any(2) for part in (weight, decoded))
-    lost = next(runs) & ~next(runs)
+    runs = decoded.view(len(decoded), -1, columns)
+    lost = ~runs[..., :GLANCE].any(2)
     if tiny is not None:
         lost &= tiny
+    if bool(lost.any()):  # few have zeros at their begin, and only these are looked through
+        lost[lost.clone()] = weight.view(runs.shape)[lost].any(1) & ~runs[lost].any(1)
     if not bool(lost.any()):
         return ()
     what = f"{int(lost.sum())} {'blocks' if block else 'rows'} are below {tensor.scheme.scale}"

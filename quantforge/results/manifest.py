@@ -13,6 +13,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,18 +52,19 @@ def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(root: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name.
+def digests(root: Path, paths: Iterable[Path], workers: int = 1) -> dict[str, dict[str, Any]]:
+    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name; ``workers`` files are read side by side.
 
     Raises:
         InputError: a file cannot be read.
     """
-    entries = {str(path.relative_to(root)): path for path in paths}
+
+    def entry(name: str) -> tuple[str, dict[str, Any]]:
+        return name, {"bytes": (root / name).stat().st_size, "sha256": sha256(root / name, root)}
+
     try:
-        return {
-            name: {"bytes": path.stat().st_size, "sha256": sha256(path, root)}
-            for name, path in sorted(entries.items())
-        }
+        with ThreadPoolExecutor(workers) as pool:
+            return dict(pool.map(entry, sorted(str(path.relative_to(root)) for path in paths)))
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}",
@@ -148,11 +150,8 @@ def lineage(result: Path) -> dict[str, Any]:
 
 
 def finish(
-    document: Mapping[str, Any],
-    stage: Path,
-    own: str = NAME,
-    handed: Mapping[str, Any] | None = None,
-) -> bytes:
+    document: Mapping[str, Any], stage: Path, own: str = NAME, handed: Mapping[str, Any] | None = None, workers: int = 1
+) -> bytes:  # fmt: skip
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
     A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
@@ -160,7 +159,7 @@ def finish(
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
-    complete = {**document, "outputs": with_handed(digests(stage, files), handed or {})}
+    complete = {**document, "outputs": with_handed(digests(stage, files, workers), handed or {})}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 

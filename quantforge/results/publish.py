@@ -31,7 +31,7 @@ from quantforge.results.front_matter import base_model
 from quantforge.results.provenance import BILL, STATEMENT, provenance
 from quantforge.results.signing import signature, unsigned
 from quantforge.results.source_files import files_of_source, seals_of
-from quantforge.settings import Settings
+from quantforge.settings import Settings, workers_of
 from quantforge_files.roles import SETTINGS
 
 
@@ -46,7 +46,9 @@ def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) 
     }
 
 
-def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+def taken(
+    checkpoint: Checkpoint, before: Mapping[str, Any], settings: Settings
+) -> tuple[Checkpoint, dict[str, Any]]:
     """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
 
     What the run has understood of it so far has to be what was digested: ``before`` are the digests of its small files
@@ -55,7 +57,7 @@ def taken(checkpoint: Checkpoint, before: Mapping[str, Any]) -> tuple[Checkpoint
     Raises:
         IntegrityError: it changed meanwhile.
     """
-    seals = seals_of(checkpoint)
+    seals = seals_of(checkpoint, workers_of(settings))
     source = source_of(checkpoint, seals)
     for name, entry in before.items():
         if source["files"].get(name) != entry:
@@ -124,7 +126,7 @@ def publish(
             stage.write_file(f"{stage.out.stem}{MODELFILE}", text_of(first).encode())
         if settings.provenance:
             _write_provenance(stage, document, f"{stage.out.name}.", handed)
-        _finish(stage, document, settings.sign, handed, one_file=True)
+        _finish(stage, document, settings, handed, one_file=True)
         return
     config = plain_config(checkpoint)
     if plan.untie:
@@ -147,14 +149,17 @@ def publish(
     if settings.sign is None:  # that of an interrupted run, which was to be signed
         (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
     stage.check_whole({stage.manifest, OF_DIRECTORY, *(stage.place(file.name) for file in files)})
-    _finish(stage, document, settings.sign, handed, one_file=False)
+    _finish(stage, document, settings, handed, one_file=False)
 
 
 def _finish(
-    stage: Stage, document: dict[str, Any], key: Path | None, handed: Mapping[str, Any], *, one_file: bool
+    stage: Stage, document: dict[str, Any], settings: Settings, handed: Mapping[str, Any], *, one_file: bool
 ) -> None:  # fmt: skip
     """Write the manifest and the signature, and publish."""
-    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, handed))
+    key, workers = settings.sign, workers_of(settings)
+    stage.write_file(
+        stage.manifest, manifest.finish(document, stage.path, stage.manifest, handed, workers)
+    )
     name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
     if key is not None:
         left_out = unsigned(stage.out.name, one_file=one_file)

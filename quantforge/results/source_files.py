@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return manifest.digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
 
 
-def seals_of(checkpoint: Checkpoint) -> dict[Path, Seal]:
-    """Return the seal (size, digest) of each file of weights, by its path."""
+def seals_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Seal]:
+    """Return the seal (size, digest) of each file of weights, by its path; ``workers`` files are read side by side."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
-    return {path: seal(path, root) for path in checkpoint.shards}
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(partial(seal, inside=root), checkpoint.shards)
+        return dict(zip(checkpoint.shards, found, strict=True))
 
 
 def files_of_source(

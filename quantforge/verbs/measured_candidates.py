@@ -56,7 +56,7 @@ def measured(
         torch.set_num_threads(settings.threads)
     with reproducible():
         with phase("reading", 0.05 * share, "calibration text"):
-            source, files = taken(search.source, search.before)
+            source, files = taken(search.source, search.before, settings)
             calibrated = calibrated_for(source, plans[0], settings)
             assert calibrated is not None
             settings.policy.check(calibrated.events)

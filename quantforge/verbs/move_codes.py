@@ -111,7 +111,7 @@ def move(
         stage.check_space(_held(conversion, settings), beyond_disk(plan))
         work = None
         try:
-            conversion.checkpoint, origin = taken(checkpoint, before)
+            conversion.checkpoint, origin = taken(checkpoint, before, settings)
             with phase("reading", 0.4):
                 verdict = settle_all(conversion, allow_inexact=allow_inexact)
             settings.policy.check(conversion.events)
@@ -212,7 +212,7 @@ def _is_published(
     document = manifest.read(stage.out)
     if document is None or not stage.journal.is_dir() or stage.path.exists() or settings.overwrite:
         return False
-    conversion.checkpoint, origin = taken(conversion.checkpoint, before)
+    conversion.checkpoint, origin = taken(conversion.checkpoint, before, settings)
     wanted = fingerprint_of(asked, origin, None, settings.device, None)
     return recorded_fingerprint(stage.journal) == wanted and is_whole(document, stage)
 

@@ -74,7 +74,7 @@ def read_inputs(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tell("digests of the source")
-    opened, source = taken(opened, before)
+    opened, source = taken(opened, before, settings)
     opened = heads_as_asked(opened, planned.recipe.mtp)
     if planned.plan.needs or planned.recipe.prune_experts is not None:
         tell("calibration text", share=0.5)

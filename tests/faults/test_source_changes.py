@@ -7,31 +7,35 @@ import json
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from safetensors import safe_open
 
 from quantforge import verbs
 from quantforge.checkpoint import safetensors
+from quantforge.checkpoint import seal as seals
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.checkpoint.seal import seal
+from quantforge.checkpoint.seal import Seal, seal
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge_files import system
 from tests.runs import copied, leftovers, quantize, recipe
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 
 def edit(path: Path, at: int, data: bytes | None = None) -> None:
-    """Change a byte of a file (or write some), and set its time back."""
+    """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
+    seals._LAST.clear()
     found = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -212,81 +216,99 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
 def test_a_seal_knows_every_byte(
     tmp_path: Path, size: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantforge.checkpoint.seal._CHUNKS", chunks)
-    monkeypatch.setattr("quantforge.checkpoint.seal._READ", 10_000)
+    monkeypatch.setattr(seals, "_CHUNKS", chunks)
+    monkeypatch.setattr(seals, "_READ", 10_000)
     path = tmp_path / "file"
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     path.write_bytes(data)
     known = seal(path, tmp_path)
     assert known.sha256 == hashlib.sha256(data).hexdigest()
-    descriptor = os.open(path, os.O_RDONLY)
     places = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
-    for start in places:
-        for end in (place for place in places if place >= start):
-            read = bytearray(data[start:end])
-            assert known.holds(descriptor, start, memoryview(read))
-            if read:
-                read[-1] ^= 1
-                assert not known.holds(descriptor, start, memoryview(read))
-    os.close(descriptor)
+    runs = [(start, end) for start in places for end in places if start <= end]
+    with path.open("rb") as file:
+        for start, end in runs:
+            assert taken(known, file, start, end - start) == data[start:end]
+    for start, end in runs:
+        if start < end:
+            path.write_bytes(data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
+            seals._LAST.clear()
+            with path.open("rb") as file:
+                assert taken(known, file, start, end - start) is None
 
 
-def reads_beside(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return what is read from now on to compare, as a list that grows."""
-    read: list[bytes] = []
-    pread = os.pread
-
-    def noted(descriptor: int, count: int, start: int) -> bytes:
-        read.append(pread(descriptor, count, start))
-        return read[-1]
-
-    monkeypatch.setattr(os, "pread", noted)
-    return read
+def taken(known: Seal, file: BinaryIO, start: int, count: int) -> bytes | None:
+    """Return what is read with a seal; None where it is not what was digested."""
+    into = bytearray(count)
+    return bytes(into) if known.read(file.fileno(), memoryview(into), start) else None
 
 
-def test_a_seal_is_small_and_comparing_reads_little(
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the counts of bytes that are read from now on, as a list that grows."""
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        counts.append(preadv(descriptor, buffers, start))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return counts
+
+
+def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states are few for any size, and what is read again is no more than the chunks in question."""
-    monkeypatch.setattr("quantforge.checkpoint.seal._CHUNKS", 8)
-    monkeypatch.setattr("quantforge.checkpoint.seal._LEAST", 16)
+    """Its states are few for any size; of a huge file they are more, so that a chunk is never large."""
+    for name, value in (("_CHUNKS", 8), ("_LEAST", 16), ("_MOST", 200)):
+        monkeypatch.setattr(seals, name, value)
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     known = seal(path, tmp_path)
     assert len(known._states) <= 9
-    read = reads_beside(monkeypatch)
-    descriptor = os.open(path, os.O_RDONLY)
-    assert known.holds(descriptor, 500, memoryview(bytes(10)))
-    assert known.holds(descriptor, 1000, memoryview(b""))
-    os.close(descriptor)
-    assert sum(map(len, read)) <= 1000 / 7
+    counts = reads(monkeypatch)
+    with path.open("rb") as file:
+        assert taken(known, file, 500, 10) == bytes(10)
+        assert taken(known, file, 1000, 0) == b""
+        assert taken(known, file, 995, 10) is None  # beyond the end
+    assert sum(counts) <= 1000 / 7
+    path.write_bytes(bytes(10_000))
+    assert seal(path, tmp_path)._chunk == 200
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_many_reads_of_a_chunk_read_little_beside_them_and_miss_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int
+@pytest.mark.parametrize("chunks", [1, 3, 40])
+@pytest.mark.parametrize(("workers", "kept"), [(1, 4), (3, 40)])
+@pytest.mark.parametrize("large", [1, 1 << 20])  # of which the next is read meanwhile, and not
+def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: int,
+    workers: int,
+    kept: int,
+    large: int,
 ) -> None:
-    for name, value in (("_CHUNKS", chunks), ("_LEAST", 16), ("_PARTS", 8), ("_KEPT", 2)):
-        monkeypatch.setattr(f"quantforge.checkpoint.seal.{name}", value)
+    for name, value in (("_CHUNKS", chunks), ("_LEAST", 16), ("_KEPT", kept), ("_LARGE", large)):
+        monkeypatch.setattr(seals, name, value)
     path, draw = tmp_path / "file", random.Random(0)
-    data = draw.randbytes(1009)
+    data = draw.randbytes(5009)
     path.write_bytes(data)
     known = seal(path, tmp_path)
-    read = reads_beside(monkeypatch)
-    descriptor = os.open(path, os.O_RDONLY)
-    for start in range(0, 1009, 10):  # from front to back
-        assert known.holds(descriptor, start, memoryview(data[start : start + 10]))
-    assert sum(map(len, read)) < 1009 * (1 + 1009 / chunks / 8 / 10 * 2)
-    for _ in range(300):
-        start, end = sorted(draw.sample(range(1010), 2))
-        given = bytearray(data[start:end])
-        assert known.holds(descriptor, start, memoryview(given))
-        given[draw.randrange(len(given))] ^= 1
-        assert not known.holds(descriptor, start, memoryview(given))
-        assert len(known._within) <= 3
-    path.write_bytes(data[:500] + b"x" + data[501:])
-    assert not known.holds(descriptor, 499, memoryview(path.read_bytes()[499:502]))
-    os.close(descriptor)
+    counts = reads(monkeypatch)
+    with path.open("rb") as file, ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(lambda start: taken(known, file, start, 10), range(0, 5000, 10))
+        assert b"".join(part or b"" for part in parts) == data[:5000]
+    assert sum(counts) <= 5009 * (1 if large > 1 else 1.5)  # rarely a chunk was given up meanwhile
+    assert len(seals._LAST) <= kept
+    with path.open("rb") as file:
+        for _ in range(300):
+            start, end = sorted(draw.sample(range(5010), 2))
+            assert taken(known, file, start, end - start) == data[start:end]
+    seals._READER.submit(int).result()  # nothing is read meanwhile any more
+    path.write_bytes(data[:2500] + b"x" + data[2501:])
+    seals._LAST.clear()
+    with path.open("rb") as file:
+        assert taken(known, file, 2499, 3) is None
+        assert taken(known, file, 2499, 3) is None  # nothing of it is kept
+        assert taken(known, file, 0, 5009) is None
 
 
 def test_a_file_that_ends_while_it_is_digested_is_noticed(
@@ -294,12 +316,11 @@ def test_a_file_that_ends_while_it_is_digested_is_noticed(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
-    pread = os.pread
+    fill = system.fill
     monkeypatch.setattr(
-        os,
-        "pread",
-        lambda file, count, start: pread(file, min(count, 500), start) if start < 500 else b"",
+        system, "fill", lambda file, view, start: start < 500 and fill(file, view[:500], start)
     )
+    monkeypatch.setattr(seals, "_READ", 500)
     with pytest.raises(IntegrityError, match="changed"):
         seal(path, tmp_path)
 

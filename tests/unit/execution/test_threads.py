@@ -3,16 +3,20 @@
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantforge import settings, verbs
+from quantforge.errors import InputError
 from quantforge.execution import row_wise
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.numerics.threads import in_order
+from quantforge.numerics.threads import Behind, in_order
+from quantforge.planning.recipe_options import build_recipe
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
@@ -53,6 +57,40 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
     assert found == list(range(7))
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
+    done = []
+    with Behind(workers) as behind:
+        for number in range(5):
+            behind.do(partial(done.append, number))
+        behind.wait()
+        assert done == [*range(5)]
+        behind.do(partial(done.append, 5))
+    assert done == [*range(6)]
+    with (
+        pytest.raises(ZeroDivisionError),
+        Behind(workers) as behind,
+    ):  # at the next piece, or the end
+        behind.do(lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gguf"])
+def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 4096)
+    model = gguf_models.make("llama", tmp_path / "m", torch.bfloat16)
+    name, file = "model.layers.1.mlp.gate_proj.weight", model / "model.safetensors"
+    tensors = load_file(file)
+    rows, columns = tensors[name].shape
+    tensors[name][rows - 2, 7] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    choices = {"format": form} | ({"type": "Q8_0"} if form == "gguf" else {"bits": 4})
+    recipe = build_recipe(None, method="rtn", scales="absmax", **choices)
+    out = tmp_path / ("x.gguf" if form == "gguf" else "out")
+    with pytest.raises(InputError) as found:
+        verbs.quantize(str(model), recipe, out, Settings(threads=2))
+    assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(found.value)
+
+
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(settings, "processors", lambda: 5)
@@ -74,6 +112,29 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
         recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
         verbs.export(str(model), recipe, out, Settings(threads=threads))
         made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("compressed-tensors", "int4:g64:sym"),
+        ("compressed-tensors", "int3:g64:asym"),
+        ("compressed-tensors", "fp8_e4m3:row+fp8_e4m3:token:dynamic"),
+        ("gptq", "int4:g64:sym"),
+        ("bnb", "nf4:g64"),
+        ("compressed-tensors", "fp8_e4m3:128x128"),  # of tiles and whole matrices rows share scales
+        ("compressed-tensors", "nvfp4"),
+    ],
+)
+def test_strips_that_are_put_together_are_the_matrix(tiny, form, scheme, tmp_path, monkeypatch):
+    model, made = tiny("llama-wide"), []
+    for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
+        monkeypatch.setattr(row_wise, "RUN_ELEMENTS", elements)
+        out = tmp_path / f"{elements} {threads}"
+        recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=form)
+        verbs.quantize(str(model), recipe, out, Settings(threads=threads))
+        made.append((out / "model.safetensors").read_bytes())
     assert made[0] == made[1] == made[2]
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantforge import verbs
+from quantforge.checkpoint import seal
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.opening import open_plain_source
@@ -390,6 +391,7 @@ def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: 
     import os
 
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seal._LAST.clear()  # what is in memory is what was digested
     with pytest.raises(IntegrityError, match="changed while it was being read"):
         source.read("model.layers.1.self_attn.q_proj.weight")
 
