@@ -23,7 +23,7 @@ TILE = 1024  # weights that stay in the first cache between two loops
 def suits(weight: Tensor, columns: slice | None = None) -> bool:
     """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, and large enough."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    least = STRIP if _compiled.cache_info().currsize else LEAST
+    least = min(STRIP, LEAST) if _compiled.cache_info().currsize else LEAST
     return columns is None and plain and weight.numel() >= least
 
 
