@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures import architecture_of
 from quantforge.checkpoint.prepared import PreparedCheckpoint, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.grids import Tile
 
@@ -88,7 +89,11 @@ class DecodedRows:
             scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
         layer = replace(layout.scheme, weight=scheme)
         strip = replace(layout, scheme=layer, shape=(last - first, layout.shape[1]), rows=rows)
-        return self.form.unpack(strip, stored).decode()
+        try:
+            return self.form.unpack(strip, stored).decode()
+        except InputError:
+            self._strip(checkpoint, 0, rows)  # names the place in the whole
+            raise
 
 
 def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int) -> torch.Tensor:

@@ -91,6 +91,23 @@ def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_
     assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(found.value)
 
 
+def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_path, monkeypatch):
+    source, name = tmp_path / "m", "model.layers.1.mlp.gate_proj.weight_scale_inv"
+    made = build_recipe(
+        None, method="rtn", scheme="fp8_e4m3:128x128", scales="absmax", format="fp8"
+    )
+    verbs.quantize(str(tiny("llama-wide")), made, source)
+    (source / "quantforge.manifest.json").unlink()  # one that others have published
+    tensors = load_file(source / "model.safetensors")
+    assert tensors[name].shape == (2, 1)
+    tensors[name][1, 0] = torch.inf
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 1280)  # strips across the two tiles
+    recipe = build_recipe(None, method="rtn", scheme="int8:row:sym", scales="absmax")
+    with pytest.raises(InputError, match=f"{name}: scale inf of row 1, group 0"):
+        verbs.quantize(str(source), recipe, tmp_path / "out")
+
+
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(settings, "processors", lambda: 5)
