@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.numerics.threads import in_order
-from quantforge.packers.row_codes import prepare
+from quantforge.packers.row_codes import strip_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
@@ -55,9 +55,9 @@ def round_rows(
     def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
         weight = read(*run)
         size = math.fsum(torch.linalg.vector_norm(weight, dim=1).double().square().tolist())
-        return run[0], rounded_strip(weight), size
+        with strip_of(math.prod(tensor.matrix)):
+            return run[0], rounded_strip(weight), size
 
-    prepare(math.prod(tensor.matrix))
     with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:
         for first, rounded, size in runs:
             write(first, rounded.tensor)

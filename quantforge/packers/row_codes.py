@@ -6,7 +6,9 @@ strips of so many: below, the second that compiling takes in every process would
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 21
-STRIP = 1 << 18
+_MATRIX: ContextVar[int] = ContextVar("weights of the matrix that a strip is of", default=0)
 CHUNK = 1 << 16  # weights of which temporaries stay in the second cache
 TILE = 1024  # weights that stay in the first cache between two loops
 
@@ -23,14 +25,18 @@ TILE = 1024  # weights that stay in the first cache between two loops
 def suits(weight: Tensor, columns: slice | None = None) -> bool:
     """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, and large enough."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    least = min(STRIP, LEAST) if _compiled.cache_info().currsize else LEAST
-    return columns is None and plain and weight.numel() >= least
+    large = max(weight.numel(), _MATRIX.get()) >= LEAST
+    return columns is None and plain and large
 
 
-def prepare(weights: int) -> None:
-    """Use the loops from now on for strips, too, if they are those of a matrix of so many weights."""
-    if weights >= LEAST:
-        _compiled()
+@contextmanager
+def strip_of(weights: int) -> Iterator[None]:
+    """Take what is rounded in a ``with`` block, on this thread, for strips of a matrix of so many weights."""
+    token = _MATRIX.set(weights)
+    try:
+        yield
+    finally:
+        _MATRIX.reset(token)
 
 
 def chunks(weight: Tensor) -> list[slice]:

@@ -16,6 +16,7 @@ from quantforge.execution import row_wise
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.numerics.threads import Behind, in_order
+from quantforge.packers import row_codes
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import Recipe
@@ -144,7 +145,11 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
         ("compressed-tensors", "nvfp4"),
     ],
 )
-def test_strips_that_are_put_together_are_the_matrix(tiny, form, scheme, tmp_path, monkeypatch):
+@pytest.mark.parametrize("least", [1 << 12, row_codes.LEAST])  # by the compiled loops, and without
+def test_strips_that_are_put_together_are_the_matrix(
+    tiny, form, scheme, least, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(row_codes, "LEAST", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
         monkeypatch.setattr(row_wise, "RUN_ELEMENTS", elements)
