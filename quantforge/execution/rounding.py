@@ -16,6 +16,7 @@ from quantforge.execution.row_wise import Strips, round_rows
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import Behind
 from quantforge.quantizers import PLAIN, Rounded, block_method_of, rounder_of
+from quantforge.quantizers.rtn import judging
 from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
@@ -113,11 +114,12 @@ class MatrixRounding:
             self.output.write_rows(stored.name, first, packed)
 
         read = partial(self.source.weight_rows, tensor)
+        importance = judging(statistics, self._recipe.rounding)
         if tensor.by_rows:
             behind.wait()
-            return round_rows(tensor, rounded, read, write, self.workers)
+            return round_rows(tensor, rounded, read, write, importance, self.workers)
         strips = Strips(tensor.matrix[0])
-        record = round_rows(tensor, rounded, read, strips.add, self.workers)
+        record = round_rows(tensor, rounded, read, strips.add, importance, self.workers)
         whole = replace(strips.whole(), input=tensor.scheme.input)
         behind.do(partial(self._write, tensor, whole))
         return record

@@ -22,6 +22,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import Rounded
+from quantforge.quantizers.rtn import squares
 
 
 def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
@@ -38,6 +39,7 @@ def round_rows(
     rounded_strip: Callable[[Tensor], Rounded],
     read: Callable[[int, int], Tensor],
     write: Callable[[int, QuantizedTensor], None],
+    importance: Tensor | None = None,
     workers: int = 1,
 ) -> dict[str, Any]:
     """Round a matrix and write it; return the events and the relative error as a record of the journal.
@@ -47,6 +49,7 @@ def round_rows(
         rounded_strip: rounds rows ``[rows, columns]`` without looking at others.
         read: rows of the source as float32, given the first and the one behind the last.
         write: takes the first row and the rounded strip, in order.
+        importance: of the columns, by which the error is weighed.
         workers: strips that are read and rounded side by side.
     """
     events: dict[str, Event] = {}
@@ -54,7 +57,7 @@ def round_rows(
 
     def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
         weight = read(*run)
-        size = math.fsum(torch.linalg.vector_norm(weight, dim=1).double().square().tolist())
+        size = math.fsum(squares(weight, importance).tolist())
         with strip_of(math.prod(tensor.matrix)):
             return run[0], rounded_strip(weight), size
 

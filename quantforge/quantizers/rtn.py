@@ -50,14 +50,19 @@ def round_shared(
     Raises:
         InputError: a weight is not finite, or its scale is beyond its stored type.
     """
-    importance = statistics.importance
-    found = quantized(weights, importance, schemes, rounding.scales)
-    if importance is not None and rounding.scales != "reference":
-        importance = floored(importance)
+    found = quantized(weights, statistics.importance, schemes, rounding.scales)
+    importance = judging(statistics, rounding)
     return {
         name: _judged(name, weights[name].detach().float(), importance, tensor)
         for name, tensor in found.items()
     }
+
+
+def judging(statistics: Statistics, rounding: Rounding) -> Tensor | None:
+    """Return what weighs the squares of columns ``[in]`` in the ``error`` of a rounded matrix."""
+    if statistics.importance is None or rounding.scales == "reference":
+        return statistics.importance
+    return floored(statistics.importance)
 
 
 def quantized(
@@ -125,12 +130,15 @@ def _judged(
 ) -> Rounded:
     decoded = tensor.decode()
     events = losses(name, weight, tensor, decoded)
-    both = [decoded.sub_(weight), weight]
-    if importance is None:  # a norm takes half the time of squares and their sum
-        sums = [torch.linalg.vector_norm(part, dim=1).square_() for part in both]
-    else:
-        sums = [part.square().mul_(importance).sum(1) for part in both]
+    sums = [squares(part, importance) for part in (decoded.sub_(weight), weight)]
     return Rounded(tensor, events, {"error": ratio(*sums)})
+
+
+def squares(rows: Tensor, importance: Tensor | None) -> Tensor:
+    """Return the sum of squares ``[rows]`` of each row of ``[rows, in]``, weighed by ``importance`` ``[in]``."""
+    if importance is None:  # a norm takes half the time of squares and their sum
+        return torch.linalg.vector_norm(rows, dim=1).double().square_()
+    return rows.square().mul_(importance).sum(1)
 
 
 def fitted(

@@ -18,8 +18,8 @@ from quantforge.notation import parse
 from quantforge.numerics.threads import Behind, in_order
 from quantforge.packers import row_codes
 from quantforge.planning.recipe_options import build_recipe
-from quantforge.quantizers.rtn import round_shared
-from quantforge.recipe import Recipe
+from quantforge.quantizers.rtn import judging, round_shared
+from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
 from tests import gguf_models
@@ -170,9 +170,32 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
     record = row_wise.round_rows(
         tensor, lambda strip: round_shared({"w": strip}, Statistics(), schemes, Recipe())["w"],
         lambda first, last: weight[first:last].clone(),
-        lambda first, tensor: written.append((first, len(tensor.codes))), workers,
+        lambda first, tensor: written.append((first, len(tensor.codes))), None, workers,
     )  # fmt: skip
     assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]
     (event,) = record["events"]
     assert event["kind"] == "group-outshone"
     assert event["detail"].startswith("8 groups of 32 ")
+
+
+@pytest.mark.parametrize("scales", ["search", "reference"])
+def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
+    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 512)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 256, generator=generator)
+    weight[:4, :32] *= 30  # what matters is large in one half of the rows, and rounded worse
+    squares = torch.rand(256, generator=generator)
+    squares[:32] *= 1e4
+    tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
+    schemes = {"w": tensor.scheme.weight}
+    rounding, statistics = Rounding(scales=scales), Statistics(tokens=1, squares=squares)
+
+    def rounded(rows):
+        return round_shared({"w": rows}, statistics, schemes, rounding)["w"]
+
+    record = row_wise.round_rows(
+        tensor, rounded, lambda first, last: weight[first:last].clone(),
+        lambda first, tensor: None, judging(statistics, rounding),
+    )  # fmt: skip
+    whole = rounded(weight.clone()).figures["error"]
+    assert record["figures"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
