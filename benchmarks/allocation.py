@@ -1,11 +1,12 @@
 """Allocated mixtures against uniform widths: KL divergence at the same bytes, both rounded by our gptq.
 
-    python benchmarks/allocation.py --model MODEL --calibration cal.txt --evaluation eval.txt [--format gguf]
-                                    [--targets 3.0,3.5] [--seeds 1] [--out FILE.json]
+    python benchmarks/allocation.py --model MODEL --calibration cal.txt --evaluation eval.txt [--targets 3.0,3.5]
+                                    [--format gguf --mixtures Q2_K,Q3_K_M] [--tune 0] [--seeds 1] [--out FILE.json]
 
 Errors are measured once for each seed of the calibration rows. Of a target are printed: bits per weight inside of
-blocks, the divergence that was expected and the one that `evaluate` measures, and its ratio to that of uniform widths,
-whose logarithm is interpolated over the bits.
+blocks, the divergence that was expected and the one that `evaluate` measures, and its ratio to the best of uniform
+widths and, of GGUF, of llama.cpp's mixtures, whose logarithm is interpolated over the bits. What lies outside of blocks
+is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from gguf import GGUFReader
 
 from quantforge import verbs
 from quantforge.execution import candidate_errors
@@ -35,6 +38,9 @@ def main() -> None:
     parser.add_argument("--evaluation", required=True)
     parser.add_argument("--format", default="compressed-tensors")
     parser.add_argument("--targets", default="3.0,3.5")
+    parser.add_argument("--candidates", default="", help="default: as allocate's")
+    parser.add_argument("--mixtures", default="", help="of llama-quantize, beside uniform types")
+    parser.add_argument("--tune", type=int, help="epochs of all that are compared")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--windows", type=int, default=80)
     parser.add_argument("--threads", type=int, default=1)
@@ -53,6 +59,8 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "calibration": options.calibration,
         "format": options.format,
         "seed": seed,
+        "tune": options.tune,
+        "candidates": [one for one in options.candidates.split(",") if one],
     }
     measured: list[Any] = []
     original = candidate_errors.candidate_errors
@@ -77,6 +85,10 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         for scheme in plain.uniform:
             every = Rule(EVERY, scheme)
             recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
+        mixtures = [one for one in options.mixtures.split(",") if one]
+        for kind in mixtures:
+            ignored = ("*embed_tokens*", "lm_head")
+            recipes[kind] = replace(plain.recipe, scheme=None, rules=(), type=kind, ignore=ignored)
         outs = {}
         times = {}
         for name, recipe in recipes.items():
@@ -90,13 +102,16 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             options.model, [*outs.values()], text=options.evaluation, windows=options.windows, length=512, speed=False,
         )  # fmt: skip
     kl = {name: row["kl_mean"] for name, row in zip(recipes, report.rows[1:], strict=True)}
-    widths = sorted((plain.uniform[name][1], kl[name]) for name in plain.uniform)
+    bits = {name: bits for name, (_, bits, _) in plain.uniform.items()}
+    bits |= {name: in_blocks(outs[name]) for name in mixtures}
+    widths = frontier(sorted((bits[name], kl[name]) for name in bits))
     return {
         "allocate, s": seconds,
         "gptq, s": times[[*plain.uniform][1]],
         "uniform": {
             name: {"bits": bits, "expected": nats, "kl": kl[name]} for name, (_, bits, nats) in plain.uniform.items()
         },
+        "mixtures": {name: {"bits": bits[name], "kl": kl[name]} for name in mixtures},
         "targets": {
             target: {
                 "bits": one.bits, "of target": one.bits / float(target), "expected": one.nats,
@@ -106,6 +121,27 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             for target, one in made.items()
         },
     }  # fmt: skip
+
+
+def in_blocks(file: Path) -> float:
+    """Return the bits per weight of the matrices in the blocks of a GGUF file."""
+    tensors = [
+        one
+        for one in GGUFReader(file).tensors
+        if one.name.startswith("blk.") and len(one.shape) > 1
+    ]
+    return (
+        8 * sum(int(one.n_bytes) for one in tensors) / sum(int(one.n_elements) for one in tensors)
+    )
+
+
+def frontier(widths: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return what no other one beats with as few bits."""
+    return [
+        one
+        for place, one in enumerate(widths)
+        if all(one[1] < other[1] for other in widths[:place])
+    ]
 
 
 def between(widths: list[tuple[float, float]], bits: float) -> float:

@@ -137,7 +137,8 @@ def _judged(
 def squares(rows: Tensor, importance: Tensor | None) -> Tensor:
     """Return the sum of squares ``[rows]`` of each row of ``[rows, in]``, weighed by ``importance`` ``[in]``."""
     if importance is None:  # a norm takes half the time of squares and their sum
-        return torch.linalg.vector_norm(rows, dim=1).double().square_()
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms.double().square_()
     return rows.square().mul_(importance).sum(1)
 
 

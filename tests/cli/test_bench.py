@@ -42,6 +42,7 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < found["forecast"]["static"] <= found["forecast"]["continuous"] <= 1
 
 
+@pytest.mark.thorough
 def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--requests",

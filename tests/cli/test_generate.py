@@ -457,6 +457,7 @@ def prompt_tokens(chat: Terminal, said: str) -> int:
     return int(chat.wait_for(", interrupted]").rsplit("[prompt ", 1)[1].split()[0])
 
 
+@pytest.mark.thorough
 def test_programs_that_are_compiled_are_told_of_before_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ def on_a_terminal(*arguments: object) -> tuple[str, int]:
     return drawn.decode(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.thorough
 def test_nothing_glues_to_the_bar(model, made, tmp_path):
     """A gate that fails after the work: what follows the bar begins a line of its own, and the bar is gone."""
     drawn, code = on_a_terminal("eval", made, model, *EVAL, "--max-kl", "0")  # swapped: it is noted

@@ -16,10 +16,12 @@ from quantforge.planning.recipe_options import builtin_recipes, load_recipe
 from quantforge.settings import Policy, Settings
 from tests.conftest import make_tiny
 from tests.runs import command
+from tests.thorough import usual
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 DATA_FREE = "no data"
 # Of those that differ in the engine alone, the first: what is made is the same.
+NAMES = sorted(builtin_recipes())
 DIFFERENT = {
     str(replace(load_recipe(name), engine="")): name
     for name in sorted(builtin_recipes(), reverse=True)
@@ -38,7 +40,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama-wide", tmp_path_factory.mktemp("block"), num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("name", sorted(builtin_recipes()))
+@pytest.mark.parametrize("name", usual(NAMES, *NAMES[::3]))
 def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None:
     plan, told = verbs.plan(DEMO, name), described_recipes()[name]
     assert plan.substitutions == ()

@@ -113,6 +113,7 @@ def test_two_signals_do_not_wait_and_a_document_is_one() -> None:
     assert (server.returncode, out, err) == (0, "", "")
 
 
+@pytest.mark.thorough
 def test_an_answer_with_guesses_is_that_of_the_plain_loop() -> None:
     plain = quantforge.generate(DEMO, "import os, json, json", raw=True, max_tokens=40)
     asked = {"model": "demo", "prompt": "import os, json, json", "max_tokens": 40, "temperature": 0}

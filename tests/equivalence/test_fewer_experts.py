@@ -143,6 +143,7 @@ def test_it_is_said_wherever_people_look(
     assert name.encode() in (tmp_path / "own.gguf").read_bytes()[:4096]
 
 
+@pytest.mark.thorough
 def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3-moe")
     wanted = recipe("gptq", scheme="int4:g32:sym", prune_experts="50%")

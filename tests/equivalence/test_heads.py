@@ -26,6 +26,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from scripts import tiny_families
 from tests.conftest import VOCABULARY, Tiny, tiny_tokenizer
 from tests.runs import quantize, recipe, swift
+from tests.thorough import usual
 
 IDS = torch.randint(0, VOCABULARY, (1, 20), generator=torch.Generator().manual_seed(5))
 # How files hold a head: where its layer lies, other tensors of it, the key that counts it.
@@ -100,7 +101,7 @@ def heads_in(path: Path) -> set[str]:
     return {name for name in names if re.match(rf"{behind}|mtp|model\.mtp", name)}
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), usual(CASES, ("qwen3", "mimo")))
 def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, layout: str) -> None:
     model = with_head(family, layout)
     before = heads_in(model)
@@ -152,6 +153,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
     assert torch.equal(logits[0], logits[2])
 
 
+@pytest.mark.thorough
 def test_dropped_ones_are_reproduced_and_a_damaged_one_is_seen(
     with_head: Make, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from quantforge_calibration.row_processor import IDS, load_processor
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.equivalence.test_stream import opened, whole_model
 from tests.runs import StopError, command, crash_after, quantize, recipe, swift, tree
+from tests.thorough import usual
 from tests.vision import DEEP, GEMMA, IMAGE, PLACE, QWEN, draw_image, make_vision, write_rows
 
 FAMILIES = (GEMMA, QWEN, DEEP)
@@ -32,7 +33,7 @@ SCHEME = "int4:g16:sym"
 LENGTH = 64
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=usual(FAMILIES, GEMMA))
 def family(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found

@@ -39,6 +39,7 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
 from tests.runs import command, quantize, recipe, swift
+from tests.thorough import further
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 ROTATED = (
@@ -155,13 +156,13 @@ def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
     ("family", "method", "values"),
     [
         ("llama-tied", "rotate+gptq", {"scheme": "int8:g32:sym"}),
-        ("llama-wide", "rotate+awq+gptq", {"scheme": "int4:g32:sym"}),
+        further("llama-wide", "rotate+awq+gptq", {"scheme": "int4:g32:sym"}),
         ("qwen2", "rotate+rtn", {"scheme": "int8:row:sym", "head": "int8:row:sym"}),
-        ("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
-        ("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
+        further("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
+        further("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
         ("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),
         ("llama-tied", "rotate+rtn", {"format": "gptq", "scheme": "int8:g32:sym"}),
-        ("llama-tied", "rotate+gptq", {"format": "gguf", "type": "Q8_0"}),
+        further("llama-tied", "rotate+gptq", {"format": "gguf", "type": "Q8_0"}),
         ("llama-wide", "rotate+rtn", {"format": "mlx", "scheme": "int8:g64:min"}),
         ("llama-tied", "rotate", {"format": "plain"}),
     ],

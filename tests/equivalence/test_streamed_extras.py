@@ -72,6 +72,7 @@ def test_a_stream_is_the_whole_model(path: Path) -> None:
     assert torch.equal(streamed(path, matched, micro_batch=3, activations=path), found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_path: Path) -> None:
     """What earlier blocks return is computed anew, of the bytes that were written."""
@@ -86,6 +87,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_pa
     assert tree(tmp_path / "again") == tree(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
 def test_workers_that_share_it_pass_the_blocks_of_others(path: Path, tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(path)

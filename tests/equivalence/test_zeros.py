@@ -106,6 +106,7 @@ def test_verify_sees_what_is_damaged(tiny: Tiny, tmp_path: Path, method: str, da
     assert ("kept-changed", name) in {(finding.check, finding.where) for finding in found}
 
 
+@pytest.mark.thorough
 def test_plain_rounding_afterwards_keeps_every_zero(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3-moe")
     quantize(model, tmp_path / "s", recipe("sparsegpt", format="plain", sparsity="2:4"))
@@ -164,6 +165,7 @@ def test_columns_that_do_not_fit_stay_as_an_event(tiny: Tiny, tmp_path: Path) ->
     )  # those of the shared experts
 
 
+@pytest.mark.thorough
 def test_on_a_trained_model_what_makes_up_for_zeros_pays(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(calibration_text())
     (tmp_path / "other.txt").write_text(evaluation_text())

@@ -43,6 +43,7 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
 
 
+@pytest.mark.thorough
 def test_defects_that_count_are_found(bases, tmp_path):
     tried = (session.tried(bases, SEED, number, tmp_path) for number in range(COUNT))
     records = [record for record in tried if record]

@@ -40,6 +40,7 @@ from tests.runs import (
     swift,
     tree,
 )
+from tests.thorough import further
 
 SCHEME = "int4:g32:sym"
 MORE = replace(CALIBRATION, samples=40, length=64)
@@ -50,6 +51,7 @@ def manifest(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +87,7 @@ BETWEEN = ("block 0 expert 1", "block 2 expert 3")
 
 @pytest.mark.parametrize(
     ("method", "propagate", "parts"),
-    [("awq+gptq", "source", BETWEEN), ("gptq", "quantized", BETWEEN[:1])],
+    [further("awq+gptq", "source", BETWEEN), ("gptq", "quantized", BETWEEN[:1])],
 )
 def test_a_crash_between_two_experts_resumes_to_the_same_bytes(
     tiny: Tiny, tmp_path: Path, method: str, propagate: str, parts: tuple[str, ...]
@@ -177,7 +179,9 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("family", "experts"), [("mixtral", "all"), ("qwen3-moe", "routed")])
+@pytest.mark.parametrize(
+    ("family", "experts"), [further("mixtral", "all"), ("qwen3-moe", "routed")]
+)
 def test_gptq_errs_less_than_rtn_on_what_experts_read(
     tiny: Tiny, tmp_path: Path, family: str, experts: str
 ) -> None:

@@ -89,6 +89,7 @@ def joining(spec, out, place):
     return forked(work, place / f"errors-{random.random()}")
 
 
+@pytest.mark.thorough
 def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whole, tmp_path):
     shared, place = tmp_path / "shared", tmp_path / "made"
     place.mkdir()
@@ -100,6 +101,7 @@ def test_three_processes_make_each_variant_once_with_the_bytes_of_one(spec, whol
     assert tree(shared) == tree(whole)
 
 
+@pytest.mark.thorough
 def test_variants_that_only_one_process_can_make_are_shared_too(model, tmp_path):
     variant = VARIANT.replace('"}}', '", {more}}}')
     alone = {
@@ -163,6 +165,7 @@ def counted(start, started):
     return other
 
 
+@pytest.mark.thorough
 def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "_other", counted(jobs._other, started := []))
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
@@ -185,6 +188,7 @@ def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch
         )
 
 
+@pytest.mark.thorough
 def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
     out = tmp_path / "out"
     run = subprocess.Popen(

@@ -48,6 +48,7 @@ from tests.runs import (
     swift,
     tree,
 )
+from tests.thorough import further
 
 PLAIN = swift(scales="absmax", bits=4)
 GPTQ = swift("gptq", bits=4, head="int8:row")
@@ -115,7 +116,7 @@ def appears(found: Callable[[], bool]) -> None:
         ("out.gguf", FILE),
         ("out", GPTQ),
         ("out", replace(GPTQ, tune=2)),
-        ("out", swift("awq", bits=4)),
+        further("out", swift("awq", bits=4)),
     ],
 )
 def test_two_processes_share_a_run_and_write_what_one_would(

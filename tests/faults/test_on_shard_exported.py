@@ -79,6 +79,7 @@ def test_files_that_are_moved_away_change_no_byte(codes, out, away, whole, capsy
     assert not out.parent.joinpath(".out.qf").exists()
 
 
+@pytest.mark.thorough
 def test_weights_that_are_rounded_plainly_are_handed_over_too(model, out, away):
     wanted = replace(WANTED, scheme="int4:g32:sym")
     export(model, out.with_name("whole"), wanted)

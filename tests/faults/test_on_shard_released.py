@@ -19,6 +19,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import release
 from tests.conftest import Tiny
 from tests.runs import command, ended, forked, script, tree
+from tests.thorough import further
 
 HEAD = """model = "{model}"
 [calibration]
@@ -80,6 +81,7 @@ def together(out: Path, away: Path) -> dict[str, str]:
     return tree(out) | moved
 
 
+@pytest.mark.thorough
 def test_files_that_are_moved_away_change_no_byte_and_are_not_made_again(
     model, tmp_path, away, taken, capsys
 ):
@@ -109,7 +111,7 @@ def test_files_that_are_moved_away_change_no_byte_and_are_not_made_again(
         assert tree(out)[name] == whole[name]
 
 
-@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("join", [further(False), True])
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     model, tmp_path, away, taken, whole, join
 ):

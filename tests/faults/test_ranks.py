@@ -104,6 +104,7 @@ def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
     assert leftovers(out) == {"out"}
 
 
+@pytest.mark.thorough
 def test_the_example_of_a_job_array(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_what_ranks_do_not_share_is_refused(
     assert "torchrun is for quantize" in refused.err
 
 
+@pytest.mark.thorough
 def test_ranks_share_a_model_that_answers(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def holders(out: Path) -> set[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_machine_dies_and_the_release_has_the_bytes_of_one_process(
     cluster, model, tmp_path, monkeypatch
 ):

@@ -43,6 +43,7 @@ from tests.runs import (
     swift,
     tree,
 )
+from tests.thorough import further
 
 JOURNAL = ".out.qf/journal"
 
@@ -161,7 +162,7 @@ PARTS = ["outer", "block 0", "block 1", "head"]
     ("method", "propagate", "crashes"),
     [
         ("gptq", "source", PARTS),
-        ("awq+gptq", "source", PARTS[1:2]),
+        further("awq+gptq", "source", PARTS[1:2]),
         ("gptq", "quantized", PARTS[1:3]),
     ],
 )

@@ -24,6 +24,7 @@ from quantforge.verbs import join_variants, make_release, release
 from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, swift, tree
+from tests.thorough import further
 
 Stopped = Callable[[object, str, Callable[[], object]], int]
 
@@ -91,7 +92,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 @pytest.mark.parametrize(
     ("place", "name", "number"),
     [
-        (make_release, "_lay_out", signal.SIGCONT), (join_variants, "carry_out", signal.SIGKILL),
+        further(make_release, "_lay_out", signal.SIGCONT), (join_variants, "carry_out", signal.SIGKILL),
         (UnitOutput, "finish", signal.SIGKILL), (make_release, "finish", signal.SIGCONT),
     ],
 )  # fmt: skip

@@ -89,6 +89,7 @@ def test_a_file_that_may_not_be_read_is_named(
     assert (code, f"{model / name}: Permission denied" in said) == (3, True), said
 
 
+@pytest.mark.thorough
 def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path: Path) -> None:
     """Where torch fills new memory with the largest numbers and NaN, the same bytes come out."""
     model = tiny("llama")

@@ -37,6 +37,7 @@ def _variants(folder):
     return [Variant(wanted, folder / name) for name, wanted in _recipes().items()]
 
 
+@pytest.mark.thorough
 def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp_path):
     alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
     alone.mkdir()

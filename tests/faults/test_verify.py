@@ -26,6 +26,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import command, copied, first_blocks, quantize, recipe, swift
+from tests.thorough import usual
 
 Tensors = dict[str, torch.Tensor]
 Plant = Callable[[Path], None]
@@ -350,7 +351,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", usual(HEALTHY, *set(HEALTHY) - {"mxfp4", "2 bits by awq+gptq"}))
 def test_no_method_and_no_format_looks_damaged(name, source, tmp_path):
     model = source("llama-wide")
     quantize(model, tmp_path / "m", recipe(**HEALTHY[name]))

@@ -21,6 +21,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import release
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
+from tests.thorough import further
 
 HOUR = 3600.0
 Work = Callable[[Path, Settings], object]
@@ -105,7 +106,7 @@ def test_clocks_that_differ_by_an_hour_change_nothing(
     assert not [name for name in leftovers(out) if name.startswith(".")]
 
 
-@pytest.mark.parametrize("size", [20_000, 60_000])
+@pytest.mark.parametrize("size", [further(20_000), 60_000])
 def test_a_disk_that_is_full_for_one_worker_ends_that_one_alone(
     work: Work, out: Path, tmp_path: Path, size: int
 ) -> None:

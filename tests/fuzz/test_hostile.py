@@ -16,6 +16,7 @@ from tests.fuzz.hostile.cases import Case, draw
 from tests.fuzz.hostile.judge import Verdict
 
 
+@pytest.mark.thorough
 def test_nothing_but_results_and_refusals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.evaluations import options
 from tests.runs import quantize, recipe
+from tests.thorough import usual
 
 STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid")
 NOT_LOADED = ("kimi-linear",)  # by transformers, as plan says
@@ -82,7 +83,7 @@ def transformers_says(plan: Plan) -> str:
     return "" if verdict.loads else verdict.reason
 
 
-@pytest.mark.parametrize("family", ONE_BY_ONE)
+@pytest.mark.parametrize("family", usual(ONE_BY_ONE, *ONE_BY_ONE[::2]))
 def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Experts, shared experts and latent attention are quantized; routers and what weighs experts stay."""
     blind = CalibrationOptions(source="none")

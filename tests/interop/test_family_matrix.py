@@ -13,6 +13,7 @@ import pytest
 
 from scripts import families
 from tests.conftest import tiny_tokenizer
+from tests.thorough import further
 
 FAMILIES = ("bloom", "dbrx", "deepseek_v3", "falcon", "gpt_oss", "jamba", "llava", "mamba", "molmo2", "olmo_hybrid",
             "qwen3_vl_moe")  # fmt: skip
@@ -32,14 +33,18 @@ def test_nothing_is_silently_wrong(
 @pytest.mark.parametrize(
     ("name", "steps", "share"),
     [
-        ("axk2", ("plan", "gptq", "eval"), 0.95),  # its blocks ask a packed weight for its type
+        further(
+            "axk2", ("plan", "gptq", "eval"), 0.95
+        ),  # its blocks ask a packed weight for its type
         ("biogpt", ("plan", "awq", "verify"), 0.99),  # what absorbed a factor is derived
         (
             "falcon",
             ("plan", "gptq", "verify"),
             0.99,
         ),  # a key asks transformers to decode while loading
-        ("kimi_linear", ("plan", "awq"), 0.9),  # files hold the convolutions of q, k and v apart
+        further(
+            "kimi_linear", ("plan", "awq"), 0.9
+        ),  # files hold the convolutions of q, k and v apart
         ("mistral4", ("plan", "gptq", "eval"), 0.99),  # files hold all experts in one tensor
     ],
 )

@@ -219,6 +219,7 @@ def test_names_are_texts(tasks, name, tmp_path):
         harness.check(Tasks((str(file),)))
 
 
+@pytest.mark.thorough
 def test_names_with_blanks_and_groups_are_found_and_all_of_the_library_without_it(
     tiny, tasks, tmp_path
 ):

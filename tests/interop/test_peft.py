@@ -14,6 +14,7 @@ from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
+from tests.thorough import further
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(48)[None] * 7 % 300
@@ -24,10 +25,10 @@ FEW = {"samples": 6, "length": 24}
     ("family", "scheme", "form", "method"),
     [
         ("llama-wide", "int3:g32:sym", "compressed-tensors", "gptq"),
-        ("llama-wide", "int4:g32:sym", "compressed-tensors", "awq"),
+        further("llama-wide", "int4:g32:sym", "compressed-tensors", "awq"),
         ("phi3", "int4:g32:sym", "compressed-tensors", "rtn"),
         ("gpt2", "int4:g32:sym", "compressed-tensors", "rtn"),
-        ("llama-wide", "int8:row:sym", "bnb", "rtn"),
+        further("llama-wide", "int8:row:sym", "bnb", "rtn"),
         ("llama-wide", "nf4", "bnb", "rtn"),
     ],
 )

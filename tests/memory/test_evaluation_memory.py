@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests import runs
 
 COMPILER = 60_000_000  # what LLVM alone takes is twice that
@@ -23,6 +25,7 @@ print(json.dumps([[row["peak_bytes"], list(row["kernels"])] for row in rows]))
 """
 
 
+@pytest.mark.thorough
 def test_the_first_packed_model_takes_no_more_than_the_others(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_peak_does_not_grow_with_the_blocks(
     assert max(peaks) < 1.05 * peaks[0] + HEAP / 2
 
 
+@pytest.mark.thorough
 def test_hidden_states_on_disk_are_not_in_memory(tmp_path: Path) -> None:
     # A narrow block: what counts here are its hidden states.
     narrow = {"intermediate_size": 512, "num_hidden_layers": 1}

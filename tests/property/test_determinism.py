@@ -73,6 +73,7 @@ def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeyp
         assert first == second, method
 
 
+@pytest.mark.thorough
 def test_large_matrices_are_the_same_for_1_and_4_threads(tmp_path, monkeypatch):
     # Large enough for parts side by side.
     sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 1,

@@ -76,6 +76,7 @@ def stepped(name: str, place: Path, **inputs: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.thorough
 def test_the_steps_make_a_release_and_its_summary(tmp_path: Path) -> None:
     (tmp_path / "release.toml").write_text(FILE.format(model=ROOT / "models/demo", limit=4000000))
     assert stepped("Write the release file", tmp_path).returncode == 0

@@ -110,6 +110,7 @@ def test_what_lies_outside_of_blocks_is_rounded_plainly(tiny: Tiny, tmp_path: Pa
     assert torch.equal(found, rounded)
 
 
+@pytest.mark.thorough
 def test_gains_of_norms_that_a_method_changes_are_written(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_the_divergence_falls_and_routers_stay(
     assert report.findings == []
 
 
+@pytest.mark.thorough
 def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
     wanted, model = tuned(tune=1), short(tmp_path, "gpt-oss")
     quantize(model, tmp_path / "whole", wanted, threads=1)
@@ -149,6 +150,7 @@ def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_an_expert_without_tokens_keeps_its_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, quantize, swift, tree
+from tests.thorough import further, usual
 
 ROWS = replace(CALIBRATION, samples=16, length=24)
 TYPES = ["Q2_K", "Q3_K_M", "Q5_K_M", "Q5_1", "IQ4_XS"]
@@ -63,7 +64,7 @@ def modules(path: Path) -> dict[str, QuantizedTensor]:
 
 
 @pytest.mark.usefixtures("better")
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", usual(TYPES, "Q3_K_M", "Q5_1", "Q5_K_M"))
 def test_scales_and_codes_of_blocks_change_and_nothing_else(
     wide: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -122,7 +123,7 @@ def test_what_was_tuned_diverges_less_and_verifies(
 
 
 @pytest.mark.usefixtures("better")
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", further("qwen3_moe")])
 def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) -> None:
     """It holds them in float32, of gemma with the one that the norm adds, whatever type the source has."""
     model, out = (
@@ -145,6 +146,7 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
     assert report.findings == []
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("better")  # else nothing of so few rows is kept
 def test_neither_threads_nor_a_kill_change_a_byte(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

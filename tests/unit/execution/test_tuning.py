@@ -29,6 +29,7 @@ from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, swift, tree
+from tests.thorough import further
 
 FILE = "tune-block-0.bin"
 ROWS = replace(CALIBRATION, samples=16, length=24)
@@ -92,7 +93,7 @@ def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gemma2", "gptq", "gptq", 1),
         ("gpt2", "gptq", "compressed-tensors", 3),
-        ("gemma2", "awq+gptq", "compressed-tensors", 1),
+        further("gemma2", "awq+gptq", "compressed-tensors", 1),
     ],
 )
 def test_only_what_is_learned_changes(
@@ -151,7 +152,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
         torch.testing.assert_close(wanted[index - 1], source[index], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
+@pytest.mark.parametrize("method", ["gptq", further("awq+gptq")])
 def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -194,7 +195,7 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
 
 
-@pytest.mark.parametrize("part", ["block 1", "tune block 1", "tune"])
+@pytest.mark.parametrize("part", ["block 1", "tune block 1", further("tune")])
 def test_it_goes_on_where_it_was_stopped(
     short: Tiny, tmp_path: Path, part: str, whole: dict[str, str]
 ) -> None:
@@ -204,6 +205,7 @@ def test_it_goes_on_where_it_was_stopped(
     assert tree(tmp_path / "out") == whole
 
 
+@pytest.mark.thorough
 def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Path) -> None:
     wanted = tuned("awq+gptq")
     quantize(short("gpt2"), tmp_path / "whole", wanted)
@@ -245,6 +247,7 @@ def test_damage_behind_transforms_is_told_from_what_was_learned(
     assert check in errors if check else not errors
 
 
+@pytest.mark.thorough
 def test_a_kill_before_the_results_are_written_loses_nothing(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:

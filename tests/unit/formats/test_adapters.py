@@ -238,6 +238,7 @@ def test_what_is_measured_against_another_model_than_it_was_made_of_is_said(
     assert Path("q/README.md").read_bytes() != before
 
 
+@pytest.mark.thorough
 def test_sweeps_and_releases_measure_against_what_was_merged(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +325,7 @@ def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path:
     assert f"{model.name}-tuned".encode() in (tmp_path / "x.gguf").read_bytes()[:4096]
 
 
+@pytest.mark.thorough
 def test_what_is_merged_is_rounded_like_a_model_that_was_saved_so(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def body(prompt, **more):
     return {"model": NAME, "prompt": prompt, "temperature": 0, **more}
 
 
+@pytest.mark.thorough
 def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
     draw = random.Random(3)
     asked = []

@@ -16,6 +16,7 @@ from quantforge.model.token_weights import TokenWeights
 from quantforge.numerics.team import reproducible
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.equivalence.test_mixtures import opened
+from tests.thorough import usual
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 MOST = 1e-4  # of the norm
@@ -55,7 +56,7 @@ def in_memory(path: Path, rows: Tensor, labels: Tensor) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", usual(MIXTURES, *[*MIXTURES][::2]))
 def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     rows = ROWS[:3]
     found, labels = streamed(tiny(family), rows)

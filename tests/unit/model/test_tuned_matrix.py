@@ -13,6 +13,7 @@ from quantforge.model.tuned_matrix import CODES, TunedMatrix
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
+from tests.thorough import usual
 
 SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]
 EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
@@ -29,7 +30,9 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
     return QuantizedTensor(codes, parameters, scheme)
 
 
-@pytest.mark.parametrize("grid", [*SCALED, *INTEGERS, "nvfp4"])
+@pytest.mark.parametrize(
+    "grid", usual([*SCALED, *INTEGERS, "nvfp4"], *EVEN, *INTEGERS, "nvfp4", "iq2_xxs")
+)
 def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)

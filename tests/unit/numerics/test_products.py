@@ -24,6 +24,7 @@ from quantforge.numerics.threads import one_thread
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import recipe, swift
+from tests.thorough import further
 
 PRODUCTS = ("mm", "bmm", "addmv", "mv", "dot", "einsum", "matmul", "linear", "linalg", "cholesky", "triangular",
             "dot_product", "conv", "lstsq", "inverse")  # fmt: skip
@@ -97,13 +98,15 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 @pytest.mark.parametrize(
     ("family", "method", "values"),
     [
-        ("llama-wide", "gptq", {"scheme": "int3:g32:asym", "gptq.group_scales": "refresh"}),
-        ("llama-wide", "awq+gptq", {"calibration.source": "self"}),
+        further("llama-wide", "gptq", {"scheme": "int3:g32:asym", "gptq.group_scales": "refresh"}),
+        further("llama-wide", "awq+gptq", {"calibration.source": "self"}),
         ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),
         ("llama-wide", "gptq", {"format": "gguf", "type": "Q4_0"}),
-        ("llama-wide", "awq", {"head": "int4:g32:sym", "calibration.propagate": "quantized"}),
+        further(
+            "llama-wide", "awq", {"head": "int4:g32:sym", "calibration.propagate": "quantized"}
+        ),
         ("gemma2", "gptq", {"scheme": "int4:g32:sym"}),
-        ("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
+        further("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )

@@ -26,6 +26,7 @@ from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.quantize_variants import quantize_variants
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, command, quantize, recipe, tree
+from tests.thorough import further
 
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
@@ -224,7 +225,7 @@ def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> No
         plan(tiny("llama"), recipe("rtn", bits=4, guide=1, effort=HIGH))
 
 
-@pytest.mark.parametrize("level", [LOW, HIGH])
+@pytest.mark.parametrize("level", [LOW, further(HIGH)])
 def test_the_manifest_has_what_was_set_and_makes_it_again(
     block: Path, tmp_path: Path, level: str
 ) -> None:
@@ -249,6 +250,7 @@ def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
 
 
+@pytest.mark.thorough
 def test_a_variant_of_a_release_is_the_separate_command(block: Path, tmp_path: Path) -> None:
     text = f"""
 model = "{block}"

@@ -31,6 +31,7 @@ def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibrati
         spec.only(["c"])
 
 
+@pytest.mark.thorough
 def test_sets_are_the_recipes_of_an_engine_types_or_both():
     assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
     for name in set_names():

@@ -15,6 +15,7 @@ from quantforge.plans import Plan, RunWork
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 from tests import headers
+from tests.thorough import further
 
 TOKENS = 128 * 512
 LARGE = {
@@ -101,7 +102,7 @@ def test_larger_models_take_longer(large: Path, tmp_path: Path) -> None:
             assert 4 < second[step] / first[step] < 16, (method, step)
 
 
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("tiles", [False, further(True)])
 def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: bool) -> None:
     """A mixture of the shape of Kimi K2 with two layers: files are holes, and a plan reads no more than headers."""
     with pytest.MonkeyPatch.context() as patch:

@@ -126,6 +126,7 @@ def test_a_settings_file_of_the_most_values_that_it_may_have() -> None:
     assert "values, more than" in bounded(lambda: parse_object(too_many, "x", roles.SETTINGS))
 
 
+@pytest.mark.thorough
 def test_a_header_of_four_times_70000_tensors(tmp_path: Path) -> None:
     place = '{"dtype":"F32","shape":[0,1],"data_offsets":[0,0]}'
     names = (f"model.layers.{n}.experts.down_proj.w" for n in range(280_000))
@@ -143,6 +144,7 @@ def test_an_index_of_four_times_70000_names_and_many_shards(tmp_path: Path) -> N
     assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX]))
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_of_four_times_33_mb_and_262000_tokens() -> None:
     tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
     data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()

@@ -173,6 +173,7 @@ main()
 """
 
 
+@pytest.mark.thorough
 def test_a_system_with_nothing_of_these_writes_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def told(said: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return json.loads("\n".join(document))["models"][1], json.loads(last)
 
 
+@pytest.mark.thorough
 def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys):
     """Without them in a process of its own, with them in this one: an evaluation, and a few tokens."""
     quantize(DEMO, tmp_path / "m", recipe(bits=4, scales="absmax"))

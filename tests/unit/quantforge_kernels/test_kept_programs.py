@@ -60,6 +60,7 @@ def run(**environment: str) -> tuple[int, str]:
     return int(count), values
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(features.feature() is None, reason="for processors with AVX2")
 def test_the_next_process_compiles_nothing_and_computes_the_same(folder):
     first, second, without = run(), run(), run(QUANTFORGE_CACHE="")

@@ -34,6 +34,7 @@ def compiled():
     return json.loads(found.stdout)
 
 
+@pytest.mark.thorough
 def test_everything_compiles(compiled):
     """What the interpreter lets pass, a compiler may not: types of masked values, shapes of products."""
     kinds = (

@@ -26,6 +26,7 @@ from quantforge_kernels.kv import PAGE
 from quantforge_kernels.problem import Kernel
 from tests.caches import cached
 from tests.conftest import make_tiny
+from tests.thorough import further
 from tests.triton_kernels import DEVICE
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,7 +141,7 @@ def test_nothing_attends_to_no_number():
 
 @pytest.mark.parametrize(
     ("family", "kind", "blocks"),
-    [("llama", "", 1), ("gemma2", "", 2), ("qwen3", "k=int8,v=int4", 1)],
+    [("llama", "", 1), further("gemma2", "", 2), further("qwen3", "k=int8,v=int4", 1)],
 )
 def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, family, kind, blocks):
     """As on a GPU: products, norms, rotary, gates and attention of every block are Triton's."""

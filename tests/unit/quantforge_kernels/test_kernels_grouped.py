@@ -12,6 +12,7 @@ from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, matrix, stack
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import GROUPED, select_grouped
+from tests.thorough import further
 from tests.triton_kernels import DEVICE, FORMS, expected, problem, relative_error, weights
 
 COUNT, FEW = 6, 3  # matrices
@@ -84,7 +85,7 @@ def test_matrices_that_differ_are_not_stacked():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "each"), [(1, 2), (25, 1)])
+@pytest.mark.parametrize(("rows", "each"), [(1, 2), further(25, 1)])
 def test_every_form_in_one_launch(form, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
@@ -106,7 +107,7 @@ def test_every_form_in_one_launch(form, rows, each):
             (torch.float16, form)
             for form in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
         ),
-        *((torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
+        *(further(torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
     ],
 )
 def test_sixteen_bits_by_either_kernel(kernel, dtype, form):

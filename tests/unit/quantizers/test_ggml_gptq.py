@@ -13,6 +13,7 @@ from quantforge.quantizers import gptq, rtn, strips
 from quantforge.quantizers.hessian import Objective
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import Rounding
+from tests.thorough import usual
 
 ENCODED = sorted(GRIDS)
 
@@ -80,7 +81,7 @@ def test_what_is_refined_is_stored_exactly(grid):
     }
 
 
-@pytest.mark.parametrize("grid", ENCODED)
+@pytest.mark.parametrize("grid", usual(ENCODED, *ENCODED[::2]))
 def test_loops_of_numpy_and_compiled_ones_round_as_those_in_torch_do(grid, monkeypatch):
     weight, hessian = problem()
     weight[3] = 0

@@ -14,6 +14,7 @@ from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.gguf_exports import export
 from tests.runs import StopError, crash_after, leftovers
+from tests.thorough import further
 
 
 def test_nothing_is_replaced_that_is_not_ours(models, tmp_path):
@@ -48,7 +49,7 @@ def test_an_interrupted_run_leaves_no_file_and_goes_on(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
+    ("name", "method"), [further("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
 )
 def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models, tmp_path):
     text = CalibrationOptions(samples=4, length=24, propagate="quantized")

@@ -15,6 +15,7 @@ from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, export
 from tests.runs import ROWS, command
+from tests.thorough import further
 
 # What each has: heads whose rows are reordered, transposed matrices, experts in stacks.
 MODELS = {
@@ -55,7 +56,7 @@ def blocks_by_ggml(tensor, plain, importance):
     return torch.cat(parts).numpy().tobytes()
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", [further(False), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
     kind, sizes = MODELS[name]
@@ -123,6 +124,7 @@ def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, ca
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.thorough
 def test_a_quantized_model_is_not_given_other_scales_silently(model, tmp_path, capsys):
     made = tmp_path / "q"
     assert command(capsys, "quantize", model, "--bits", 4, "-o", made, *ROWS).code == 0

@@ -20,6 +20,7 @@ from quantforge.runtime.serving.generation_requests import Finished, GenerationR
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder, drafting
 from quantforge.runtime.speculation.draft_options import DraftOptions
 from tests.runs import copied, first_blocks
+from tests.thorough import usual
 from tests.unit.runtime.speculation.test_trees import Planted
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -94,7 +95,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "options"), usual(CASES, *CASES[::3]), ids=str)
 def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
     given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
     engine = ServingEngine(decoder(), EngineOptions(**given))
@@ -123,7 +124,9 @@ GUESSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "draft", "tree", "options"), GUESSED, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "draft", "tree", "options"), usual(GUESSED, *GUESSED[::4]), ids=str
+)
 def test_guesses_change_no_answer(kind, draft, tree, options):
     guesses = guessed(draft, tree)
     given = {"rows": 4, "tokens": 200, "token_budget": 96, "chunk": 30, "cache": kind, **options}
@@ -135,6 +138,7 @@ def test_guesses_change_no_answer(kind, draft, tree, options):
     assert draft == "ngram" or counts.acceptance > 0.2
 
 
+@pytest.mark.thorough
 def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
     guesses = drafting(loaded(), DraftOptions("int3", tokens=3), lambda _: None)
     guesses.fixed = True

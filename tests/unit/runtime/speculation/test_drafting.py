@@ -47,6 +47,7 @@ def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
 
 
+@pytest.mark.thorough
 def test_a_packed_model_is_rounded_further(tmp_path) -> None:
     quantize(DEMO, tmp_path / "q", recipe(scheme="int4:g64:sym", scales="absmax"))
     model = load(tmp_path / "q").model
