@@ -90,6 +90,12 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
                                   "shared_expert_intermediate_size": 96, "linear_num_key_heads": 2,
                                   "linear_key_head_dim": 32, "linear_num_value_heads": 4,
                                   "linear_value_head_dim": 32, "full_attention_interval": 2}),
+    "ministral3": ("ministral3", {**SIZES, "head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}}),
+    "ministral3-plain": ("ministral3", {**SIZES, "head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+        "llama_4_scaling_beta": 0.0}}),
     "gpt_oss": ("gpt_oss", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 }  # fmt: skip

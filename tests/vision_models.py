@@ -49,6 +49,15 @@ CASES = {
                           "intermediate_size": 64, "image_size": 280, "hidden_act": "silu"},
         "image_token_index": PICTURE, "tie_word_embeddings": False,
     }, (28 * 3, 28 * 5), _CLIP_MEAN, _CLIP_DEVIATION),
+    "ministral3": Case("mistral3", {
+        "text_config": {**SIZES, "model_type": "ministral3", "head_dim": 32, "rms_norm_eps": 1e-5,
+                        "rope_parameters": {
+                            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+                            "original_max_position_embeddings": 8, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+        "vision_config": {**VISION, "model_type": "pixtral", "num_hidden_layers": 2, "patch_size": 14,
+                          "intermediate_size": 64, "image_size": 280, "hidden_act": "silu"},
+        "image_token_index": PICTURE, "tie_word_embeddings": False,
+    }, (28 * 3, 28 * 5), _CLIP_MEAN, _CLIP_DEVIATION),
     "qwen2_5_vl": Case("qwen2_5_vl", {
         "text_config": {**SIZES, "rope_parameters": _rope(2, 3, 3)},
         "vision_config": {key: value for key, value in _TOWER.items() if key != "num_position_embeddings"}
@@ -76,7 +85,7 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
     randomise(model)
     model.to(dtype).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
-    if name == "mistral3":
+    if CASES[name].model_type == "mistral3":
         _with_token(directory / "tokenizer.json", "[IMG_BREAK]", BREAK)
     return directory
 
@@ -117,7 +126,7 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     ]
     if name == "gemma3":
         return {"pixel_values": pixels[None]}
-    if name == "mistral3":
+    if CASES[name].model_type == "mistral3":
         return {"pixel_values": pixels[None], "image_sizes": torch.tensor([case.size])}
     size = case.config["vision_config"]["patch_size"]
     rows, columns = (side // size for side in case.size)
@@ -132,7 +141,7 @@ def features(name: str, model: Any) -> np.ndarray:
     with torch.no_grad():
         found = model.get_image_features(**inputs(name))
     whole = _joined(found.pooler_output)
-    if name == "mistral3":  # a token behind each row but the last
+    if CASES[name].model_type == "mistral3":  # a token behind each row but the last
         row = model.get_input_embeddings().weight[BREAK][None].detach()
         parts = whole.split(CASES[name].size[1] // 28)
         whole = torch.cat([part for one in parts for part in (one, row)][:-1])
@@ -143,7 +152,7 @@ def features(name: str, model: Any) -> np.ndarray:
 def tokens(name: str, model: Any) -> list[int]:
     """The tokens that stand for the picture, with those behind its rows."""
     count = len(features(name, model))
-    if name != "mistral3":
+    if CASES[name].model_type != "mistral3":
         return [PICTURE] * count
     width = CASES[name].size[1] // 28 + 1
     return [BREAK if place % width == width - 1 else PICTURE for place in range(count)]

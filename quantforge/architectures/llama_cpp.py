@@ -32,8 +32,8 @@ class Family:
         used: key of the configuration that counts the experts which a token is sent to.
         sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
         numbers, reals, flags: keys of the file, each with the key of the configuration that holds its value, or with
-            the value itself; one that the configuration leaves out, or null, is left out. A number may have the
-            dotted path of a function, as ``lists``.
+            the value itself; one that the configuration leaves out, or null, is left out. A number or a real may have
+            the dotted path of a function, as ``lists``.
         graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
         obstacle: dotted path of a function that returns, for a configuration with the family's defaults, what
             llama.cpp's graph does not compute and what it does; None where it computes all.

@@ -54,6 +54,8 @@ def test_quantized_experts_compute_what_they_did(name, tmp_path):
     ("lfm2_moe", "norm_topk_prob", False), ("qwen3_next", "linear_value_head_dim", 16),
     ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "full_attention"]),
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
+    ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
+                                       "original_max_position_embeddings": 64}),
 ])  # fmt: skip
 def test_what_the_graph_of_a_mixture_does_not_compute_is_refused(name, key, value, tmp_path):
     model = gguf_models.make(name, tmp_path / "m", **{key: value})

@@ -23,6 +23,7 @@ BEFORE, BEHIND = "the weights", " are rounded"
 # What llama.cpp puts around a picture of its own accord.
 AROUND = {
     "gemma3": ("<start_of_image>", "<end_of_image>"),
+    "ministral3": ("", "[IMG_END]"),
     "mistral3": ("", "[IMG_END]"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|vision_start|>", "<|vision_end|>"),
@@ -98,7 +99,7 @@ def expected(name: str, model: Path, before: list[int], behind: list[int]) -> to
     whole = vision_models.load(model)
     ids = torch.tensor([[*before, *vision_models.tokens(name, whole), *behind]])
     kinds = (ids == vision_models.PICTURE).int()
-    named = {"gemma3": {"token_type_ids": kinds}, "mistral3": {}}
+    named = {"gemma3": {"token_type_ids": kinds}, "ministral3": {}, "mistral3": {}}
     beside = named.get(name, {"mm_token_type_ids": kinds})
     with torch.no_grad():
         found = whole(input_ids=ids, **vision_models.inputs(name), **beside)

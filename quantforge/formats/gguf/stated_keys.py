@@ -29,7 +29,7 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         if number is not None:
             found[key] = u32(_number(place, number, int))
     for key, place in family.reals.items():
-        if (real := config.get(place)) is not None:
+        if (real := _found(place, config)) is not None:
             found[key] = f32(_number(place, real, float))
     for key, place in family.flags.items():
         stated = place if isinstance(place, bool) else config.get(place)
