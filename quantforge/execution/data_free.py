@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from quantforge.execution.progress import tell
@@ -31,20 +33,18 @@ class DataFree:
         if unit.name == HEAD:
             return self.head(unit, Statistics())
         record: Record = {}
+        tensors = sorted(unit.tensors, key=_by_strips)  # matrices in strips are the last, in one go
+        told = _told(tensors)
         with Behind(self.rounding.workers) as behind:
-            for index, tensor in enumerate(unit.tensors):
-                tell(tensor.name, share=index / len(unit.tensors))
+            for tensor in islice(told, len(tensors) - sum(map(_by_strips, tensors))):
                 if tensor.action is Action.KEEP:
                     behind.do(partial(self.copy, tensor))
-                elif tensor.action is not Action.QUANTIZE or tensor.name in record.get(
+                elif tensor.action is Action.QUANTIZE and tensor.name not in record.get(
                     "figures", {}
                 ):
-                    continue
-                elif in_strips(tensor):
-                    merge(record, self.rounding.rows(tensor, behind))
-                else:
                     behind.wait()
                     merge(record, self._whole(tensor))
+            merge(record, self.rounding.rows(told, behind))
         return record
 
     def _whole(self, tensor: TensorPlan) -> Record:
@@ -68,6 +68,17 @@ class DataFree:
             output.keep(tensor, source.whole(tensor))
         else:
             output.keep_in_runs(tensor, partial(source.rows, tensor))
+
+
+def _told(tensors: list[TensorPlan]) -> Iterator[TensorPlan]:
+    """Yield tensors, and tell where the work is."""
+    for index, tensor in enumerate(tensors):
+        tell(tensor.name, share=index / len(tensors))
+        yield tensor
+
+
+def _by_strips(tensor: TensorPlan) -> bool:
+    return tensor.action is Action.QUANTIZE and in_strips(tensor)
 
 
 def fitted_with(tensor: TensorPlan, plan: Plan) -> list[TensorPlan]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from quantforge.errors import RefusedError
 from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
 from quantforge.execution.record import Record, merge
-from quantforge.execution.row_wise import Strips, round_rows
+from quantforge.execution.row_wise import RowWise, Strips, round_rows
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import Behind
 from quantforge.quantizers import PLAIN, Rounded, block_method_of, rounder_of
@@ -98,31 +99,43 @@ class MatrixRounding:
             merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
 
-    def rows(self, tensor: TensorPlan, behind: Behind) -> Record:
-        """Round a matrix to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
-        assert tensor.scheme is not None
-        schemes, statistics = {tensor.name: tensor.scheme.weight}, self.known(tensor)
+    def rows(self, tensors: Iterable[TensorPlan], behind: Behind) -> Record:
+        """Round matrices to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
+        record: Record = {}
+        together: dict[str, Strips] = {}
+        matrices = (self._row_wise(tensor, behind, together) for tensor in tensors)
+        with closing(round_rows(matrices, self.workers)) as done:
+            for matrix, found in done:
+                merge(record, found)
+                if strips := together.pop(matrix.tensor.name, None):
+                    behind.do(partial(self._write, matrix.tensor, strips.whole()))
+        return record
+
+    def _row_wise(self, tensor: TensorPlan, behind: Behind, together: dict[str, Strips]) -> RowWise:
+        """Return how a matrix is rounded in strips; those that are written as one are put ``together`` by name."""
+        scheme = tensor.scheme
+        assert scheme is not None
+        rounding, statistics = self._recipe.rounding, self.known(tensor)
 
         def rounded(weight: Tensor) -> Rounded:
-            return rounder_of(PLAIN).round_shared(
-                {tensor.name: weight}, statistics, schemes, self._recipe.rounding
-            )[tensor.name]
+            weights, schemes = {tensor.name: weight}, {tensor.name: scheme.weight}
+            return rounder_of(PLAIN).round_shared(weights, statistics, schemes, rounding)[
+                tensor.name
+            ]
 
         def write(first: int, rows: QuantizedTensor) -> None:
+            behind.wait()
             (stored,) = tensor.stored
             packed = self.output.storage.pack(tensor, rows)[stored.name]
             self.output.write_rows(stored.name, first, packed)
 
+        def add(first: int, rows: QuantizedTensor) -> None:
+            strips = together.setdefault(tensor.name, Strips(tensor.matrix[0]))
+            strips.add(first, replace(rows, input=scheme.input))
+
         read = partial(self.source.weight_rows, tensor)
-        importance = judging(statistics, self._recipe.rounding)
-        if tensor.by_rows:
-            behind.wait()
-            return round_rows(tensor, rounded, read, write, importance, self.workers)
-        strips = Strips(tensor.matrix[0])
-        record = round_rows(tensor, rounded, read, strips.add, importance, self.workers)
-        whole = replace(strips.whole(), input=tensor.scheme.input)
-        behind.do(partial(self._write, tensor, whole))
-        return record
+        importance = judging(statistics, rounding)
+        return RowWise(tensor, rounded, read, write if tensor.by_rows else add, importance)
 
     def _write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
         try:

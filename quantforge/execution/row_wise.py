@@ -7,15 +7,16 @@ codes. Strips end between heads where the rows of a head are reordered on their 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
-import torch
 from torch import Tensor
 
 from quantforge.events import Event
+from quantforge.execution.record import Record
 from quantforge.numerics.threads import in_order
 from quantforge.packers.row_codes import strip_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -34,45 +35,61 @@ def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, rows)
 
 
-def round_rows(
-    tensor: TensorPlan,
-    rounded_strip: Callable[[Tensor], Rounded],
-    read: Callable[[int, int], Tensor],
-    write: Callable[[int, QuantizedTensor], None],
-    importance: Tensor | None = None,
-    workers: int = 1,
-) -> dict[str, Any]:
-    """Round a matrix and write it; return the events and the relative error as a record of the journal.
+@dataclass(frozen=True, slots=True, eq=False)
+class RowWise:
+    """A matrix that is rounded in strips.
 
-    Args:
+    Attributes:
         tensor: what is planned.
-        rounded_strip: rounds rows ``[rows, columns]`` without looking at others.
+        rounded: rounds rows ``[rows, columns]`` without looking at others.
         read: rows of the source as float32, given the first and the one behind the last.
         write: takes the first row and the rounded strip, in order.
         importance: of the columns, by which the error is weighed.
-        workers: strips that are read and rounded side by side.
     """
+
+    tensor: TensorPlan
+    rounded: Callable[[Tensor], Rounded]
+    read: Callable[[int, int], Tensor]
+    write: Callable[[int, QuantizedTensor], None]
+    importance: Tensor | None = None
+
+
+def round_rows(
+    matrices: Iterable[RowWise], workers: int = 1
+) -> Generator[tuple[RowWise, Record], None, None]:
+    """Round matrices and write them; yield each with its events and its relative error as a record of the journal.
+
+    ``workers`` threads read and round strips side by side, and begin a matrix while the one before it ends.
+    """
+
+    def rounded(strip: tuple[RowWise, tuple[int, int]]) -> tuple[RowWise, int, Rounded, float]:
+        matrix, (first, last) = strip
+        weight = matrix.read(first, last)
+        size = math.fsum(squares(weight, matrix.importance).tolist())
+        with strip_of(math.prod(matrix.tensor.matrix)):
+            return matrix, first, matrix.rounded(weight), size
+
+    strips = ((matrix, run) for matrix in matrices for run in row_runs(matrix.tensor))
+    with closing(in_order(rounded, strips, workers)) as done:
+        for matrix, parts in groupby(done, itemgetter(0)):
+            yield matrix, _written(matrix, parts)
+
+
+def _written(matrix: RowWise, parts: Iterable[tuple[RowWise, int, Rounded, float]]) -> Record:
+    """Write the strips of a matrix; return its record."""
     events: dict[str, Event] = {}
     errors, sizes = [], []
-
-    def rounded_run(run: tuple[int, int]) -> tuple[int, Rounded, float]:
-        weight = read(*run)
-        size = math.fsum(squares(weight, importance).tolist())
-        with strip_of(math.prod(tensor.matrix)):
-            return run[0], rounded_strip(weight), size
-
-    with closing(in_order(rounded_run, row_runs(tensor), workers)) as runs:
-        for first, rounded, size in runs:
-            write(first, rounded.tensor)
-            sizes.append(size)
-            errors.append(rounded.figures.get("error", 0.0) * size)
-            for event in rounded.events:
-                known = events.get(event.kind)
-                events[event.kind] = event if known is None else _added(known, event)
+    for _, first, rounded, size in parts:
+        matrix.write(first, rounded.tensor)
+        sizes.append(size)
+        errors.append(rounded.figures.get("error", 0.0) * size)
+        for event in rounded.events:
+            known = events.get(event.kind)
+            events[event.kind] = event if known is None else _added(known, event)
     error = math.fsum(errors) / math.fsum(sizes) if any(sizes) else 0.0
     return {
         "events": [event.to_json() for event in events.values()],
-        "figures": {tensor.name: {"error": error}},
+        "figures": {matrix.tensor.name: {"error": error}},
     }
 
 

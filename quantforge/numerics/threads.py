@@ -40,7 +40,9 @@ def in_order(
             try:
                 for item in items:
                     waiting.append(pool.submit(work, item))
-                    if len(waiting) > workers:
+                    if (
+                        len(waiting) > 2 * workers
+                    ):  # the next of each thread is there when it ends one
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()

@@ -127,7 +127,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     if (first.by_rows and (not run.needs or first.part < 0)) or (
         in_strips(first) and not run.needs
     ):
-        rounding = RUN_COPIES * min(max(sizes), run.workers * RUN_ELEMENTS)
+        rounding = RUN_COPIES * run.workers * min(max(sizes), RUN_ELEMENTS)
         rounding += sum(METHODS[word].workspace.matrices for word in run.whole) * max(sizes)
         rounding += 0 if first.by_rows else JOINED * max(sizes)
         loops = max(sizes) >= COMPILED_FROM
