@@ -87,7 +87,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
         mixtures = [one for one in options.mixtures.split(",") if one]
         for kind in mixtures:
-            ignored = ("*embed_tokens*", "lm_head")
+            ignored = ("*embed_tokens*",)
             recipes[kind] = replace(plain.recipe, scheme=None, rules=(), type=kind, ignore=ignored)
         outs = {}
         times = {}
@@ -98,12 +98,12 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             verbs.quantize(options.model, recipe, out, settings)
             times[name] = time.perf_counter() - begun
             outs[name] = out
+        bits = {name: bits for name, (_, bits, _) in plain.uniform.items()}
+        bits |= {name: in_blocks(outs[name]) for name in mixtures}
         report = verbs.evaluate(
             options.model, [*outs.values()], text=options.evaluation, windows=options.windows, length=512, speed=False,
         )  # fmt: skip
     kl = {name: row["kl_mean"] for name, row in zip(recipes, report.rows[1:], strict=True)}
-    bits = {name: bits for name, (_, bits, _) in plain.uniform.items()}
-    bits |= {name: in_blocks(outs[name]) for name in mixtures}
     widths = frontier(sorted((bits[name], kl[name]) for name in bits))
     return {
         "allocate, s": seconds,

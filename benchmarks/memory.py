@@ -1,9 +1,10 @@
 """Peak memory of a run against what `plan` printed, on synthetic checkpoints of several depths.
 
-    python benchmarks/memory.py --depths 8 24 --out PREFIX
+    python benchmarks/memory.py --depths 8 24 [--methods gptq "gptq tune=0 guide=1"] --out PREFIX
 
 Each run is a process of its own. Its peak above the imports is the kernel's high-water mark of resident memory, which
-is reset after the imports, less what was resident then.
+is reset after the imports, less what was resident then. A method may be followed by other choices of a recipe. Seconds
+are those of the processor, without imports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 # Prints the peak above the imports in bytes. The mark is reset because imports have a peak of their own.
 RUN = r"""
-import re, sys
+import json, re, sys, time
 from pathlib import Path
 from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
@@ -34,12 +35,12 @@ import numba, quantforge.formats.compressed_tensors, transformers.models.llama.m
 def status(key):
     return int(re.search(key + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-model, text, out, method, samples, length, threads = sys.argv[1:]
-recipe = build_recipe(None, method=method, bits=4, calibration=text, samples=int(samples), length=int(length))
+model, out, threads, choices = sys.argv[1:]
+recipe = build_recipe(None, **json.loads(choices))
 Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
+before, begun = status("VmRSS"), time.process_time()
 verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
-print(status("VmHWM") - before)
+print(json.dumps([status("VmHWM") - before, time.process_time() - begun]))
 """
 
 
@@ -66,12 +67,12 @@ def main() -> None:
                 rows.append(one(options, model, depth, method, Path(name)))
                 print(json.dumps(rows[-1]), flush=True)
     lines = [
-        "| method | blocks | weights on disk | planned | measured | measured / planned |",
-        "|---|---|---|---|---|---|",
+        "| method | blocks | weights on disk | planned | measured | measured / planned | seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['method']} | {row['blocks']} | {row['disk'] / 1e6:.0f} MB | {row['planned'] / 1e6:.0f} MB"
-        f" | {row['measured'] / 1e6:.0f} MB | {row['measured'] / row['planned']:.2f} |"
+        f" | {row['measured'] / 1e6:.0f} MB | {row['measured'] / row['planned']:.2f} | {row['seconds']:.0f} |"
         for row in rows
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -105,32 +106,24 @@ def one(
     from quantforge import verbs
     from quantforge.planning.recipe_options import build_recipe
 
-    text = model / "text.txt"
-    recipe = build_recipe(
-        None,
-        method=method,
-        bits=4,
-        calibration=str(text),
-        samples=options.samples,
-        length=options.length,
-    )
-    planned = verbs.plan(str(model), recipe)
-    out = scratch / f"out-{depth}-{method}"
-    peak = measured(model, text, out, method, options.samples, options.length, options.threads)
+    name, *further = method.split()
+    choices: dict[str, object] = {
+        "method": name, "bits": 4, "calibration": str(model / "text.txt"), "samples": options.samples,
+        "length": options.length, **{key: int(value) for key, value in (word.split("=") for word in further)},
+    }  # fmt: skip
+    planned = verbs.plan(str(model), build_recipe(None, **choices))
+    out = scratch / f"out-{depth}-{method.replace(' ', '-')}"
+    command = [sys.executable, "-c", RUN, model, out, str(options.threads), json.dumps(choices)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak, seconds = json.loads(done.stdout.strip().splitlines()[-1])
     return {
         "method": method,
         "blocks": depth,
         "disk": sum(file.stat().st_size for file in model.glob("*.safetensors")),
         "planned": planned.peak_memory_bytes,
         "measured": peak,
+        "seconds": seconds,
     }
-
-
-def measured(*arguments: object) -> int:
-    """Peak of one run above its imports, in bytes."""
-    command = [sys.executable, "-c", RUN, *(str(item) for item in arguments)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return int(done.stdout.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":
