@@ -48,6 +48,7 @@ GGUF = Family(
 )
 LATENT_GGUF = replace(
     GGUF,
+    yarn_multiplier=True,
     sizes={
         **GGUF.sizes,
         "attention.kv_lora_rank": "kv_rank",

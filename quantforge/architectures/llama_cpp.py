@@ -28,6 +28,7 @@ class Family:
         no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
         heads_fill: whether the heads fill the width of the model together.
         windowed: whether llama.cpp has a sliding window for it.
+        yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
         window: of transformers' configuration, where the key is missing.
         used: key of the configuration that counts the experts which a token is sent to.
         sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
@@ -63,6 +64,7 @@ class Family:
     no_rope_period: int = 0
     heads_fill: bool = False
     windowed: bool = False
+    yarn_multiplier: bool = False
     window: int | None = None
     used: str = "num_experts_per_tok"
     sizes: Mapping[str, str] = field(default_factory=dict)

@@ -9,6 +9,9 @@ from typing import Any
 from quantforge.architectures import mistral
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
+from quantforge.errors import InputError
+
+_BETA, _MOST = "llama_4_scaling_beta", 1e6
 
 ARCHITECTURE = replace(
     mistral.ARCHITECTURE,
@@ -23,14 +26,24 @@ ARCHITECTURE = replace(
             "rope.scaling.yarn_log_multiplier": f"{__name__}.multiplier",
         },
         obstacle=f"{__name__}.beyond_llama_cpp",
+        yarn_multiplier=True,
         is_read=False,
     ),
 )
 
 
 def growth(config: Mapping[str, Any]) -> float | None:
-    """Return by how much queries grow with the logarithm of their position; None where they do not."""
-    return _rope(config).get("llama_4_scaling_beta") or None
+    """Return by how much queries grow with the logarithm of their position; None where they do not.
+
+    Raises:
+        InputError: it is no number, or below 0.
+    """
+    beta = _rope(config).get(_BETA)
+    if beta is None:
+        return None
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < _MOST:
+        raise InputError(f"config.json: {_BETA} = {str(beta)[:40]!r}", "a number from 0 on")
+    return float(beta) or None
 
 
 def multiplier(config: Mapping[str, Any]) -> float | None:
@@ -39,9 +52,17 @@ def multiplier(config: Mapping[str, Any]) -> float | None:
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
-    if growth(config) and _rope(config).get("rope_type") != "yarn":
-        return "llama_4_scaling_beta without yarn", "the original context, a key of yarn"
+    """Return what llama.cpp does not compute and what it does, or None; errors as `growth`."""
+    rope = _rope(config)
+    if config.get("model_type") != "ministral3":  # transformers takes another family then
+        return "a decoder without model_type", "model_type = ministral3"
+    if not rope:  # transformers' own default is YaRN with all that belongs to it
+        return "a configuration without rope_parameters", "rope_parameters that are stated"
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in {None, 1}:
+        return f"partial_rotary_factor = {str(share)[:40]}", "1"
+    if growth(config) and rope.get("rope_type", rope.get("type")) != "yarn":
+        return f"{_BETA} without yarn", "the original context, a key of yarn"
     return None
 
 

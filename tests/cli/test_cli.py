@@ -33,13 +33,15 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
     compiled = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}  # as an installed program is
     compiled.pop("PYTHONDONTWRITEBYTECODE", None)
     subprocess.run([script, "--help"], capture_output=True, check=True, env=compiled)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(
-        [script, "--help"], capture_output=True, text=True, check=True, env=compiled
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent <= 1.0
+    spent = []
+    for _ in range(3):  # what else the machine does makes single ones slower
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = subprocess.run(
+            [script, "--help"], capture_output=True, text=True, check=True, env=compiled
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) <= 1.0
     assert all(verb in result.stdout for verb in VERBS)
     assert result.stderr == ""
 

