@@ -76,6 +76,7 @@ YARN = {
     ("llama-yarn", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("llama-yarn", {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}),
     ("llama-yarn", {"rope_parameters": {**YARN, "original_max_position_embeddings": "8"}}),
+    ("llama-yarn", {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0}}),
     ("ministral3", {"rope_parameters": {}}),
     ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": -0.2}}),
     ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}),

@@ -122,6 +122,14 @@ def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
         for name in ("beta_fast", "beta_slow"):
             if rope.settings.get(name) is not None:
                 keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
+        fast, slow = (
+            _number(rope.settings, f"beta_{name}", otherwise)
+            for name, otherwise in (("fast", 32.0), ("slow", 1.0))
+        )
+        if fast < slow:
+            raise InputError(
+                f"config.json: beta_fast = {fast:g}, beta_slow = {slow:g}", "exchange them"
+            )
         whole = rope.settings.get("mscale_all_dim")
         if whole and rope.settings.get("mscale") != whole:
             raise RefusedError(
