@@ -75,6 +75,7 @@ YARN = {
 @pytest.mark.parametrize(("name", "changes"), [
     ("llama-yarn", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("llama-yarn", {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}),
+    ("llama-yarn", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("llama-yarn", {"rope_parameters": {**YARN, "original_max_position_embeddings": "8"}}),
     ("llama-yarn", {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0}}),
     ("ministral3", {"rope_parameters": {}}),
@@ -92,6 +93,7 @@ def test_positions_that_the_engine_would_turn_otherwise_are_refused(name, change
 @pytest.mark.parametrize("changes", [
     {"rope_parameters": {**YARN, "original_max_position_embeddings": 8.0}},
     {"rope_parameters": {**YARN, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 8},
+    {"rope_parameters": YARN, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}},
 ], ids=str)  # fmt: skip
 def test_the_original_context_is_the_one_that_transformers_takes(changes, tmp_path):
     model = gguf_models.make("llama-yarn", tmp_path / "m")

@@ -79,7 +79,8 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
             "use --format compressed-tensors",
         )
     share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if stated and isinstance(older, Mapping) and older and {**stated, **older} != stated:
+    known = _spelled(stated)
+    if stated and isinstance(older, Mapping) and {**known, **_spelled(older)} != known:
         raise InputError(
             "config.json: rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
@@ -202,6 +203,11 @@ def llama3_divisors(
 
 def _table(name: str, values: list[float]) -> GgufTensor:
     return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
+
+
+def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scaling with the newer name of its kind."""
+    return {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
 
 
 def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
