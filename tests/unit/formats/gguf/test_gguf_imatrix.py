@@ -12,10 +12,12 @@ import torch
 
 from quantforge import verbs
 from quantforge.errors import InputError, UsageError
+from quantforge.execution import row_wise
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.model import hidden_states
 from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.runs import ROWS, command
@@ -202,6 +204,23 @@ def test_importance_is_observed_in_the_precision_and_with_the_activations_that_a
     assert made("b.gguf", Settings(activations="disk")) == exact
     assert {*places} == {tmp_path}
     assert made("c.gguf", precision="bfloat16") != exact
+
+
+@pytest.mark.parametrize("form", ["gguf", "compressed-tensors"])
+def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, monkeypatch):
+    path, errors = tmp_path / "x.gguf", []
+    verbs.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
+    own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
+    text = CalibrationOptions(source="imatrix:x.gguf")
+    for name, elements in (("whole.gguf", 1 << 30), ("strips.gguf", 4096)):
+        monkeypatch.setattr(row_wise, "RUN_ELEMENTS", elements)
+        out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
+        recipe = Recipe(method="rtn", format=form, calibration=text, **own)
+        verbs.quantize(str(model), recipe, out, Settings(imatrix=path))
+        made = manifest.read(out)["tensors"]
+        errors.append({entry["name"]: entry["error"] for entry in made if "error" in entry})
+    assert len(errors[0]) >= 7 * 3
+    assert errors[1] == pytest.approx(errors[0], rel=1e-5)  # a manifest has six digits
 
 
 def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp_path):
