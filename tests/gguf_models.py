@@ -47,6 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {**SIZES, "head_dim": 32}),
     "ernie4_5": ("ernie4_5", {**SIZES, "head_dim": 32}),
     "hunyuan": ("hunyuan_v1_dense", {**SIZES, "head_dim": 32}),
+    "hunyuan-alpha": ("hunyuan_v1_dense", {**SIZES, "head_dim": 32, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}}),
     "starcoder2": ("starcoder2", SIZES),
     "stablelm": ("stablelm", {**SIZES, "use_qkv_bias": True}),
     "phi": ("phi", {**SIZES, "num_key_value_heads": 4}),

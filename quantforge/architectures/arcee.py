@@ -5,12 +5,18 @@ from dataclasses import replace
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.dense_parts import plain_mlp
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="arcee",
     kinds=(layer(llama.NORMS, attention("attention_bias"), plain_mlp("mlp_bias")),),
     defaults={"rms_norm_eps": 1e-5},
-    gguf=Family("arcee", interleaved=True, class_name="ArceeForCausalLM", activations=("relu2",)),
+    gguf=Family(
+        "arcee",
+        interleaved=True,
+        class_name="ArceeForCausalLM",
+        activations=("relu2",),
+        scalings=WITH_TABLE,
+    ),
 )

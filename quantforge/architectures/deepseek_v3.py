@@ -49,6 +49,7 @@ GGUF = Family(
 LATENT_GGUF = replace(
     GGUF,
     yarn_multiplier=True,
+    scalings=("yarn",),
     sizes={
         **GGUF.sizes,
         "attention.kv_lora_rank": "kv_rank",
@@ -138,8 +139,16 @@ ARCHITECTURE = replace(
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what llama.cpp does not compute and what it does, or None.
 
-    It recognises models without a latent for queries by their number of layers.
+    It recognises models without a latent for queries by their number of layers, and takes for granted that YaRN also
+    multiplies the scores of attention.
     """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    if (
+        isinstance(scaling, Mapping)
+        and scaling.get("rope_type", scaling.get("type")) == "yarn"
+        and not scaling.get("mscale_all_dim")
+    ):
+        return "yarn scaling without mscale_all_dim", "with it"
     if config.get("q_lora_rank") is None and config["num_hidden_layers"] not in LITE:
         return "q_lora_rank = null", f"with {' or '.join(map(str, LITE))} layers, or a number"
     return None

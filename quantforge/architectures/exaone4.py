@@ -9,7 +9,7 @@ from quantforge.architectures import llama, olmo2
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 ARCHITECTURE = replace(
@@ -26,6 +26,7 @@ ARCHITECTURE = replace(
     ),
     gguf=Family(
         "exaone4",
+        scalings=WITH_TABLE,
         class_name="Exaone4ForCausalLM",
         heads_fill=True,
         graph={"sliding_window": None},

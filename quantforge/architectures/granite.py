@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -11,6 +11,7 @@ ARCHITECTURE = replace(
     gguf=Family(
         "granite",
         interleaved=True,
+        scalings=WITH_TABLE,
         biases=LLAMA_BIASES,
         class_name="GraniteForCausalLM",
         reals={

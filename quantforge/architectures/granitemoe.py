@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, layer
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 from quantforge.architectures.mixtures import experts_in_one, router
 
 STORED = "block_sparse_moe"
@@ -31,6 +31,7 @@ ARCHITECTURE = replace(
     gguf=Family(
         "granitemoe",
         interleaved=True,
+        scalings=WITH_TABLE,
         experts=True,
         reals={
             "attention.scale": "attention_multiplier",

@@ -34,6 +34,7 @@ ARCHITECTURE = replace(
     gguf=Family(
         "hunyuan-moe",
         experts=True,
+        base="quantforge.architectures.hunyuan_v1_dense.base",
         used="moe_topk",
         sizes={
             "expert_feed_forward_length": "ffn",

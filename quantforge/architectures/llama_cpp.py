@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SOFTMAX, SIGMOID = 1, 2  # how scores of routers become weights
+SCALINGS = ("linear", "yarn")  # of rotary positions, which are keys
+WITH_TABLE = (*SCALINGS, "llama3")  # where llama.cpp also reads divisors of the frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,9 @@ class Family:
         heads_fill: whether the heads fill the width of the model together.
         windowed: whether llama.cpp has a sliding window for it.
         yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
+        scalings: kinds of scaling of rotary positions that its graph computes.
+        base: dotted path of a function that returns the base of the frequencies for a configuration with the family's
+            defaults, where its scaling changes nothing else; None elsewhere.
         window: of transformers' configuration, where the key is missing.
         used: key of the configuration that counts the experts which a token is sent to.
         sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
@@ -65,6 +70,8 @@ class Family:
     heads_fill: bool = False
     windowed: bool = False
     yarn_multiplier: bool = False
+    scalings: tuple[str, ...] = SCALINGS
+    base: str = ""
     window: int | None = None
     used: str = "num_experts_per_tok"
     sizes: Mapping[str, str] = field(default_factory=dict)

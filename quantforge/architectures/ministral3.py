@@ -58,9 +58,8 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return "a decoder without model_type", "model_type = ministral3"
     if not rope:  # transformers' own default is YaRN with all that belongs to it
         return "a configuration without rope_parameters", "rope_parameters that are stated"
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in {None, 1}:
-        return f"partial_rotary_factor = {str(share)[:40]}", "1"
+    if rope.get(_BETA) is None:
+        return f"rope_parameters without {_BETA}, which transformers needs", "0 for none"
     if growth(config) and rope.get("rope_type", rope.get("type")) != "yarn":
         return f"{_BETA} without yarn", "the original context, a key of yarn"
     return None

@@ -25,7 +25,11 @@ ARCHITECTURE = replace(
     unclipped=(f"{QKV}:q", f"{QKV}:k"),
     slices={QKV: ("q", "kv", "kv"), **FUSED_SLICES},
     slice_labels={QKV: ("q", "k", "v"), **FUSED_LABELS},
-    defaults={**llama.ARCHITECTURE.defaults, "rms_norm_eps": 1e-5},
+    defaults={
+        **llama.ARCHITECTURE.defaults,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
     graph=DecoderGraph(fused="qkv_proj", one_window=True),
     windows=WindowRule(every=True, listed=False),
 )

@@ -37,7 +37,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
                               "the table of llama.cpp's families, which are others than transformers'"),
     "formats.gguf.parameters": ("gemma2 gemma3 gpt2 llama phi3 smollm3", "keys that one family has"),
     "formats.gguf.pretokenizer": ("qwen2", "llama.cpp's name of a pre-tokenizer"),
-    "formats.gguf.rope": ("gemma3 phi3", "frequencies of one family"),
+    "formats.gguf.rope": ("gemma3", "frequencies of one family"),
     "formats.gguf.source": ("gpt2", "linears that are stored turned"),
     "formats.gguf.special": ("llama", "llama.cpp's name of a tokenizer"),
     "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),

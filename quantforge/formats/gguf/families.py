@@ -19,7 +19,12 @@ from functools import cache
 from typing import Any
 
 from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, QKV_BIASES, Family
+from quantforge.architectures.llama_cpp import (
+    LLAMA_BIASES,
+    QKV_BIASES,
+    WITH_TABLE,
+    Family,
+)
 from quantforge.architectures.tower_names import WITHIN
 from quantforge.errors import RefusedError
 
@@ -39,9 +44,9 @@ _TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?
 
 _TANH = ("gelu_pytorch_tanh",)
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", interleaved=True, biases=LLAMA_BIASES, class_name="LlamaForCausalLM"),
-    "mistral": Family("llama", interleaved=True, biases=LLAMA_BIASES, window=4096),
-    "mixtral": Family("llama", interleaved=True, experts=True, class_name="MixtralForCausalLM"),
+    "llama": Family("llama", interleaved=True, biases=LLAMA_BIASES, class_name="LlamaForCausalLM", scalings=WITH_TABLE),
+    "mistral": Family("llama", interleaved=True, biases=LLAMA_BIASES, window=4096, scalings=WITH_TABLE),
+    "mixtral": Family("llama", interleaved=True, experts=True, class_name="MixtralForCausalLM", scalings=WITH_TABLE),
     "qwen2": Family("qwen2", biases=QKV_BIASES, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096),
     "qwen3": Family("qwen3", class_name="Qwen3ForCausalLM", window=4096),
     "qwen3_moe": Family("qwen3moe", experts=True, class_name="Qwen3MoeForCausalLM", window=4096),
@@ -50,7 +55,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("gemma3", norm_plus_one=True, activations=_TANH, period=6, windowed=True),
     "gemma3_text": Family("gemma3", norm_plus_one=True, class_name="Gemma3ForCausalLM",
                           activations=_TANH, period=6, windowed=True),
-    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, windowed=True),
+    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, windowed=True,
+                   scalings=("longrope",)),
     "smollm3": Family("smollm3", interleaved=True, class_name="SmolLM3ForCausalLM", no_rope_period=4),
     "gpt2": Family("gpt2", biases=("attn_qkv.bias", "attn_output.bias", "attn_norm.bias", "ffn_norm.bias",
                                    "ffn_up.bias", "ffn_down.bias", "output_norm.bias"),

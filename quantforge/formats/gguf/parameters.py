@@ -76,7 +76,8 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     found[key] = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
-    rope = rope_of(config, family.arch, sizes)
+    rope = rope_of(config, family, sizes)
+    _check_part(rope, family, sizes, defaults)
     found |= rope_keys(rope, multiplies=family.yarn_multiplier)
     found |= _of_family(config, family, sizes, rope)
     if experts:
@@ -179,6 +180,16 @@ def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None
         raise refused(
             "norm_topk_prob = false", "llama.cpp normalises the weights of qwen3moe's experts"
         )
+
+
+def _check_part(
+    rope: Rope, family: Family, sizes: Dimensions, defaults: Mapping[str, object]
+) -> None:
+    """Refuse heads of which a part rotates, in a family whose heads always do as a whole."""
+    known = "partial_rotary_factor" in defaults or "rope.dimension_count" in family.sizes
+    if rope.width != sizes.head and not known:
+        share = rope.width / sizes.head
+        raise refused(f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads")
 
 
 def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
+from quantforge.formats.gguf.stated_keys import called, refused
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -48,11 +50,11 @@ class Rope:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
+def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rope:
     """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``.
 
     Raises:
-        RefusedError: a kind of scaling that GGUF has no keys for.
+        RefusedError: a kind of scaling that GGUF has no keys for, or llama.cpp's graph of the family no place.
         InputError: a value that is no positive number.
     """
     stated = config.get("rope_parameters")
@@ -60,22 +62,26 @@ def rope_of(config: Mapping[str, Any], arch: str, sizes: Dimensions) -> Rope:
     older = config.get("rope_scaling")
     scaling: Mapping[str, Any] = stated or (older if isinstance(older, Mapping) else {})
     local: float | None = None
-    if arch == "gemma3":
+    if family.arch == "gemma3":
         sliding = stated.get("sliding_attention")
         sliding = sliding if isinstance(sliding, Mapping) else {}
         local = _number(sliding, "rope_theta", config.get("rope_local_base_freq", 10_000.0))
+        if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
+            raise refused("rope scaling of layers that slide", "plain positions there")
         whole = stated.get("full_attention")
         scaling = whole if isinstance(whole, Mapping) else scaling
     base = _number(
-        scaling, "rope_theta", config.get("rope_theta", 1e6 if arch == "gemma3" else _DEFAULT_BASE)
+        scaling,
+        "rope_theta",
+        config.get("rope_theta", 1e6 if family.arch == "gemma3" else _DEFAULT_BASE),
     )
-    kind = str(scaling.get("rope_type", scaling.get("type", "")) or "")
-    kind = {"su": "longrope", "mrope": ""}.get(kind, kind)  # of the latter the sections are a key
-    if kind not in {*_PLAIN, "linear", "yarn", "llama3", "longrope"} or (kind == "longrope") > (
-        arch == "phi3"
-    ):
+    kind = _kind(scaling)
+    changed = called(family.base, config) if family.base else None
+    if changed is not None:
+        base, kind = changed, ""
+    if kind not in {*_PLAIN, *family.scalings}:
         raise RefusedError(
-            f"config.json: rope scaling {kind!r} has no keys in GGUF for {arch}",
+            f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
         )
     share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -203,6 +209,11 @@ def llama3_divisors(
 
 def _table(name: str, values: list[float]) -> GgufTensor:
     return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    kind = str(scaling.get("rope_type", scaling.get("type", "")) or "")
+    return {"su": "longrope", "mrope": ""}.get(kind, kind)  # of the latter the sections are a key
 
 
 def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:

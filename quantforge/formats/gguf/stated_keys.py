@@ -36,7 +36,7 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         if stated is not None:
             found[key] = flag(bool(stated))
     for key, path in family.lists.items():
-        found[key] = Value(ValueType.ARRAY, _called(path, config), ValueType.U32)
+        found[key] = Value(ValueType.ARRAY, called(path, config), ValueType.U32)
     return found
 
 
@@ -50,7 +50,7 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
             raise refused(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    if family.obstacle and (why := _called(family.obstacle, config)):
+    if family.obstacle and (why := called(family.obstacle, config)):
         raise refused(*why)
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
@@ -58,11 +58,11 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
 
 
 def _found(place: str, config: Mapping[str, Any]) -> Any:
-    return _called(place, config) if "." in place else config.get(place)
+    return called(place, config) if "." in place else config.get(place)
 
 
-def _called(path: str, config: Mapping[str, Any]) -> Any:
-    """Call the function of the configuration at a dotted path."""
+def called(path: str, config: Mapping[str, Any]) -> Any:
+    """Return what the function at a dotted path does for a configuration."""
     module, _, function = path.rpartition(".")
     return getattr(import_module(module), function)(config)
 

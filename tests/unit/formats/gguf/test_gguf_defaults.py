@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import u32
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import parameters
+from tests import gguf_models
 from tests.conftest import Tiny
 
 KEYS = ("rope_theta", "rope_parameters", "rms_norm_eps", "num_experts_per_tok")
@@ -52,3 +55,70 @@ def test_rounded_frequencies_do_not_hide_the_window_that_is_left_out(tiny: Tiny)
                "layer_types": ["sliding_attention"] * layers}  # fmt: skip
     found = parameters(config, family_of(config)).events
     assert [event.kind for event in found] == ["rope-rounded", "window-left-out"]
+
+
+def declared(model_type: str) -> dict[str, Any]:
+    """Return a tiny configuration as transformers completes it."""
+    model_type, values = {**gguf_models.FAMILIES, **gguf_models.WRITTEN}[model_type]
+    found: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
+    return found
+
+
+TABLED = {"arcee", "exaone4", "granite", "granitemoe", "llama", "mistral", "mixtral"}
+PARTIAL = {
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "minimax_m2",
+    "nemotron",
+    "phi",
+    "phi3",
+    "qwen3_next",
+    "stablelm",
+}
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+NAMES = {key for key in {**gguf_models.FAMILIES, **gguf_models.WRITTEN} if "-" not in key} - {
+    "gpt2"
+}
+SCALED = NAMES - LATENT - {"ministral3", "phi3"}
+
+
+@pytest.mark.parametrize(("rope", "carried"), [
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, TABLED),
+    ({"rope_type": "linear", "factor": 4.0}, SCALED),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, SCALED),
+    ({"rope_type": "dynamic", "factor": 4.0}, set()),
+    ({"rope_type": "default", "partial_rotary_factor": 0.75}, PARTIAL | LATENT),
+], ids=lambda value: value.get("rope_type") if isinstance(value, dict) else "")  # fmt: skip
+def test_only_positions_that_the_graph_of_a_family_turns_are_written(
+    rope: dict[str, Any], carried: set[str]
+) -> None:
+    found = set()
+    for name in NAMES:
+        config = declared(name)
+        config.pop("rope_scaling", None)
+        config["rope_parameters"] = {"rope_theta": 1e4, **rope}
+        with suppress(RefusedError):
+            parameters(config, family_of(config))
+            found.add(name)
+    assert found == carried
+
+
+def test_two_counts_of_dimensions_that_rotate_are_refused() -> None:
+    config = declared("minimax_m2") | {"rotary_dim": 16}
+    assert parameters(config, family_of(config)).keys["minimax-m2.rope.dimension_count"] == u32(16)
+    config["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    with pytest.raises(InputError, match="rotary_dim = 16, partial_rotary_factor"):
+        parameters(config, family_of(config))
+
+
+@pytest.mark.parametrize("sliding", [
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+])  # fmt: skip
+def test_layers_that_slide_have_plain_positions(sliding: dict[str, Any]) -> None:
+    config = declared("gemma3")
+    config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                                 "sliding_attention": sliding}  # fmt: skip
+    with pytest.raises(RefusedError, match="layers that slide"):
+        parameters(config, family_of(config))
