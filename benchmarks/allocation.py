@@ -5,8 +5,8 @@
 
 Errors are measured once for each seed of the calibration rows. Of a target are printed: bits per weight inside of
 blocks, the divergence that was expected and the one that `evaluate` measures, and its ratio to the best of uniform
-widths and, of GGUF, of llama.cpp's mixtures, whose logarithm is interpolated over the bits. Mixtures keep
-the embedding in 16 bits; of GGUF, the others have it in Q6_K.
+widths and, of GGUF, of llama.cpp's mixtures, whose logarithm is interpolated over the bits. The
+embedding is no part of the bits; of GGUF, it is in Q6_K, and in what llama-quantize gives it in its mixtures.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
         mixtures = [one for one in options.mixtures.split(",") if one]
         for kind in mixtures:
-            ignored = ("*embed_tokens*",)
-            recipes[kind] = replace(plain.recipe, scheme=None, rules=(), type=kind, ignore=ignored)
+            recipes[kind] = replace(plain.recipe, scheme=None, rules=(), type=kind)
         outs = {}
         times = {}
         for name, recipe in recipes.items():

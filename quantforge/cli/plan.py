@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from quantforge_files.strict_json import uncollected
 
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 Measure = Annotated[
     bool, typer.Option("--measure", help="Take this machine's rates for the time, in two seconds.")
 ]
@@ -155,10 +157,13 @@ def becomes(tensor: TensorPlan) -> str:
 
 
 def _generic(tensor: TensorPlan) -> str:
-    """Return the name of a layer, that of all blocks and of all experts together: ``layers.*.mlp.up_proj``."""
+    """Return the name of a layer, that of all blocks and of all experts together: ``layers.*.mlp.up_proj``.
+
+    Outside of the blocks, as in towers, layers of all numbers are one.
+    """
     name = tensor.name.removesuffix(".weight")
     if tensor.part < 0:
-        return name
+        return _NUMBER.sub(".*", name)
     blocks, found, layer = f".{name}".partition(f".{tensor.part}.")
     if not found:
         return name

@@ -187,3 +187,10 @@ def test_a_plan_has_one_line_for_a_matrix_of_all_experts(tiny, capsys) -> None:
     lines = [line.split()[:2] for line in said.splitlines() if "experts" in line.split("  ")[0]]
     names = ("down_proj", "gate_proj", "up_proj")
     assert lines == [[f"layers.*.mlp.experts.*.{name}", "8"] for name in names]
+
+
+def test_a_plan_joins_the_layers_of_a_tower(tiny, capsys) -> None:
+    said = command(capsys, "plan", tiny("mistral3"), "--method", "rtn", "--scheme", "int4:g32").out
+    tower = [line.split()[0] for line in said.splitlines() if line.startswith("vision_tower.")]
+    assert "vision_tower.transformer.layers.*.attention.q_proj" in tower
+    assert len(tower) == len(set(tower))
