@@ -188,7 +188,9 @@ def test_the_engine_continues_as_we_decode_the_same_file(kind, tmp_path):
         ours.append(int(logits.argmax()))
 
 
-@pytest.mark.parametrize("kind", [further("IQ1_M"), "IQ2_XXS", further("IQ2_M"), "IQ3_XXS"])
+@pytest.mark.parametrize(
+    "kind", [further("IQ1_M"), "IQ2_XXS", further("IQ2_M"), further("IQ3_XXS")]
+)
 def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path):
     from quantforge.runtime.load import load
 

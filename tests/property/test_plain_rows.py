@@ -19,6 +19,7 @@ from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import Scheme
 from tests.conftest import Tiny
+from tests.thorough import further
 from tests.unit.quantizers.test_awq import first_block, observed, schemes_of
 
 SCHEMES = [
@@ -77,7 +78,7 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Ro
     return weights, inputs.T @ inputs / tokens, Rounding(scales=scales, gptq=options)
 
 
-@pytest.mark.parametrize("grid", SCHEMES)
+@pytest.mark.parametrize("grid", [further(grid) if grid == "iq1_s" else grid for grid in SCHEMES])
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObject) -> None:
