@@ -123,6 +123,23 @@ NEMOTRON_H = {**{key: value for key, value in SIZES.items() if key != "num_hidde
 GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
            "llama_4_scaling_beta": 0.3}  # fmt: skip
+# Keys that are values, heads of full layers that are wider, a vector of each token for every layer.
+GEMMA4 = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16,
+          "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 30.0,
+          "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+K_EQ_V = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_SHARED = {
+    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_MOE = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+              "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+              "moe_intermediate_size": 32}  # fmt: skip
 # family: (model_type, configuration, stored type, bytes of a shard or 0)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True}, "bfloat16", 150_000),
@@ -136,6 +153,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "gemma3": ("gemma3_text", GEMMA3, "bfloat16", 0),
     "gemma3-multimodal": ("gemma3", {"text_config": GEMMA3, "vision_config": VISION,
                                      "mm_tokens_per_image": 4}, "bfloat16", 0),
+    "gemma4-equal": ("gemma4_text", {**GEMMA4, **K_EQ_V, "attention_bias": True}, "bfloat16", 0),
+    "gemma4": ("gemma4_text", {**GEMMA4, **GEMMA4_SHARED}, "bfloat16", 0),
+    "gemma4-multimodal": ("gemma4", {
+        "text_config": {**GEMMA4, "hidden_size_per_layer_input": 32},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "num_key_value_heads": 2, "head_dim": 16, "patch_size": 8, "position_embedding_size": 16},
+    }, "bfloat16", 0),
     "phi3": ("phi3", {**SIZES, "sliding_window": 16}, "bfloat16", 0),
     "smollm3": ("smollm3", {**SIZES, "no_rope_layer_interval": 2, "mlp_bias": True}, "float32", 0),
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128,
@@ -254,10 +278,11 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "granitemoehybrid": ("granitemoehybrid", {**_EXPERTS, **MAMBA, "mamba_d_head": 16,
                                               "layer_types": ["mamba", "attention", "mamba"],
                                               "shared_intermediate_size": 96}, "float32", 0),
+    "gemma4-moe": ("gemma4_text", {**GEMMA4, **K_EQ_V, **GEMMA4_MOE}, "float32", 0),
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),
 }  # fmt: skip
 # Transformers has a class for the decoder alone, which has other names than the whole model.
-BESIDE_TOWERS = ("gemma3-multimodal", "qwen3.5-multimodal", "mistral3")
+BESIDE_TOWERS = ("gemma3-multimodal", "gemma4-multimodal", "qwen3.5-multimodal", "mistral3")
 TEXT_FAMILIES = tuple(name for name in FAMILIES if name not in {*BESIDE_TOWERS, "llama-wide"})
 
 Tiny = Callable[[str], Path]
@@ -297,6 +322,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.data.copy_(base + 0.2 * noise)
         else:
             parameter.data.copy_(noise / parameter.shape[-1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.8)
 
 
 def make_tiny(family: str, directory: Path, **changes: Any) -> Path:

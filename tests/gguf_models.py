@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from tests.conftest import SIZES, randomise, tiny_tokenizer
+from tests.conftest import (
+    GEMMA4,
+    GEMMA4_MOE,
+    GEMMA4_SHARED,
+    K_EQ_V,
+    SIZES,
+    randomise,
+    tiny_tokenizer,
+)
 
 _SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -67,6 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Written, and read by llama.cpp alone.
 WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("gemma4_text", {**GEMMA4, **GEMMA4_SHARED}),
+    "gemma4-equal": ("gemma4_text", {**GEMMA4, **K_EQ_V, "num_hidden_layers": 2, "layer_types": _SLIDING[-2:]}),
+    "gemma4-moe": ("gemma4_text", {**GEMMA4, **K_EQ_V, **GEMMA4_MOE}),
     "qwen2_moe": ("qwen2_moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                                 "shared_expert_intermediate_size": 96}),
     "olmoe": ("olmoe", {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),

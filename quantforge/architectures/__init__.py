@@ -14,6 +14,7 @@ In this folder:
     cache_kinds       Names of caches: how keys and values are stored, in one word for both, or in a word for each
     cohere            Command R: attention and MLP side by side behind one LayerNorm without bias, neighbours rotated
     cohere2           Command R7B and A: a cohere in which three layers of four have a window
+    configured        Declarations for one configuration: what it may not ask for, so that they hold
     cwm               CWM: a llama in which three layers of four have a window, with an explicit head size
     declare           Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
     decoder_graph     How the blocks of a family compute, as far as declarations of tensors do not say it
@@ -36,6 +37,9 @@ In this folder:
     gemma             Gemma 1: a llama whose norms multiply by 1 + w, with a tied head
     gemma2            Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
     gemma3            Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
+    gemma4            Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
+    gemma4_graph      Gemma 4 as llama.cpp's graph has it: what it reads for each layer, and what it takes for granted
+    gemma4_layers     Layers of Gemma 4: of which kind each is, and the sizes of its parts, as a configuration says them
     generic           Matching without declarations: what is taken for a linear layer in a family that nobody described
     glm               GLM 4 of 2024: a llama with gate and up in one matrix
     glm4              GLM 4 of 2025: a glm with further norms after attention and after the MLP
@@ -55,7 +59,9 @@ In this folder:
     kimi_k25          Kimi K2.5 and later: a deepseek_v3 beside a vision tower
     kimi_linear       Kimi Linear: delta attention in three layers of four, latent attention in the others
     latent            Multi-head latent attention: queries, keys and values made of narrow latents
+    layer_inputs      Vectors that a token has for every layer, as parts of a model: where they come from
     layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
+    layer_overrides   Overrides of layers: values of a configuration that some layers have of their own
     layer_windows     Windows: which layers look at the last few tokens alone, as transformers reads a configuration
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
@@ -98,6 +104,7 @@ In this folder:
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
     sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
+    shared_keys       Layers that read the keys and values of an earlier layer of their type, and make none
     slots             Slots: every tensor that a family declares for one model, by its name in files
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
@@ -162,6 +169,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "gemma2": "quantforge.architectures.gemma2",
     "gemma3": "quantforge.architectures.gemma3",
     "gemma3_text": "quantforge.architectures.gemma3",
+    "gemma4": "quantforge.architectures.gemma4",
+    "gemma4_text": "quantforge.architectures.gemma4",
     "glm": "quantforge.architectures.glm",
     "glm4": "quantforge.architectures.glm4",
     "glm4_moe": "quantforge.architectures.glm4_moe",

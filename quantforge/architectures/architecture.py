@@ -42,6 +42,8 @@ class Architecture:
         unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
             slice of a fused projection.
         requires: configuration values that the declarations rely on; anything else is refused.
+        uncovered: dotted path of a function that returns, for a configuration with the family's defaults, what else
+            the declarations do not cover; "" where they cover all.
         sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
             is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
@@ -60,7 +62,8 @@ class Architecture:
             and the projector as llama.cpp reads them (`quantforge.architectures.projector`).
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
-            model's code around the blocks runs for every row.
+            model's code around the blocks runs for every row: always, never, or by configuration keys of which one
+            must be true.
         streams: hidden states that each token has between two blocks.
         fused_attention: whether scores have a fused kernel; soft-capped ones have none and are held twice.
         derived: for one model alone, found by running its code: its sizes, and the kind of every layer.
@@ -82,6 +85,7 @@ class Architecture:
     foreign: tuple[str, ...] = ()
     unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
     requires: Mapping[str, object] = field(default_factory=dict)
+    uncovered: str = ""
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -89,7 +93,7 @@ class Architecture:
     transposed: bool = False
     float16: bool = True
     text_config: str = ""
-    replayed: bool = False
+    replayed: bool | tuple[str, ...] = False
     streams: int = 1
     fused_attention: bool = True
     gguf: Family | None = None
@@ -175,7 +179,8 @@ class Architecture:
             InputError: the configuration does not say of which kind every layer is.
         """
         if not self.kind_of and self.derived is None:
-            return (self.kinds[0].counted(dimensions),) * dimensions.layers
+            only = self.kinds[0].present({**self.defaults, **config})
+            return (only.counted(dimensions),) * dimensions.layers
         kinds = {kind.name: kind for kind in self.kinds}
         names = self.derived.kinds if self.derived else self._named(config)
         if len(names) != dimensions.layers or not set(names) <= kinds.keys():
@@ -183,7 +188,8 @@ class Architecture:
                 f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
                 f"each of them {' or '.join(sorted(kinds))}",
             )
-        counted = {name: kinds[name].counted(dimensions) for name in set(names)}
+        stated = {**self.defaults, **config}
+        counted = {name: kinds[name].present(stated).counted(dimensions) for name in set(names)}
         return tuple(counted[name] for name in names)
 
     def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -206,20 +212,6 @@ class Architecture:
         parameters = (item for kind in self.kinds for item in kind.parameters)
         shape = next(item.shape for item in parameters if item.name == f"{linear}.weight")
         return dimensions.size(shape[1 if self.transposed else 0])
-
-
-def required(config: Mapping[str, Any], architecture: Architecture) -> None:
-    """Refuse configuration values that the declarations do not cover.
-
-    Raises:
-        InputError: naming the key, the value and what is supported.
-    """
-    for key, value in architecture.requires.items():
-        if config.get(key, value) != value:
-            raise InputError(
-                f"config.json: {key} = {config[key]!r} is not supported for {architecture.model_type}",
-                f"supported: {key} = {value!r}; --method rtn works without the architecture's declarations",
-            )
 
 
 def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import overload
 
 from quantforge.architectures import Absorber, Absorbs, LayerKind, Parameter, SharedInput, Stack
 from quantforge.architectures.sequence_state import LayerState, keys_and_values
@@ -39,6 +40,17 @@ class Mixer:
     stacks: tuple[Stack, ...] = ()
     inner_copies: int = 0
     states: tuple[LayerState, ...] = ()
+
+
+@overload
+def only(when: str, part: Mixer) -> Mixer: ...
+@overload
+def only(when: str, part: tuple[Parameter, ...]) -> tuple[Parameter, ...]: ...
+def only(when: str, part: Mixer | tuple[Parameter, ...]) -> Mixer | tuple[Parameter, ...]:
+    """Return a part of which tensors exist only ``when`` a configuration says so, see `Parameter`; "" is always."""
+    if isinstance(part, Mixer):
+        return replace(part, parameters=only(when, part.parameters))
+    return tuple(replace(item, when=f"{item.when} {when}".strip()) for item in part)
 
 
 def layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:

@@ -8,9 +8,10 @@ so that an expert's matrix has a name of its own however it is stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.sequence_state import LayerState
@@ -28,7 +29,7 @@ class Parameter:
     ``3*hidden``, or a number.
 
     Attributes:
-        when: a configuration key that must be true for the tensor to exist (``!key``: must be false).
+        when: configuration keys, joined by spaces, that must be true for the tensor to exist (``!key``: must be false).
         each: the dimension that counts such tensors; the name has ``{}`` for the number.
         stored: the name in files, where it differs from that in the running model.
     """
@@ -38,6 +39,13 @@ class Parameter:
     when: str = ""
     each: str = ""
     stored: str = ""
+
+    def exists(self, config: Mapping[str, Any]) -> bool:
+        """Return whether models of a configuration, with the family's defaults, have the tensor."""
+        return all(
+            bool(config.get(key.removeprefix("!"))) is not key.startswith("!")
+            for key in self.when.split()
+        )
 
 
 class Absorbs(StrEnum):
@@ -175,6 +183,23 @@ class LayerKind:
         return {
             item.name: item.stored or item.name for item in self.parameters if item.name in held
         }
+
+    def present(self, config: Mapping[str, Any]) -> LayerKind:
+        """Return the kind as models of a configuration have it: without linears and stacks that it leaves out."""
+        kept = tuple(item for item in self.parameters if item.exists(config))
+        if len(kept) == len(self.parameters):
+            return self
+        weights = {item.name.removesuffix(".weight") for item in kept}
+        inputs = (
+            replace(shared, linears=tuple(name for name in shared.linears if name in weights))
+            for shared in self.inputs
+        )
+        return replace(
+            self,
+            parameters=kept,
+            inputs=tuple(shared for shared in inputs if shared.linears),
+            stacks=tuple(stack for stack in self.stacks if weights.issuperset(stack.linears)),
+        )
 
     def counted(self, dimensions: Dimensions) -> LayerKind:
         """Return the kind with every expert written out."""

@@ -29,6 +29,7 @@ class WindowRule:
         period: all layers but one of so many have one, 0 for no such rule.
         period_key: the key that may state the period.
         full_first: that one is the first of the period, not the last.
+        full_last: the last layer has none, whatever is listed.
         start, stop: keys that bound the layers that may have one, each with its value where it is left out.
     """
 
@@ -40,6 +41,7 @@ class WindowRule:
     period: int = 0
     period_key: str = ""
     full_first: bool = False
+    full_last: bool = False
     start: tuple[str, int] | None = None
     stop: tuple[str, int] | None = None
 
@@ -58,8 +60,10 @@ class WindowRule:
             return (0,) * layers
         listed = layer_types(config) if self.listed else None
         if listed is not None:
-            return tuple(width * (word == WORD) for word in listed)
-        return tuple(width * self._slides(config, index) for index in range(layers))
+            found = tuple(width * (word == WORD) for word in listed)
+        else:
+            found = tuple(width * self._slides(config, index) for index in range(layers))
+        return (*found[:-1], 0) if self.full_last else found
 
     def _slides(self, config: Mapping[str, Any], index: int) -> bool:
         first, last = (

@@ -22,7 +22,7 @@ class Family:
         interleaved: rows of q and k are reordered per head.
         norm_plus_one: norms are stored plus one.
         biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
-        experts: a mixture of experts.
+        experts: a mixture of experts: always, never, or where a configuration key says so.
         head: whether a file may hold an output matrix.
         class_name: of the model in transformers; "" where its files are read as those of another family.
         activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
@@ -30,6 +30,8 @@ class Family:
         no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
         heads_fill: whether the heads fill the width of the model together.
         windowed: whether llama.cpp has a sliding window for it.
+        divided_head: the dimension of a head of the layers without a window, where each of its frequencies is divided
+            by a number in the file; "" where frequencies are those of the keys.
         yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
         scalings: kinds of scaling of rotary positions that its graph computes.
         base: dotted path of a function that returns the base of the frequencies for a configuration with the family's
@@ -47,8 +49,8 @@ class Family:
         names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
             expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
             whose last dimension alternates between them.
-        lists: keys of the file with a number for each layer, each with the dotted path of a function that returns them
-            for a configuration with the family's defaults, and with that of its vision tower.
+        lists: keys of the file with a number, or a truth, for each layer, each with the dotted path of a function that
+            returns them for a configuration with the family's defaults, and with that of its vision tower.
         squeezed: endings of canonical names of tensors whose dimensions of one are left out.
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
@@ -61,7 +63,7 @@ class Family:
     interleaved: bool = False
     norm_plus_one: bool = False
     biases: tuple[str, ...] = ()
-    experts: bool = False
+    experts: bool | str = False
     head: bool = True
     class_name: str = ""
     activations: tuple[str, ...] = ("silu",)
@@ -69,6 +71,7 @@ class Family:
     no_rope_period: int = 0
     heads_fill: bool = False
     windowed: bool = False
+    divided_head: str = ""
     yarn_multiplier: bool = False
     scalings: tuple[str, ...] = SCALINGS
     base: str = ""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of, matches, text_config
-from quantforge.architectures.architecture import required
+from quantforge.architectures.configured import configured, required
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import match_draft
 from quantforge.architectures.draft_kinds import is_draft
@@ -78,7 +78,9 @@ def match(
         required(tower, architecture)
     except InputError as refused:
         return match_by_names(tower, stored, refused.message, config)
-    return _declared(architecture, config, tower, stored, found.names if found else {})
+    return _declared(
+        configured(tower, architecture), config, tower, stored, found.names if found else {}
+    )
 
 
 def needs_architecture(matched: Matched, method: str, reason: str = "") -> InputError:

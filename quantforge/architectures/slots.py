@@ -70,7 +70,6 @@ class Slots:
         self._names = names
         self._architecture = architecture
         self._dimensions = dimensions
-        self._config = config
         self.layers = architecture.layers(config, dimensions)
         self.by_name = dict(self._outer())
         for index, kind in enumerate(self.layers):
@@ -116,7 +115,7 @@ class Slots:
             f"{architecture.embedding}.weight": Role.EMBEDDING,
             f"{architecture.head}.weight": Role.HEAD,
         }
-        for item in filter(self._exists, architecture.outer):
+        for item in architecture.outer:
             role = special.get(item.name) or _role(item, {}, frozenset())
             yield item.name, Slot(item.name, self._dimensions.shape(item.shape), role)
 
@@ -131,7 +130,7 @@ class Slots:
             for name, place in (kind.places() if held else {}).items()
             if place.stack.parameter in held
         }
-        for item in filter(self._exists, kind.parameters):
+        for item in kind.parameters:
             role = _role(item, inputs, matrices)
             shared = inputs[item.name.removesuffix(".weight")] if role is Role.LINEAR else None
             yield (
@@ -147,11 +146,6 @@ class Slots:
                     stacks.get(item.name.removesuffix(".weight"), ""),
                 ),
             )
-
-    def _exists(self, item: Parameter) -> bool:
-        key = item.when.removeprefix("!")
-        value = self._config.get(key, self._architecture.defaults.get(key))
-        return not item.when or bool(value) is not item.when.startswith("!")
 
 
 def _module(item: Parameter) -> str:

@@ -172,11 +172,11 @@ def _dimensions(
 
 
 def _stated(config: Any, name: str) -> Any:
-    """Return a value of a configuration; None where it states none, or one for each layer."""
+    """Return a value of a configuration, the general one where layers have others; None where it states none."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # how transformers answers for what differs from layer to layer
-        return None
+        return config.to_dict().get(name)
 
 
 def _transposed(blocks: Sequence[nn.Module]) -> bool:

@@ -60,4 +60,5 @@ In this folder:
     tuning_memory      Memory that tuning takes: codes of all blocks and what is learned, a block with its gradients
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
+    widths             Widths of what a token has inside of a block, in the widest layer
 """

@@ -18,6 +18,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.storage import turned_of
+from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
@@ -204,6 +205,17 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
         raise RefusedError(
             f"--kv-cache {kind}: no {kv_scales.ATTENTION} in every block of this family",
             "engines look for the scales there: drop --kv-cache",
+        )
+    heads = key_heads(matched, dimensions)
+    if 0 in heads:
+        raise RefusedError(
+            f"--kv-cache {kind}: block {heads.index(0)} reads keys and values of an earlier one, and has no scales",
+            "drop --kv-cache",
+        )
+    if kind == kv_scales.HEAD and {*heads} != {dimensions.kv_heads}:
+        raise RefusedError(
+            f"--kv-cache {kind}: layers have {' and '.join(map(str, sorted({*heads})))} heads of keys",
+            f"--kv-cache {kv_scales.TENSOR} has a scale per layer",
         )
     return [
         TensorPlan(item.name, item.dtype, item.shape, Action.MEASURE, f"--kv-cache {kind}", stored=(item,), part=block)

@@ -107,6 +107,15 @@ def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
     )
 
 
+def key_heads(matched: Matched, sizes: Dimensions) -> list[int]:
+    """Return how many heads of keys every layer keeps, 0 where it reads those of another one."""
+    found = []
+    for kind in matched.layers:
+        keys = next((state for state in kind.states or () if state.part == KEYS), None)
+        found.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
+    return found or [sizes.kv_heads] * matched.blocks
+
+
 def _layer(
     states: tuple[LayerState, ...], window: int, sizes: Dimensions, row: RowBytes, devices: int
 ) -> LayerCache:

@@ -47,6 +47,7 @@ LANGUAGE_ONLY = (
 )
 UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not read them back"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
+_OUTSIDE = {*mixture.LOOKED_UP, _OUTPUT}
 
 
 def draft(
@@ -130,7 +131,7 @@ def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
     """Refuse types that llama-quantize does not make without an importance; outside of the blocks it asks for none."""
     needy = [
         item for item in targets
-        if item.type in mixture.NEED_IMPORTANCE and item.named.name not in {_EMBEDDING, _OUTPUT}
+        if item.type in mixture.NEED_IMPORTANCE and item.named.name not in _OUTSIDE
     ]  # fmt: skip
     if needy:
         raise RefusedError(

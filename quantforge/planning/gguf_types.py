@@ -99,7 +99,10 @@ class MixtureTypes(FileTypes):
         """Return what the mixture says."""
         if self._one_scheme and tensor.role is not Role.LINEAR:
             return Decision("Q6_K", "outside of the blocks")
-        return Decision(self._types[self._names[tensor.name].name], self.label)
+        name = self._names[tensor.name].name
+        if name in mixture.UNTOUCHED and self._types[name] not in mixture.FLOATING:
+            return Decision(tensor.stored.dtype, "kept in every mixture")
+        return Decision(self._types[name], self.label)
 
 
 class GivenTypes(FileTypes):

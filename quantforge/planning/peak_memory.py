@@ -24,6 +24,7 @@ from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.planning import expert_memory, tuning_memory
 from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.widths import embedded, widest
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
 
@@ -157,7 +158,8 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
         return 0
     copies = METHODS[run.words[-1]].workspace.matrices
     kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
-    tokens = run.tokens * (10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn)
+    width = widest(matched, sizes)
+    tokens = run.tokens * (10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn)
     block = expert_memory.block_bytes(matched)
     return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
 
@@ -189,8 +191,8 @@ def _kept(run: RunSizes, matched: Matched) -> int:
     architecture, sizes = declared(matched)
     if not architecture.replayed:
         return 0
-    embedded = min(sizes.vocab, run.rows * run.length)
-    return FLOAT * sizes.hidden * (embedded + run.held_rows * run.length)
+    rows = embedded(matched, sizes) * min(sizes.vocab, run.rows * run.length)
+    return FLOAT * (rows + sizes.hidden * run.held_rows * run.length)
 
 
 def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
@@ -200,13 +202,14 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
     projection have read is kept until the micro-batch has passed.
     """
-    attention = 3 * sizes.hidden + 5 * sizes.q + 4 * sizes.kv
+    width = widest(matched, sizes)
+    attention = 3 * sizes.hidden + 5 * width.q + 4 * width.kv
     family = matched.architecture
     assert family is not None  # nothing is observed of others
     if not family.fused_attention:
-        attention = 2 * sizes.hidden + 6 * sizes.q + 2 * sizes.heads * run.length
+        attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
     copies = max(kind.inner_copies for kind in matched.layers)
-    mlp = 4 * sizes.hidden + sizes.q + copies * sizes.ffn
+    mlp = 4 * sizes.hidden + width.q + copies * width.ffn
     return FLOAT * run.tokens * max(attention, mlp)
 
 

@@ -9,6 +9,7 @@ from quantforge.architectures.match import Matched, declared
 from quantforge.model.statistics import EXPERT_TOKENS
 from quantforge.model.tuning_bounds import ROWS, whole_epochs
 from quantforge.planning import expert_memory
+from quantforge.planning.widths import widest
 from quantforge.plans import TensorPlan
 
 FLOAT = 4
@@ -44,7 +45,8 @@ def tuning_bytes(
     learned = max(sum(_scales(tensor) for tensor in some) for some in held)
     count, length = min(rows[0], ROWS if whole else 1), rows[1]
     kinds = max(kind.inner_copies + 1 for kind in matched.layers)
-    passing = 10 * sizes.hidden + 6 * sizes.q + 6 * sizes.kv + kinds * sizes.ffn
+    width = widest(matched, sizes)
+    passing = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn
     side = min(count, workers)
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
     states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)

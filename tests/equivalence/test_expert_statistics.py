@@ -45,7 +45,7 @@ def intermediate(experts: Any, x: Tensor, number: int, family: str) -> Tensor:
     matrix = experts.gate_up_proj[number].double()
     if family != "gpt-oss":
         gate, up = (x @ matrix.T).chunk(2, -1)
-        return functional.silu(gate) * up
+        return getattr(experts, "act_fn", functional.silu)(gate) * up
     both = x @ matrix + experts.gate_up_proj_bias[number].double()
     gate, up = both[:, ::2].clamp(max=experts.limit), both[:, 1::2]
     up = up.clamp(-experts.limit, experts.limit)

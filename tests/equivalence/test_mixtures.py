@@ -35,8 +35,9 @@ STACKED = {
     "granitemoe": 2,
     "granitemoeshared": 2,
     "granitemoehybrid": 2,
+    "gemma4-moe": 2,
 }  # tensors of all experts in one layer
-ROUTERS = (".gate.weight", ".router.weight", ".wg.weight")
+ROUTERS = (".gate.weight", ".router.proj.weight", ".router.weight", ".wg.weight")
 BESIDE = (
     ".shared_expert_gate.weight",
     ".indexer.weights_proj.weight",

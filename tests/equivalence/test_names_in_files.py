@@ -24,7 +24,7 @@ import tiny_families
 # configurations with infinite numbers, blocks that read weights themselves.
 FAMILIES = (
     "phimoe", "jamba", "granitemoe", "llama4", "falcon", "mamba2", "qwen3_vl", "llava",
-    "gemma4", "qwen3_next", "nemotron_h", "olmo_hybrid", "zamba2",
+    "gemma4_unified", "qwen3_next", "nemotron_h", "olmo_hybrid", "zamba2",
 )  # fmt: skip
 IDS = torch.tensor([[5, 17, 3, 99, 42, 8, 120, 64]])
 

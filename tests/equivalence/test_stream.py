@@ -146,6 +146,10 @@ def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family
     checkpoint, matched = opened(tiny(family))
     recurrent = any("A_log" in tensor.name for tensor in matched.tensors)
     most = 0.06 if recurrent else 0.02  # a state carries what was lost to later tokens
+    if family.startswith("gemma4"):
+        most *= (
+            3  # scores are not divided by the root of a head, and more layers add to what is lost
+        )
     found = {}
     for precision in ("float32", "bfloat16"):
         with ModelStream(checkpoint, matched, FEW, micro_batch=2, precision=precision) as stream:
@@ -368,6 +372,8 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
     no_norm = {"self_attn.q_proj", "mlp.gate_proj"}
     assert {family: keys for family, keys in without.items() if keys} == {
         "gpt2": {"mlp.c_proj"},
+        "gemma4": {"self_attn.o_proj", "per_layer_input_gate", "per_layer_projection"},
+        "gemma4-equal": {"self_attn.o_proj"},  # values are normalised
         "openai-gpt": {"attn.c_attn", "mlp.c_fc", "mlp.c_proj"},
         "starcoder2": {"mlp.c_proj"},
         "gpt-neox": {"mlp.dense_4h_to_h"},

@@ -19,12 +19,12 @@ from tests.evaluations import options
 from tests.runs import quantize, recipe
 from tests.thorough import usual
 
-STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid")
+STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4-moe")
 NOT_LOADED = ("kimi-linear",)  # by transformers, as plan says
 ONE_BY_ONE = sorted({*MIXTURES} - {*STACKED, *NOT_LOADED, "mixtral", "qwen3-moe"})
 MOST = 3e-5  # logits are about 1; packed experts are multiplied in float32 sums of another order
 # linears of three blocks beside the experts, where these are not four in each
-DENSE = {"granitemoeshared": 3 * 6, "granitemoehybrid": 14}
+DENSE = {"granitemoeshared": 3 * 6, "granitemoehybrid": 14, "gemma4-moe": 7 + 2 * 6}
 IDS = torch.arange(48).reshape(1, 48) * 7 % VOCABULARY
 
 

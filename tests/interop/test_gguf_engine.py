@@ -48,6 +48,9 @@ def test_quantized_experts_compute_what_they_did(name, tmp_path):
     assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.1
 
 
+_WINDOWS = ["sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(("name", "key", "value"), [
     ("qwen2_moe", "norm_topk_prob", True), ("qwen2_moe", "mlp_only_layers", [1]),
     ("olmoe", "num_key_value_heads", 2), ("ernie4_5_moe", "moe_layer_end_index", 1),
@@ -55,6 +58,11 @@ def test_quantized_experts_compute_what_they_did(name, tmp_path):
     ("lfm2_moe", "norm_topk_prob", False), ("qwen3_next", "linear_value_head_dim", 16),
     ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "full_attention"]),
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
+    ("gemma4", "vocab_size_per_layer_input", 336), ("gemma4", "layer_types", ["full_attention"] * 4),
+    ("gemma4", "layer_types", [*_WINDOWS[::-1], *_WINDOWS]),
+    ("gemma4-equal", "rope_parameters", {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
                                        "original_max_position_embeddings": 64}),
 ])  # fmt: skip

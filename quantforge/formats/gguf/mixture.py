@@ -52,6 +52,8 @@ _RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S r
 # What llama-quantize refuses to make of a tensor inside of the blocks without an importance of its columns.
 NEED_IMPORTANCE = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
+LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # rows of which tokens choose
+UNTOUCHED = ("per_layer_model_proj.weight",)  # keeps its type whatever the mixture
 _EIGHT_EXPERTS, _FEW_EXPERTS = 8, 4
 _LAYERS_70B = 80
 
@@ -116,9 +118,9 @@ def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> di
         matrix = next((part for part in rows if part in name), "")
         if base in FLOATING:
             chosen[name] = base
-        elif name == "output.weight" or (tied and name == "token_embd.weight"):
+        elif name == "output.weight" or (tied and name in LOOKED_UP):
             chosen[name] = _output(mixture, base, columns)
-        elif name == "token_embd.weight":
+        elif name in LOOKED_UP:
             chosen[name] = _embedding(mixture, base)
         elif _is_value(name):
             chosen[name] = _value(mixture, base, value, len(values), shape)

@@ -28,6 +28,7 @@ _COMPUTED = (
     "num_experts_per_tok",
     "norm_topk_prob",
     "partial_rotary_factor",
+    "rope_parameters",
 )
 ROUNDED = "llama.cpp rounds the range of frequencies that yarn interpolates; truncate = false in the source"
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
@@ -59,7 +60,8 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     declared = architecture_of(config)
     sizes = declared.dimensions(config) if declared else dimensions_of(config, defaults)
     config = {**{key: defaults[key] for key in _COMPUTED if key in defaults}, **config}
-    experts = _experts(sizes) if family.experts else 0
+    mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
+    experts = _experts(sizes) if mixed else 0
     _check(config, family, sizes)
     found: dict[str, Value] = {
         "block_count": u32(sizes.layers),
@@ -186,7 +188,11 @@ def _check_part(
     rope: Rope, family: Family, sizes: Dimensions, defaults: Mapping[str, object]
 ) -> None:
     """Refuse heads of which a part rotates, in a family whose heads always do as a whole."""
-    known = "partial_rotary_factor" in defaults or "rope.dimension_count" in family.sizes
+    known = (
+        "partial_rotary_factor" in defaults
+        or "rope.dimension_count" in family.sizes
+        or family.divided_head
+    )
     if rope.width != sizes.head and not known:
         share = rope.width / sizes.head
         raise refused(f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads")

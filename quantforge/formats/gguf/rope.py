@@ -25,6 +25,8 @@ FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _DEFAULT_BASE = 10_000.0
 _PLAIN = {"", "default"}
+_PROPORTIONAL = "proportional"  # of a part of a head, by the frequencies of the whole of it
+_NEVER = 1e30  # divides a frequency to nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,11 @@ class Rope:
         width: dimensions of a head that rotate.
         base: of the frequencies.
         local_base: of the frequencies of sliding layers; None: they have no other.
-        kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
+        kind: ``default``, ``linear``, ``yarn``, ``llama3``, ``longrope`` or ``proportional``.
         settings: the parameters of the scaling.
         original: context length before scaling, in tokens, 0 if it is not stated.
         context: context length of the model, in tokens.
+        divided: a table has divisors of all frequencies, of layers without a window alone.
     """
 
     width: int
@@ -48,6 +51,7 @@ class Rope:
     original: int = 0
     context: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    divided: bool = False
 
 
 def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rope:
@@ -57,12 +61,13 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
         RefusedError: a kind of scaling that GGUF has no keys for, or llama.cpp's graph of the family no place.
         InputError: a value that is no positive number.
     """
+    head = family.divided_head
     stated = config.get("rope_parameters")
     stated = stated if isinstance(stated, Mapping) else {}
     older = config.get("rope_scaling")
     scaling: Mapping[str, Any] = stated or (older if isinstance(older, Mapping) else {})
     local: float | None = None
-    if family.arch == "gemma3":
+    if family.arch == "gemma3" or head:
         sliding = stated.get("sliding_attention")
         sliding = sliding if isinstance(sliding, Mapping) else {}
         local = _number(sliding, "rope_theta", config.get("rope_local_base_freq", 10_000.0))
@@ -101,13 +106,14 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
     ):
         raise InputError(f"config.json: {key} = {str(original)[:40]!r}", "a whole number from 1 on")
     return Rope(
-        width=int(sizes.head * share),
+        width=sizes.size(head) if head else int(sizes.head * share),
         base=base,
         kind="default" if kind in _PLAIN else kind,
         local_base=local,
         original=int(original or 0),
         context=sizes.positions,
         settings=scaling,
+        divided=bool(head),
     )
 
 
@@ -166,6 +172,8 @@ def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
 
 def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
     """Return the tables, as tensors whose bytes are known."""
+    if rope.divided:
+        return (_table(FREQUENCIES, _divisors(rope)),)
     if rope.kind == "llama3":
         return (_table(FREQUENCIES, _llama3(rope)),)
     if rope.kind == "longrope":
@@ -188,6 +196,16 @@ def _llama3(rope: Rope) -> list[float]:
         _number(rope.settings, "high_freq_factor", 4.0),
         rope.original or 8192,
     )
+
+
+def _divisors(rope: Rope) -> list[float]:
+    """Return divisors of all frequencies of a head, of which a part of it does not turn at all."""
+    if rope.kind != _PROPORTIONAL:
+        return [1.0] * (rope.width // 2)
+    share = _number(rope.settings, "partial_rotary_factor", 1.0)
+    turning = int(share * rope.width // 2)
+    factor = _number(rope.settings, "factor", 1.0)
+    return [factor] * turning + [_NEVER] * (rope.width // 2 - turning)
 
 
 def llama3_divisors(

@@ -36,7 +36,9 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         if stated is not None:
             found[key] = flag(bool(stated))
     for key, path in family.lists.items():
-        found[key] = Value(ValueType.ARRAY, called(path, config), ValueType.U32)
+        listed = called(path, config)
+        kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
+        found[key] = Value(ValueType.ARRAY, listed, kind)
     return found
 
 

@@ -29,7 +29,7 @@ from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 TINY = {**FAMILIES, **MIXTURES}
 UNCOMPUTED = (
     "gpt2", "opt", "lfm2", "qwen3.5", "qwen3-vl", "qwen2.5-vl", "falcon-h1", "falcon-h1-plain", "granite-hybrid",
-    "nemotron-h", "openai-gpt",
+    "nemotron-h", "openai-gpt", "gemma4", "gemma4-equal",
 )  # fmt: skip
 COMPUTED_MIXTURES = (
     "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-v1-moe",

@@ -80,7 +80,7 @@ LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 NAMES = {key for key in {**gguf_models.FAMILIES, **gguf_models.WRITTEN} if "-" not in key} - {
     "gpt2"
 }
-SCALED = NAMES - LATENT - {"ministral3", "phi3"}
+SCALED = NAMES - LATENT - {"gemma4", "ministral3", "phi3"}
 
 
 @pytest.mark.parametrize(("rope", "carried"), [

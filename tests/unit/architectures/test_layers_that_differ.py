@@ -1,0 +1,166 @@
+"""Layers that differ in their heads, or have no values or no keys of their own; parts that are left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quantforge.architectures.match import Matched, match
+from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.errors import InputError
+from quantforge.formats.gguf.families import family_of
+from quantforge.formats.gguf.parameters import parameters
+from quantforge.model.skeleton import build
+from quantforge.plans import StoredTensor
+from tests.conftest import MIXTURES, Tiny
+
+KEY = "per_layer_config"
+PUBLISHED = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+
+
+@pytest.fixture
+def saved(tiny: Tiny) -> Any:
+    def read(family: str) -> tuple[dict[str, Any], list[StoredTensor]]:
+        checkpoint = open_checkpoint(tiny(family))
+        return dict(checkpoint.config), [item.stored() for item in checkpoint.entries.values()]
+
+    return read
+
+
+def readers(matched: Matched, block: int) -> list[tuple[str, ...]]:
+    return [shared.linears for shared in matched.layers[block].inputs]
+
+
+@pytest.mark.parametrize("family", ["gemma4-equal", "gemma4-moe"])
+def test_published_keys_say_what_transformers_writes_by_number_of_layer(
+    saved: Any, family: str
+) -> None:
+    config, stored = saved(family)
+    written = match(config, stored)
+    del config[KEY]
+    published = match({**config, **PUBLISHED}, stored)
+    assert published.layers == written.layers
+    assert published.dimensions == written.dimensions
+    with pytest.raises(InputError, match="shape"):
+        match({**config, **PUBLISHED, "global_head_dim": 16}, stored)
+
+
+def test_a_linear_that_a_configuration_leaves_out_is_read_by_nobody(saved: Any) -> None:
+    matched = match(*saved("gemma4-equal"))
+    q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
+    assert readers(matched, 0)[0] == (q, k, v)
+    assert readers(matched, 1)[0] == (q, k)
+    assert not any(kind.stacks for kind in matched.layers)
+    assert matched.architecture is not None
+    assert not matched.architecture.stacks_experts
+    assert matched.architecture.replayed is False
+    assert all(kind.stacks for kind in match(*saved("gemma4-moe")).layers)
+
+
+def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of_them_is_dropped(
+    saved: Any,
+) -> None:
+    config, stored = saved("gemma4")
+    matched = match(config, stored)
+    assert readers(matched, 2)[0] == ("self_attn.q_proj",)
+    assert [kind.states == () for kind in matched.layers] == [False, False, True, True]
+    shapes = {tensor.name: tensor.stored.shape for tensor in matched.tensors}
+    up = [shapes[f"model.layers.{block}.mlp.up_proj.weight"][0] for block in range(4)]
+    assert up == [128, 128, 256, 256]
+    assert matched.architecture is not None
+    assert matched.architecture.replayed is True
+    name = "model.layers.{}.self_attn.k_proj.weight"
+    more = StoredTensor(name.format(3), "BF16", (64, 64))
+    assert [tensor.name for tensor, _ in match(config, [*stored, more]).dropped] == [more.name]
+    fewer = [tensor for tensor in stored if tensor.name != name.format(1)]
+    with pytest.raises(InputError, match=r"layers\.1\.self_attn\.k_proj\.weight: missing"):
+        match(config, [*fewer, more])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {KEY: [1]},
+        {KEY: {"0": {"head_dim": 64}}},
+        {KEY: {"1": {"head_dim": 32}, "3": {"head_dim": 64}}},
+        {KEY: {"1": {"intermediate_size": 64}, "3": {"intermediate_size": 64}}},
+        {"use_bidirectional_attention": "all"},
+    ],
+    ids=str,
+)
+def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[str, Any]) -> None:
+    config, stored = saved("gemma4-equal")
+    found = match({**config, **changes}, stored)
+    assert found.architecture is None
+    assert next(iter(changes)) in found.rule
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "no earlier layer makes keys"),
+        ("gemma4", {"num_kv_shared_layers": "2"}, "num_kv_shared_layers"),
+        ("gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+        ("gemma4-equal", {KEY: {"1": {"head_dim": "x"}, "3": {"head_dim": "x"}}}, "head_dim"),
+        ("gemma4-equal", {KEY: None, "num_attention_heads": "4"}, "num_attention_heads"),
+        ("gemma4-moe", {"num_experts": None}, "num_experts"),
+        ("gemma4-moe", {"top_k_experts": 5}, "top_k_experts = 5 of 4 experts"),
+    ],
+    ids=str,
+)
+def test_impossible_values_are_refused(
+    saved: Any, family: str, changes: dict[str, Any], said: str
+) -> None:
+    config, stored = saved(family)
+    with pytest.raises(InputError, match=said):
+        match({**config, **changes}, stored)
+
+
+def test_the_last_layer_is_full_whatever_is_listed(saved: Any) -> None:
+    config, stored = saved("gemma4-moe")
+    assert MIXTURES["gemma4-moe"][1]["layer_types"][-1] == "full_attention"
+    config["layer_types"] = [*config["layer_types"][:-1], "sliding_attention"]
+    matched = match(config, stored)
+    assert matched.layers[-1].name == "full_attention"
+    assert matched.architecture is not None
+    assert matched.architecture.windows.of_layers(config, 3) == (16, 0, 0)
+
+
+S, F = "sliding_attention", "full_attention"
+LARGE = {
+    "shared": {
+        "hidden_size": 1536, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "intermediate_size": 6144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+        "layer_types": [S, S, S, S, F] * 7,
+    },
+    "mixture": {
+        "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "intermediate_size": 2112, "num_experts": 128,
+        "enable_moe_block": True, "top_k_experts": 8, "moe_intermediate_size": 704, "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision", "layer_types": [S, S, S, S, S, F] * 5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
+    """Without weights; what a configuration leaves out has the default of the family."""
+    text = {"model_type": "gemma4_text", "head_dim": 256, **LARGE[name]}
+    config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
+    held = build(config).state_dict()
+    stored = [
+        StoredTensor(key.replace("model.", "model.language_model.", 1), "BF16", tuple(value.shape))
+        for key, value in held.items()
+        if key != "lm_head.weight"
+    ]
+    matched = match(config, stored)
+    assert {tensor.name for tensor in matched.tensors} == held.keys() - {"lm_head.weight"}
+    keys = parameters(text, family_of(text)).keys
+    full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
+    heads = keys["gemma4.attention.head_count_kv"].value
+    assert {heads[index] for index in full} == {2 if name == "mixture" else 1}
+    widths = keys["gemma4.feed_forward_length"].value
+    assert widths[-1] == (2112 if name == "mixture" else 2 * 6144)
+    assert widths[0] == LARGE[name]["intermediate_size"]
