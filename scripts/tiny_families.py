@@ -132,6 +132,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": ACTIVE,
         "n_routed_experts": EXPERTS,
     },
+    # Its experts are calibrated where a token has one, as in every release.
+    "llama4": {"text_config": {"num_experts_per_tok": 1}},
+    "llama4_text": {"num_experts_per_tok": 1},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_d_head": 32},
     "cohere_compass_text": {
         "layer_types": _WINDOWS,

@@ -140,6 +140,9 @@ GEMMA4_SHARED = {
 GEMMA4_MOE = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
               "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
               "moe_intermediate_size": 32}  # fmt: skip
+LLAMA4 = {**SIZES, "head_dim": 32, "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size": 96,
+          "num_hidden_layers": 4, "intermediate_size_mlp": 128, "moe_layers": [2, 3], "attention_chunk_size": 16,
+          "floor_scale": 8, "attn_scale": 0.5}  # fmt: skip
 # family: (model_type, configuration, stored type, bytes of a shard or 0)
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True}, "bfloat16", 150_000),
@@ -280,6 +283,12 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
                                               "shared_intermediate_size": 96}, "float32", 0),
     "gemma4-moe": ("gemma4_text", {**GEMMA4, **K_EQ_V, **GEMMA4_MOE}, "float32", 0),
     "gpt-oss": ("gpt_oss", {**_EXPERTS, "sliding_window": 16}, "bfloat16", 0),
+    "llama4": ("llama4_text", {**LLAMA4, "attention_bias": True}, "bfloat16", 0),
+}  # fmt: skip
+MIXTURES_BESIDE_TOWERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "llama4-multimodal": ("llama4", {"text_config": LLAMA4, "vision_config": {
+                              **VISION, "vision_output_dim": 48, "projector_input_dim": 48,
+                              "projector_output_dim": 48, "intermediate_size": 128}}, "bfloat16", 0),
 }  # fmt: skip
 # Transformers has a class for the decoder alone, which has other names than the whole model.
 BESIDE_TOWERS = ("gemma3-multimodal", "gemma4-multimodal", "qwen3.5-multimodal", "mistral3")
@@ -331,7 +340,7 @@ def make_tiny(family: str, directory: Path, **changes: Any) -> Path:
     """Build, fill and save one model; ``changes`` are of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model_type, values, dtype, shard = {**FAMILIES, **MIXTURES}[family]
+    model_type, values, dtype, shard = {**FAMILIES, **MIXTURES, **MIXTURES_BESIDE_TOWERS}[family]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
     auto = AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)

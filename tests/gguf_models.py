@@ -111,6 +111,11 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_4_scaling_beta": 0.0}}),
     "gpt_oss": ("gpt_oss", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "llama4": ("llama4_text", {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4,
+                               "intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2,
+                               "rope_parameters": _LLAMA3}),
+    "llama4-several": ("llama4_text", {**SIZES, "num_hidden_layers": 5, "head_dim": 32, "num_local_experts": 128,
+                                       "num_experts_per_tok": 2, "intermediate_size": 32, "use_qk_norm": False}),
 }  # fmt: skip
 
 

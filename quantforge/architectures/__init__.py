@@ -66,6 +66,7 @@ In this folder:
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
     llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
+    llama4            Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower
     llama_cpp         Families as llama.cpp knows them: the name, what its graph takes for granted
     mamba2            Mamba-2 mixers as parts of layers: state spaces with one decay per head
     match             Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
@@ -192,6 +193,8 @@ MODEL_TYPES: Mapping[str, str] = {
     "lfm2": "quantforge.architectures.lfm2",
     "lfm2_moe": "quantforge.architectures.lfm2_moe",
     "llama": "quantforge.architectures.llama",
+    "llama4": "quantforge.architectures.llama4",
+    "llama4_text": "quantforge.architectures.llama4",
     "minimax_m2": "quantforge.architectures.minimax_m2",
     "ministral": "quantforge.architectures.mistral",
     "ministral3": "quantforge.architectures.ministral3",

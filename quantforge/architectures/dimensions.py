@@ -172,7 +172,11 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
                 f"config.json: layer_types = {str(kinds)[:60]}",
                 f"a list of {layers}, each of them {' or '.join(sorted(words - {''}))}",
             )
-    for key, least in (("sliding_window", 1), ("max_window_layers", 0)):
+    for key, least in (
+        ("sliding_window", 1),
+        ("attention_chunk_size", 1),
+        ("max_window_layers", 0),
+    ):
         value, most = config.get(key), _LIMITS["positions"]
         if value == 0 and config.get("use_sliding_window") is False:
             continue  # what transformers writes of a window that is not used

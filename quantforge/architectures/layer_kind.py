@@ -116,12 +116,14 @@ class Stack:
         linears: with ``{}`` for the number, in the order of their rows, of which all have as many.
         transposed: the matrices are ``[in_features, out_features]``.
         interleaved: rows alternate between the linears, instead of following one another.
+        spread: its module takes every token once for each expert, times the weight that the router gave it.
     """
 
     parameter: str
     linears: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
+    spread: bool = False
 
     def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
         """Return the linear at ``position`` of an expert: a view ``[out_features, in_features]`` of a stack."""

@@ -1,7 +1,8 @@
 """Windows: which layers look at the last few tokens alone, as transformers reads a configuration.
 
 A configuration lists the layers (``layer_types``), or the family has a rule: all of them, all but every n-th, or those
-from a number on. The width is ``sliding_window``; some families ask for ``use_sliding_window`` as well.
+from a number on. The width is ``sliding_window``; some families ask for ``use_sliding_window`` as well. Layers that
+look at their chunk of the tokens alone keep, as those with a window, no more than its width.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ class WindowRule:
     Attributes:
         known: whether the family has windows at all.
         width: where a configuration does not state it; 0 for none.
+        width_key: the key that states it.
+        word: that ``layer_types`` has for layers with one.
+        flags_key: the key that may hold a list with 1 for layers with one and 0 for others; it counts before a period.
         asked: whether ``use_sliding_window`` has to be true.
         every: they hold for all layers; ``layer_types`` counts only with ``listed``.
         listed: whether ``layer_types`` counts.
@@ -35,6 +39,9 @@ class WindowRule:
 
     known: bool = True
     width: int = 0
+    width_key: str = "sliding_window"
+    word: str = WORD
+    flags_key: str = ""
     asked: bool = False
     every: bool = False
     listed: bool = True
@@ -55,12 +62,14 @@ class WindowRule:
         Raises:
             InputError: the configuration does not say which layers have one.
         """
-        width = config.get("sliding_window", self.width) or 0
+        width = config.get(self.width_key, self.width) or 0
         if not self.known or not width or (self.asked and not config.get("use_sliding_window")):
             return (0,) * layers
         listed = layer_types(config) if self.listed else None
         if listed is not None:
-            found = tuple(width * (word == WORD) for word in listed)
+            found = tuple(width * (word == self.word) for word in listed)
+        elif flags := _flags(config, self.flags_key, layers):
+            found = tuple(width * flag for flag in flags)
         else:
             found = tuple(width * self._slides(config, index) for index in range(layers))
         return (*found[:-1], 0) if self.full_last else found
@@ -83,6 +92,21 @@ class WindowRule:
 
 
 NONE = WindowRule(known=False)
+
+
+def _flags(config: Mapping[str, Any], key: str, layers: int) -> list[int]:
+    """Return a flag of every layer; an empty list where none are stated.
+
+    Raises:
+        InputError: it is no list of flags, or of fewer layers.
+    """
+    flags = config.get(key) or []
+    known = isinstance(flags, list) and all(type(flag) is int and flag in {0, 1} for flag in flags)
+    if not known or 0 < len(flags) < layers:
+        raise InputError(
+            f"config.json: {key} = {str(flags)[:60]}", f"a list of {layers}, each of them 0 or 1"
+        )
+    return flags[:layers]
 
 
 def _number(config: Mapping[str, Any], key: str, otherwise: int) -> int:

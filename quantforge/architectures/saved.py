@@ -43,6 +43,7 @@ def _kind(architecture: Architecture, dimensions: Dimensions, kind: LayerKind) -
                 "linears": list(stack.linears),
                 "transposed": stack.transposed,
                 "interleaved": stack.interleaved,
+                "spread": stack.spread,
             }
             for stack in kind.stacks
         ],

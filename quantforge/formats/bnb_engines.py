@@ -14,7 +14,7 @@ def _no_bytes(layer: LayerScheme) -> str:
 
 
 ENGINES = by_engine(
-    transformers=Engine(note="through bitsandbytes", experts=_JOINED),
+    transformers=Engine(note="through bitsandbytes", experts=_JOINED, unrolls=True),
     vllm=Engine(
         note="through vllm-bnb-plugin (since vLLM 0.28)",
         packed_experts=_no_bytes,

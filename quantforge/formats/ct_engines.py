@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
@@ -87,9 +89,10 @@ ENGINES = by_engine(
         kept_experts=_JOINED_WHOLE,
         packed_experts=_joined_experts,
         mixed_experts=_MIXED_EXPERTS,
+        unrolls=True,
         decodes=True,
     ),
-    vllm=_PACKED,
+    vllm=replace(_PACKED, unrolls=True),
     sglang=_PACKED,
     tensorrt_llm=Engine(
         refuses=(

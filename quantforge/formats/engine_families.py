@@ -10,7 +10,7 @@ it compares the projections of a mixture's first expert, and takes the others fo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from quantforge.architectures import text_config
 from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.formats import About
-from quantforge.formats.engines import Engine, verdicts
+from quantforge.formats.engines import UNTRIED, Engine, verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
@@ -49,7 +49,23 @@ _NOT_READ_MIXED = (
 _ALIKE: Mapping[str, str] = {
     "vllm": "it holds the experts of a mixture as one module, so that all of them are packed alike, or none"
 }
+_TURNED_ROWS = (
+    "it reorders the rows of q and k of this family on loading, those of packed ones wrongly or not at all (vLLM: "
+    "changes 34243, 34471 and 34997); --ignore '*self_attn*' leaves them as they are"
+)
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
+_STACK = re.compile(r"\bexperts\.[^\W\d]\w*$")
+_UNROLLED_FAMILIES = ("llama4", "llama4_text")
+# Families whose experts an engine takes one by one beside packed layers, though their own files stack them. Seen with
+# transformers, in the formats that say so (`Engine.unrolls`); of vLLM according to its source.
+_UNROLLS: Mapping[str, tuple[str, ...]] = {
+    "transformers": _UNROLLED_FAMILIES,
+    "vllm": _UNROLLED_FAMILIES,
+}
+_TURNS_ROWS: Mapping[str, tuple[str, ...]] = {
+    "vllm": _UNROLLED_FAMILIES,
+    "sglang": _UNROLLED_FAMILIES,
+}
 HOW: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
@@ -57,7 +73,7 @@ HOW: Mapping[str, Mapping[str, str]] = {
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "ernie4_5_vl_moe": _SPLIT, "ernie4_5_vl_moe_text": _SPLIT,
-        "llama4": _UNROLLED, "llama4_text": _UNROLLED, "mistral_large4": _UNROLLED,
+        **dict.fromkeys(_UNROLLED_FAMILIES, _UNROLLED), "mistral_large4": _UNROLLED,
         "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
         "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
         "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
@@ -104,6 +120,20 @@ class ModelToLoad:
         return any(_EXPERT.search(name) for name in self.kept)
 
     @cached_property
+    def kept_stacks(self) -> bool:
+        """Return whether experts that are stored in one tensor stay as they are."""
+        return any(map(_STACK.search, self.kept))
+
+    @cached_property
+    def packs_rotated(self) -> bool:
+        """Return whether projections to queries or keys are packed."""
+        return any(module.endswith((".q_proj", ".k_proj")) for module in self.layers)
+
+    def among(self, families: tuple[str, ...]) -> bool:
+        """Return whether the text model or the whole is one of these families."""
+        return any(name in families for name in self.model_types)
+
+    @cached_property
     def divided_mixtures(self) -> bool:
         """Return whether experts of one mixture, stored one by one, have several schemes, or only some have one."""
         packed = ((module, layer) for module, (layer, _) in self.layers.items())
@@ -138,19 +168,31 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
     if not verdict.loads:
         return verdict
     decoded = engine.decodes and (model.turned or reads_weights(*model.model_types))
+    unrolls = engine.unrolls and model.among(_UNROLLS.get(verdict.engine, ()))
+    turns = model.packs_rotated and model.among(_TURNS_ROWS.get(verdict.engine, ()))
     obstacles = (
-        _one_scheme(model) if decoded else _family(verdict.engine, model),
+        _one_scheme(model) if decoded else _family(verdict.engine, model, unrolls=unrolls),
         _EMBEDDING if model.embedding and not engine.embedding else "",
-        engine.experts if model.experts else "",
-        _UNSTACKED if model.unstacked and model.experts else "",
-        engine.mixed_experts if len(model.experts) > 1 else "",
-        *map(engine.packed_experts, model.experts),
-        engine.kept_experts if model.kept_experts else "",
+        _TURNED_ROWS if turns else "",
+        *(() if unrolls else _of_experts(engine, model)),
         _ALIKE.get(verdict.engine, "") if model.divided_mixtures else "",
     )
     if reason := next(filter(None, obstacles), ""):
         return EngineVerdict(verdict.engine, False, reason)
+    if unrolls and model.experts and verdict.engine in _TURNS_ROWS:
+        said = "; ".join(filter(None, (verdict.reason, UNTRIED)))
+        return EngineVerdict(verdict.engine, True, said)
     return _with_notes(verdict, model) if decoded else verdict
+
+
+def _of_experts(engine: Engine, model: ModelToLoad) -> Iterator[str]:
+    """Yield why an engine does not load the experts of a model that are stored one by one, "" where it does."""
+    if model.experts:
+        yield engine.experts
+        yield _UNSTACKED if model.unstacked else ""
+    yield engine.mixed_experts if len(model.experts) > 1 else ""
+    yield from map(engine.packed_experts, model.experts)
+    yield engine.kept_experts if model.kept_experts else ""
 
 
 def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
@@ -184,9 +226,11 @@ def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
     return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 
-def _family(engine: str, model: ModelToLoad) -> str:
+def _family(engine: str, model: ModelToLoad, *, unrolls: bool) -> str:
     reasons = HOW.get(engine, {})
     family = next((name for name in model.model_types if name in reasons), "")
     if not family or (model.running and reasons[family] == _CONVERTED):
+        return ""
+    if unrolls and not model.kept_stacks:
         return ""
     return f"{family} does not load: {reasons[family]}"

@@ -38,6 +38,7 @@ class Engine:
         kept_experts: why it loads no such experts as they are beside packed layers.
         packed_experts: a rule about how such experts are stored.
         mixed_experts: why it loads no such experts that are not all stored alike.
+        unrolls: whether it takes experts one by one of families whose own files stack them, where it knows such.
         embedding: whether it loads a quantized embedding.
         decodes: whether the configuration can make it decode weights on loading, for blocks that read them themselves.
     """
@@ -53,6 +54,7 @@ class Engine:
     kept_experts: str = ""
     packed_experts: InputRule = lambda _: ""
     mixed_experts: str = ""
+    unrolls: bool = False
     embedding: bool = False
     decodes: bool = False
 

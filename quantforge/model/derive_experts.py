@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput, Stack
 from quantforge.model.absorbers import LOUD, same_after
+from quantforge.model.expert_calls import routed_call
 from quantforge.model.standins import states_of
 from quantforge.model.trial_block import TrialBlock
 from quantforge.numerics.function_mode import Function, FunctionMode
@@ -97,7 +98,8 @@ def mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> Mixt
     watcher, calls = _Products(block.module), []
     hooks = [
         child.register_forward_pre_hook(
-            lambda _, args, kwargs, name=name: calls.append((name, args, kwargs)), with_kwargs=True
+            lambda module, args, kwargs, name=name: calls.append((name, module, args, kwargs)),
+            with_kwargs=True,
         )
         for name, child in block.module.named_modules()
         if any(value.dim() == 3 for value in child.parameters(recurse=False))
@@ -110,22 +112,20 @@ def mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> Mixt
             hook.remove()
     products = list(watcher.found.values())
     modules = {item.parameter.rpartition(".")[0] for item in products}
-    called = {name for name, args, kwargs in calls if _routed([*args, *kwargs.values()])}
-    if not products or len(modules) != 1 or not modules <= called:
+    if not products or len(modules) != 1:
         return Mixture()
-    return _mixture(block, products, modules.pop(), str(shapes[products[0].parameter][0]))
-
-
-def _routed(values: Sequence[Any]) -> bool:
-    """Return whether a module is called with hidden states, the experts of each token and their weights."""
-    if len(values) != 3 or not all(
-        isinstance(value, Tensor) and value.dim() == 2 for value in values
-    ):
-        return False
-    states, index, weights = values
-    return bool(
-        index.shape == weights.shape and len(states) == len(index) and not index.is_floating_point()
+    module = modules.pop()
+    found = (
+        routed_call(called, args, kwargs, products[0].experts)
+        for name, called, args, kwargs in calls
+        if name == module
     )
+    routed = next((call for call in found if call is not None), None)
+    if routed is None:
+        return Mixture()
+    mixture = _mixture(block, products, module, str(shapes[products[0].parameter][0]))
+    stacks = tuple(replace(stack, spread=routed.spread > 0) for stack in mixture.stacks)
+    return replace(mixture, stacks=stacks)
 
 
 def _mixture(block: TrialBlock, products: Sequence[Product], module: str, each: str) -> Mixture:

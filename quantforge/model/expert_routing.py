@@ -1,12 +1,11 @@
 """The experts of one block stood in for while rows pass: what reaches them is kept, what they return is put in.
 
-The module of the experts is called with hidden states, the experts of each token and their weights, in every family of
-transformers that has experts as one module; a call of another kind is refused.
+The module of the experts is called in one of two forms (`quantforge.model.expert_calls`); a call of another kind is
+refused.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.expert_calls import RoutedCall, bound, routed_call, takes_spread
 from quantforge.model.expert_weights import ExpertWeights, Load
 from quantforge.model.routed_tokens import RoutedTokens
 from quantforge.numerics.finite import finite
@@ -52,10 +52,10 @@ class RoutedExperts(ExpertWeights):
         self.tokens = tokens
 
         def keep(*args: Any, **kwargs: Any) -> Tensor:
-            states, index, weights = self._arguments(args, kwargs)
-            self._check(states, tokens)
-            tokens.keep(self._row.first, states, index, weights)
-            return torch.full_like(states, torch.nan)
+            call = self._call(args, kwargs)
+            self._check(call.states, tokens)
+            tokens.keep(self._row.first, call.states, call.index, call.weights)
+            return call.returned(torch.full_like(call.states, torch.nan))
 
         with self._standing_in(keep):
             yield
@@ -82,8 +82,8 @@ class RoutedExperts(ExpertWeights):
         """Let a function compute what the experts return, while the block runs."""
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            states, _, weights = self._arguments(args, kwargs)
-            return outputs(self._row.first, states, weights)
+            call = self._call(args, kwargs)
+            return call.returned(outputs(self._row.first, call.states, call.weights))
 
         with self._standing_in(forward):
             yield
@@ -107,24 +107,22 @@ class RoutedExperts(ExpertWeights):
         finally:
             del self._module.forward
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden states, indices and weights of a call: the first three that the module takes, in this order.
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoutedCall:
+        """Return what reaches the experts in a call of their module.
 
         Raises:
             RefusedError: it is called otherwise.
         """
-        taken = inspect.signature(type(self._module).forward).bind(self._module, *args, **kwargs)
-        _, *found = taken.arguments.values()
-        if len(found) == 3 and all(isinstance(one, Tensor) and one.dim() == 2 for one in found):
-            states, index, weights = found
-            if index.shape == weights.shape == (len(states), index.shape[1]):
-                return states, index, weights
+        call = routed_call(self._module, args, kwargs, len(self.numbers))
+        if call is not None:
+            return call
+        found = bound(self._module, args, kwargs)
         shapes = [list(one.shape) if isinstance(one, Tensor) else one for one in found]
+        expected = "hidden states, the experts of each token and their weights"
+        if takes_spread(self._module):
+            expected = f"tokens that are spread over {len(self.numbers)} experts, each sent to one of them,"
         raise RefusedError(
-            f"{self.name}: called with {shapes}, where hidden states, the experts of each token and their weights"
-            " are expected; its experts cannot be calibrated",
+            f"{self.name}: called with {shapes}, where {expected} are expected; its experts cannot be calibrated",
             "--method rtn --calibration none, or --ignore '*experts*'",
             tensor=self.name,
         )

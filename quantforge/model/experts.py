@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, Place
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.expert_calls import arguments_of_one
 from quantforge.model.expert_routing import RoutedExperts
 from quantforge.model.expert_weights import Load
 from quantforge.model.observe import Accumulator
@@ -153,7 +154,6 @@ class Experts(RoutedExperts):
         Returns its outputs ``[tokens, width]``, and the inputs and products of its stacks.
         """
         stacks = self._held[number]
-        index = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
         watcher = StackInputs(
             {
                 place.stack.parameter: stacks[place.stack.parameter]
@@ -163,7 +163,7 @@ class Experts(RoutedExperts):
         )
         autocast = torch.autocast(states.device.type, torch.bfloat16, enabled=self._bfloat16)
         with autocast, watcher, as_refusals("an expert"):
-            outputs: Tensor = self._module(states, index, states.new_ones(len(states), 1))
+            outputs: Tensor = self._module(*arguments_of_one(self._module, states))
         for place in self._places[number].values():
             name = place.stack.parameter
             if name not in watcher.found:

@@ -1,8 +1,9 @@
 """A model without weights: stock transformers modules whose parameters take no memory.
 
 Linear layers, embeddings and Conv1D allocate their weights with `torch.empty`. While a model is constructed, a
-`FunctionMode` sends exactly that function to the meta device. Everything else stays real: rotary frequencies
-and embedding scales, which are computed and not loaded, and the few ones and zeros of the norms. A plain
+`FunctionMode` sends exactly that function to the meta device, and zeros and ones of the shape of stacked experts, which
+some families begin with. Everything else stays real: rotary frequencies and embedding scales, which are computed and
+not loaded, and the few ones and zeros of the norms. A plain
 ``with torch.device("meta")`` would lose the computed buffers, and they would have to be rebuilt family by family.
 
 Which class that is, `quantforge.model.model_class` says.
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from quantforge.architectures import text_config
+from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.lean_imports import lean
 from quantforge.model.model_class import class_of
@@ -52,15 +55,25 @@ _REFUSALS = (
 
 
 class _EmptyOnMeta(FunctionMode):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._experts = experts_of(config) | experts_of(text_config(config))
+
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kwargs = dict(kwargs)
-        if function is torch.empty:
+        constant = function is torch.zeros or function is torch.ones
+        if function is torch.empty or (constant and self._stacked(args, kwargs)):
             kwargs["device"] = "meta"
         if getattr(function, "__module__", "") in _FILLING:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor  # without memory there is nothing to fill, and torch would load its compiler
         return function(*args, **kwargs)
+
+    def _stacked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        size = kwargs.get("size", args[0] if len(args) == 1 else args)
+        known = isinstance(size, Sequence) and all(type(one) is int for one in size)
+        return known and is_stack(tuple(size), self._experts)
 
 
 def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
@@ -78,7 +91,7 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     _check_counts(config)
     try:
         parsed, kind = class_of(config, whole=whole)
-        with _EmptyOnMeta():
+        with _EmptyOnMeta(config):
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):
             model.set_attn_implementation(

@@ -166,6 +166,7 @@ def _loaded(
         tuple(str(config.get("model_type")) for config in types),
         transposed=family is not None and family.transposed,
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
+        kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
         draft=_draft(checkpoint),
     )

@@ -17,6 +17,7 @@ from quantforge.model.statistics import EXPERT_TOKENS
 from quantforge.plans import TensorPlan
 
 FLOAT = 4
+SPREAD = 2.5  # copies of tokens that are spread over all experts: times their weights, and what comes back
 ROUTING = 8  # bytes of an index and a weight
 
 
@@ -53,6 +54,12 @@ def _is_stack(matched: Matched, tensor: MatchedTensor) -> bool:
 def states(matched: Matched) -> int:
     """Return how many times the hidden states of all rows are held: with the input and the outputs of a mixture."""
     return 3 if any(kind.stacks for kind in matched.layers) else 1
+
+
+def spread_experts(matched: Matched) -> int:
+    """Return over how many experts tokens are spread before these take them; 0 where they are not."""
+    spread = (kind for kind in matched.layers if any(stack.spread for stack in kind.stacks))
+    return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
 
 
 def routing_bytes(matched: Matched, tokens: int) -> int:

@@ -210,7 +210,9 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
         attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
     copies = max(kind.inner_copies for kind in matched.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
-    return FLOAT * run.tokens * max(attention, mlp)
+    spread = expert_memory.SPREAD * expert_memory.spread_experts(matched) * sizes.hidden
+    at_once = min(run.tokens, run.workers * run.length)  # a thread passes one row to its experts
+    return FLOAT * max(run.tokens * max(attention, mlp), int(at_once * spread))
 
 
 def _embed(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:

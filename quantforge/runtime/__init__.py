@@ -43,6 +43,7 @@ In this folder:
     sampling_options    Rules by which the next token is chosen from logits, by the usual definitions, in this order
     skeleton_checks     Checks of a skeleton: a checkpoint has a tensor for all of its parameters and no more
     speaker             A model that answers in text: a prompt or a conversation in, pieces of text out as they come
+    spread_experts      Packed experts whose module takes tokens that are spread over all of them (`quantforge.model.exp
     stop_strings        Strings that end a text, found while it comes in pieces, wherever the pieces part
     stored_entries      Entries of one layer of a cache: keys and values put into their places, and read back from pages
     tensor_shares       Shares of a model: each of several processes holds a part of every matrix of a block

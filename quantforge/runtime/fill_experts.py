@@ -18,6 +18,7 @@ from quantforge.events import Event
 from quantforge.model.names import Names
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.packed_experts import PackedExperts, packed_experts
+from quantforge.runtime.spread_experts import SpreadExperts, gated_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,9 @@ def _packed(
     def weight(linear: str, expert: int) -> QuantizedTensor | Tensor:
         return weights.read(by_place[linear, expert])
 
-    return packed_experts(module, stacks, weight, weights.dtype, weights.device)
+    spread = gated_spread(module, {stack.parameter.rpartition(".")[2]: stack for stack in stacks})
+    kind = PackedExperts if spread is None else SpreadExperts
+    return packed_experts(spread or module, stacks, weight, weights.dtype, weights.device, kind)
 
 
 def _decode(model: nn.Module, names: Names, stored: list[str], weights: ExpertWeights) -> None:

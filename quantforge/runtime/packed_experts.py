@@ -25,7 +25,8 @@ Weight = Callable[[str, int], QuantizedTensor | Tensor]
 _SAID = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm")
 _DOWN = "down_proj"
 _NORM = "post_expert_norm"
-_PLAIN_GATE = "transformers.integrations.moe"  # where the gate of modules that have none of their own is defined
+# Where the gate of modules that have none of their own is defined.
+_PLAIN_GATES = frozenset({"transformers.integrations.moe", "quantforge.runtime.spread_experts"})
 _SILU = frozenset({"SiLU", "SiLUActivation", "silu"})
 
 
@@ -98,6 +99,7 @@ def packed_experts(
     weight: Weight,
     dtype: torch.dtype,
     device: torch.device,
+    kind: type[PackedExperts] = PackedExperts,
 ) -> PackedExperts | None:
     """Return packed experts to replace a module of transformers; None where the module is not understood.
 
@@ -107,6 +109,7 @@ def packed_experts(
         weight: returns the matrix ``[out, in]`` of a linear (as the stack names it) of an expert.
         dtype: of activations.
         device: where the weights are kept.
+        kind: how they are called.
     """
     by_leaf = {stack.parameter.rpartition(".")[2]: stack for stack in stacks}
     if not understood(module) or _stacked(module) != by_leaf.keys():
@@ -123,7 +126,7 @@ def packed_experts(
         made[leaf] = stack_of(parts, experts.num_experts, dtype, device)
     opening = by_leaf[opening_name(experts)]
     turns = len(opening.linears) if opening.interleaved else 1
-    return PackedExperts(experts, made[opening_name(experts)], made[_DOWN], turns)
+    return kind(experts, made[opening_name(experts)], made[_DOWN], turns)
 
 
 def understood(module: Any) -> bool:
@@ -150,7 +153,7 @@ def _stacked(module: Any) -> set[str]:
 
 def _is_silu(module: Any) -> bool:
     """Return whether what lies between the products is ``silu(gate) * up``, gate first: there is one program for it."""
-    plain = module.has_gate and type(module)._apply_gate.__module__ == _PLAIN_GATE
+    plain = module.has_gate and type(module)._apply_gate.__module__ in _PLAIN_GATES
     if not plain:
         return False
     return getattr(module.act_fn, "__name__", type(module.act_fn).__name__) in _SILU

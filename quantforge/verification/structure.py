@@ -165,7 +165,10 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         (matched.model_type, str(config.get("model_type"))),
         transposed=matched.architecture is not None and matched.architecture.transposed,
         turned=any(item.turned for item in artifact.layouts.values()),
-        unstacked=matched.architecture is not None and matched.architecture.stacks_experts,
+        unstacked=matched.architecture is not None
+        and matched.architecture.stacks_experts
+        and not matched.architecture.joins_experts,
+        kept=tuple(t.stored.name for t in matched.tensors if artifact.layout(t) is None),
         embedding=any(
             tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
         ),

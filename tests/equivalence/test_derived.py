@@ -25,7 +25,14 @@ from quantforge.model.stream import ModelStream
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from scripts import tiny_families
-from tests.conftest import BESIDE_TOWERS, MIXTURES, TEXT_FAMILIES, Tiny, tiny_tokenizer
+from tests.conftest import (
+    BESIDE_TOWERS,
+    MIXTURES,
+    MIXTURES_BESIDE_TOWERS,
+    TEXT_FAMILIES,
+    Tiny,
+    tiny_tokenizer,
+)
 from tests.equivalence.test_stream import (
     FEW,
     ROWS,
@@ -82,7 +89,9 @@ def inner(matched: Matched, tensor: MatchedTensor) -> str:
     return tensor.name.replace("model.language_model.", "model.").replace("language_model.", "")
 
 
-@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *BESIDE_TOWERS, *MIXTURES])
+@pytest.mark.parametrize(
+    "family", [*TEXT_FAMILIES, *BESIDE_TOWERS, *MIXTURES, *MIXTURES_BESIDE_TOWERS]
+)
 def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
     _, declared = opened(tiny(family))
     found = derived(tiny(family))

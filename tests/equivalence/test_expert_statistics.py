@@ -17,7 +17,7 @@ from quantforge.model.experts import Experts
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.team import reproducible
-from tests.conftest import MIXTURES, Tiny
+from tests.conftest import MIXTURES, Tiny, make_tiny
 from tests.equivalence.test_mixtures import ROWS, opened, whole_model
 
 ALL = frozenset({Statistic.HESSIAN, Statistic.SQUARES, Statistic.PEAKS, Statistic.HISTOGRAM})
@@ -36,6 +36,10 @@ def arguments(path: Path) -> tuple[Tensor, Tensor, Tensor, Any]:
     experts.register_forward_pre_hook(lambda _, args: seen.append(args))
     for row in ROWS.split(1):
         model(row)
+    if len(seen[0]) == 1:  # every token once for each expert, 0 for those that it is not sent to
+        spread = torch.cat([one.unflatten(0, (4, -1)) for (one,) in seen], 1).double()
+        index = spread.norm(dim=-1).argmax(0)[:, None]
+        return spread.sum(0), index, torch.ones(index.shape, dtype=torch.float64), experts
     states, index, weights = (torch.cat(parts) for parts in zip(*seen, strict=True))
     return states.double(), index, weights.double(), experts
 
@@ -44,7 +48,7 @@ def intermediate(experts: Any, x: Tensor, number: int, family: str) -> Tensor:
     """What ``down`` of an expert reads, by the formula of the family."""
     matrix = experts.gate_up_proj[number].double()
     if family != "gpt-oss":
-        gate, up = (x @ matrix.T).chunk(2, -1)
+        gate, up = (x @ (matrix if family == "llama4" else matrix.T)).chunk(2, -1)
         return getattr(experts, "act_fn", functional.silu)(gate) * up
     both = x @ matrix + experts.gate_up_proj_bias[number].double()
     gate, up = both[:, ::2].clamp(max=experts.limit), both[:, 1::2]
@@ -227,6 +231,31 @@ def test_a_call_of_another_kind_is_refused(tiny: Tiny) -> None:
         mlp = part.module.get_submodule("mlp")
         mlp.register_forward_pre_hook(lambda module, args: module.experts(*args, args[0], args[0]))
         with pytest.raises(RefusedError, match=r"mlp\.experts: called with"):
+            part.observe({})
+
+
+def test_tokens_that_are_spread_over_several_experts_each_are_refused(tmp_path: Path) -> None:
+    """Their inputs, multiplied by the weights of the router, would differ by expert."""
+    checkpoint, matched = opened(make_tiny("llama4", tmp_path / "m", num_experts_per_tok=2))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        parts = iter(stream)
+        for _ in range(BLOCK):
+            next(parts).advance()
+        with pytest.raises(RefusedError, match="spread over 4 experts, each sent to one"):
+            next(parts).observe({})
+
+
+def test_spread_tokens_that_are_not_finite_are_told(tiny: Tiny) -> None:
+    checkpoint, matched = opened(tiny("llama4"))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        parts = iter(stream)
+        for _ in range(BLOCK):
+            next(parts).advance()
+        part = next(parts)
+        part.module.get_submodule("feed_forward.router").register_forward_hook(
+            lambda _, __, output: (output[0] * torch.inf, output[1])
+        )
+        with pytest.raises(InputError, match=r"what reaches the experts is not finite"):
             part.observe({})
 
 

@@ -28,7 +28,7 @@ EXPECTED = {
     "qwen3-moe": ALTERNATE, "qwen2-moe": ALTERNATE, "deepseek-v2": BEHIND, "deepseek-v3": BEHIND,
     "deepseek-v3-plain": BEHIND, "deepseek-v32": BEHIND, "glm4-moe-lite": BEHIND, "glm4-moe": BEHIND, "dots1": BEHIND,
     "ernie4-5-moe": BEHIND, "afmoe": BEHIND, "lfm2-moe": [1, 2, 3],
-    "kimi-linear": [1, 2, 3], "qwen3-next": [0, 2, 3], "qwen3.5-moe": [0, 1, 2, 3],
+    "llama4": [2, 3], "kimi-linear": [1, 2, 3], "qwen3-next": [0, 2, 3], "qwen3.5-moe": [0, 1, 2, 3],
 }  # fmt: skip
 STACKED = {
     "gpt-oss": 4,
@@ -36,7 +36,9 @@ STACKED = {
     "granitemoeshared": 2,
     "granitemoehybrid": 2,
     "gemma4-moe": 2,
+    "llama4": 2,
 }  # tensors of all experts in one layer
+TURNED = {"gpt-oss": True, "llama4": False}  # matrices are [in, out]; whether gate and up alternate
 ROUTERS = (".gate.weight", ".router.proj.weight", ".router.weight", ".wg.weight")
 BESIDE = (
     ".shared_expert_gate.weight",
@@ -80,7 +82,7 @@ def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
     routers = {name for name in kept if name.endswith(ROUTERS)}
     kept -= {name for name in kept if name.endswith(BESIDE)}
     assert len(routers) == len(mixtures)
-    assert len(kept - routers) == stacked * 3
+    assert len(kept - routers) == stacked * len(mixtures)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -113,8 +115,10 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
                 ]
                 gate, up, down = (part.weight(name) for name in names)
                 gate_up = theirs.experts.gate_up_proj[number]
-                if family == "gpt-oss":
-                    expected = (gate_up.T[::2], gate_up.T[1::2], theirs.experts.down_proj[number].T)
+                if family in TURNED:
+                    rows = gate_up.T
+                    halves = (rows[::2], rows[1::2]) if TURNED[family] else rows.chunk(2)
+                    expected = (*halves, theirs.experts.down_proj[number].T)
                 else:
                     expected = (*gate_up.chunk(2), theirs.experts.down_proj[number])
                 assert torch.equal(gate, expected[0])

@@ -23,7 +23,7 @@ from quantforge.model.block_weights import Block
 from quantforge.model.fold import expand_heads, fold, representable
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
-from tests.conftest import FAMILIES, TEXT_FAMILIES, VOCABULARY, Tiny
+from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny
 
 ALL = frozenset(Statistic)
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
@@ -75,7 +75,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES_BESIDE_TOWERS])
 def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
     with ModelStream(checkpoint, matched, FEW, micro_batch=2) as stream:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quantforge import verbs
 from quantforge.architectures.match import Role
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.formats.opening import open_model
 from quantforge.plans import Plan
-from quantforge.recipe import CalibrationOptions
+from quantforge.recipe import CalibrationOptions, Rule
 from quantforge.runtime.load import load
 from quantforge.verification.artifact import open_source
 from quantforge.verification.verify import VerificationOptions, verify
@@ -118,6 +119,34 @@ def test_experts_one_by_one(
     assert list(loaded.events) == []
     assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
     assert 0 < evaluate(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
+
+
+def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_path: Path) -> None:
+    """Of several schemes, and one that stays, too; all that stay are one tensor, which it does not take."""
+    source = tiny("llama4")
+    rules = (Rule("*layers.2*experts.1.*", "int4:g16:sym"), Rule("*layers.3*experts.2.*", "keep"))
+    wanted = recipe("gptq", scheme="int8:g16:sym", rules=rules)
+    done = quantize(source, tmp_path / "q", wanted)
+    assert transformers_says(done.plan) == ""
+    with torch.inference_mode():
+        ours = load(tmp_path / "q").model(IDS).logits
+    assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
+    checked = verify(tmp_path / "q", VerificationOptions(source, engine="transformers"))
+    assert checked.findings == []
+    kept = quantize(source, tmp_path / "k", recipe(scheme="int8:g16:sym", ignore=("*experts*",)))
+    assert "stored as one tensor" in transformers_says(kept.plan)
+    (finding,) = verify(tmp_path / "k", VerificationOptions(source, engine="transformers")).findings
+    assert "stored as one tensor" in finding.detail
+
+
+@pytest.mark.parametrize(("ignore", "loads"), [((), False), (("*self_attn*",), True)])
+def test_rows_of_queries_that_an_engine_reorders_are_not_packed_for_it(
+    tiny: Tiny, ignore: tuple[str, ...], loads: bool
+) -> None:
+    wanted = recipe(scheme="int8:g32:sym", ignore=ignore)
+    made = {item.engine: item for item in verbs.plan(str(tiny("llama4")), wanted).engines}
+    assert (made["vllm"].loads, "reorders the rows" in made["vllm"].reason) == (loads, not loads)
+    assert not made["sglang"].loads
 
 
 @pytest.mark.parametrize("family", STACKED)

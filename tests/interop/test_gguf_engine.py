@@ -65,6 +65,12 @@ _WINDOWS = ["sliding_attention", "full_attention"]
         "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
                                        "original_max_position_embeddings": 64}),
+    ("llama4", "moe_layers", [0, 2]), ("llama4", "moe_layers", []), ("llama4", "no_rope_layers", [1, 0, 1, 1]),
+    ("llama4", "no_rope_layer_interval", 2), ("llama4", "layer_types", ["full_attention"] * 4),
+    ("llama4", "num_hidden_layers", 3), ("llama4", "use_qk_norm", False), ("llama4-several", "use_qk_norm", True),
+    ("llama4", "attention_chunk_size", 16), ("llama4", "attn_temperature_tuning", False),
+    ("llama4", "attn_scale", 0.2), ("llama4", "floor_scale", 16),
+    ("llama4", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
 ])  # fmt: skip
 def test_what_the_graph_of_a_mixture_does_not_compute_is_refused(name, key, value, tmp_path):
     model = gguf_models.make(name, tmp_path / "m", **{key: value})

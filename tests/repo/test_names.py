@@ -46,12 +46,12 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.commands": ("mlx", "an engine"),
     "formats.gguf": ("mlx", "an engine"),
     "checkpoint": ("fp8 int8", "a kind of KV cache, which a recipe names; a type of torch"),
-    "formats.engine_families": ("kimi_linear", "what the loader of an engine does not do for it"),
+    "formats.engine_families": ("kimi_linear llama4 llama4_text", "what the loader of an engine does not do for it"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
     "verbs": ("fp8", "a kind of KV cache"),
-    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama magnitude mistral nvfp4 "
-                     "qwen2 sparsegpt",
+    "verification": ("awq bitsandbytes compressed-tensors fp4 fp8 fp8_e4m3 gptq llama llama4 magnitude mistral "
+                     "nvfp4 qwen2 sparsegpt",
                      "keys of configurations that other tools write, by quant_method; tokenizers of one family;"
                      " what each sparsifier leaves as it was"),
     "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),

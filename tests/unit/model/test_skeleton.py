@@ -52,6 +52,14 @@ def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_experts_that_begin_as_zeros_take_no_memory(tiny: Tiny) -> None:
+    model = build(open_checkpoint(tiny("llama4")).config)
+    stacks = [value for value in model.parameters() if value.dim() == 3]
+    assert len(stacks) == 4
+    assert all(value.is_meta for value in stacks)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
 def test_a_number_of_modules_that_no_model_has_is_refused_at_once(key: str) -> None:
     config = {"model_type": "jamba", key: 1 << 40}

@@ -158,7 +158,7 @@ def test_the_cache_of_this_runtime_has_these_bytes(kind):
     "family",
     [
         "llama", "gpt2", "gpt-neox", "phi3",  # all tokens
-        "mistral", "qwen2", "gemma3", "gemma4", "gemma4-equal", "gpt-oss", "afmoe",  # windows
+        "mistral", "qwen2", "gemma3", "gemma4", "gemma4-equal", "gpt-oss", "afmoe", "llama4",  # windows, chunks
         "deepseek-v3", "deepseek-v32", "kimi-linear",  # latents, one with an indexer
         "qwen3.5", "falcon-h1", "granite-hybrid", "nemotron-h", "lfm2",  # states
     ],

@@ -228,7 +228,7 @@ def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "longcat_flash", "qianfan_ocr"])
+@pytest.mark.parametrize("family", ["mistral_large4", "longcat_flash", "qianfan_ocr"])
 def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path, capsys):
     model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
     verdicts = {verdict.engine: verdict for verdict in planned(model).engines}

@@ -22,6 +22,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.model_sizes import bytes_per_token, held_bytes
 from quantforge.runtime.packed_experts import PackedExperts, packed_experts
 from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
+from quantforge.runtime.spread_experts import SpreadExperts, gated_spread
 from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
 from tests.quantized import decoded, random_tensor
@@ -55,7 +56,7 @@ def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
         return loaded, loaded.model(IDS).logits.float()
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, "llama4"])
 @pytest.mark.parametrize(("form", "scheme"), [(f, s) for f, all_ in FORMS.items() for s in all_])
 def test_packed_experts_compute_what_decoded_ones_do(quantized, family, form, scheme):
     path = quantized(family, form, scheme)
@@ -210,6 +211,53 @@ def test_a_module_that_says_nothing_of_itself_is_left_alone():
     assert packed_experts(module, *arguments) is None
     del module.scale, module.has_gate
     assert packed_experts(module, *arguments) is None
+
+
+class Spread(torch.nn.Module):
+    """Experts that take one tensor, as llama4's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = 3, torch.nn.GELU()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(3, 8, 12))
+        self.down_proj = torch.nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        rows = states.view(len(self.gate_up_proj), -1, 8)
+        gate, up = torch.bmm(rows, self.gate_up_proj).chunk(2, -1)
+        return torch.bmm(self.between(gate, up), self.down_proj).view(-1, 8)
+
+    def between(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.act_fn(gate) * up
+
+
+@pytest.mark.parametrize("other", [None, lambda gate, up: gate.clamp(max=1) * up])
+def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
+    """Tokens may be sent to several experts here, and to none."""
+    module = Spread().requires_grad_(False)
+    if other:
+        module.between = other
+    stacks = {
+        "gate_up_proj": Stack("e.gate_up_proj", ("e.{}.gate", "e.{}.up"), transposed=True),
+        "down_proj": Stack("e.down_proj", ("e.{}.down",), transposed=True),
+    }
+    sent = torch.tensor([[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 1]])[:, :, None]
+    spread = (torch.randn(1, 4, 8) * sent).flatten(0, 1)
+    expected = module(spread)
+    said = gated_spread(module, stacks)
+    assert (said is None) == bool(other)
+    if said is not None:
+        places = {name: (s, p) for s in stacks.values() for p, name in enumerate(s.linears)}
+        held = dict(module.named_parameters())
+
+        def weight(linear: str, expert: int) -> torch.Tensor:
+            stack, position = places[linear]
+            return stack.matrix(held[stack.parameter.removeprefix("e.")], position, expert)
+
+        cpu = torch.device("cpu")
+        made = packed_experts(said, [*stacks.values()], weight, torch.float32, cpu, SpreadExperts)
+        assert (made(spread) - expected).abs().max() <= MOST
+    assert torch.equal(module(spread), expected)  # what was tried is gone
 
 
 def test_experts_of_a_module_that_is_not_understood_are_decoded_and_counted(quantized, monkeypatch):

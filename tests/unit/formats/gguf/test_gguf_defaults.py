@@ -64,7 +64,7 @@ def declared(model_type: str) -> dict[str, Any]:
     return found
 
 
-TABLED = {"arcee", "exaone4", "granite", "granitemoe", "llama", "mistral", "mixtral"}
+TABLED = {"arcee", "exaone4", "granite", "granitemoe", "llama", "llama4", "mistral", "mixtral"}
 PARTIAL = {
     "glm",
     "glm4",

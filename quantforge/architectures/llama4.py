@@ -1,0 +1,142 @@
+"""Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower.
+
+Most layers rotate neighbours, norm queries and keys behind that without weights, and look at their chunk of the tokens
+alone; the others see everything, do not rotate, and let queries grow with the logarithm of their position. Experts read
+what the weights of the router have been multiplied into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantforge.architectures import llama
+from quantforge.architectures.declare import attention, gated_mlp
+from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family
+from quantforge.architectures.mixtures import (
+    DENSE,
+    SPARSE,
+    dense_or_sparse,
+    experts_in_one,
+    router,
+    shared_experts,
+)
+from quantforge.architectures.tower_names import beside_towers
+from quantforge.errors import InputError
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+PERIOD, CHUNK = 4, 8192  # of layers, the last of which sees everything; of tokens
+NO_HEAD_NORMS = 128  # experts of the one release without norms over heads
+_STACKED = experts_in_one("ffn", module="feed_forward.experts", transposed=True)
+EXPERTS = replace(_STACKED, stacks=tuple(replace(stack, spread=True) for stack in _STACKED.stacks))
+TEXT = replace(
+    llama.ARCHITECTURE,
+    model_type="llama4_text",
+    graph=None,
+    kinds=dense_or_sparse(
+        llama.NORMS,
+        attention("attention_bias"),
+        dense=gated_mlp(module="feed_forward", width="dense"),
+        sparse=(
+            router("feed_forward.router"),
+            EXPERTS,
+            *shared_experts("ffn", module="feed_forward.shared_expert"),
+        ),
+    ),
+    gguf=Family(
+        "llama4",
+        scalings=WITH_TABLE,
+        experts=True,
+        sizes={"feed_forward_length": "dense", "expert_feed_forward_length": "ffn"},
+        numbers={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        graph={
+            "attention_chunk_size": CHUNK,
+            "attn_temperature_tuning": True,
+            "floor_scale": CHUNK,
+            "attn_scale": 0.1,
+        },
+        obstacle=f"{__name__}.beyond_llama_cpp",
+    ),
+    kind_of=f"{__name__}.kinds",
+    other_words=(CHUNKED,),
+    sizes={
+        "experts": ("num_local_experts", "num_experts"),
+        "dense": ("intermediate_size_mlp",),
+    },
+    defaults={
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "vocab_size": 202048,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+    },
+    windows=WindowRule(
+        width=8192,
+        width_key="attention_chunk_size",
+        word=CHUNKED,
+        period=4,
+        period_key="no_rope_layer_interval",
+        flags_key="no_rope_layers",
+    ),
+)
+ARCHITECTURE = beside_towers(
+    TEXT,
+    "llama4",
+    (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
+    (("language_model.", ""), ("model.language_model.", "model.")),
+)
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer: experts in those of ``moe_layers``, or in each ``interleave_moe_layer_step``-th.
+
+    Raises:
+        InputError: ``moe_layers`` is no list of layers, or ``interleave_moe_layer_step`` no positive number.
+    """
+    sparse, step = config.get("moe_layers"), config["interleave_moe_layer_step"]
+    if sparse is None and type(step) is int and step > 0:
+        sparse = range(step - 1, config["num_hidden_layers"], step)
+    if not isinstance(sparse, list | range) or any(type(layer) is not int for layer in sparse):
+        raise InputError(
+            f"config.json: moe_layers = {str(sparse)[:60]}, interleave_moe_layer_step = {str(step)[:40]}",
+            "a list of layers, or a positive number",
+        )
+    return [SPARSE if layer in sparse else DENSE for layer in range(config["num_hidden_layers"])]
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None; errors as `kinds`.
+
+    It knows by heart which layers rotate and which see everything, of which it wants one, and by the number of experts
+    whether there are norms over heads.
+    """
+    layers = range(config["num_hidden_layers"])
+    regular = [int((layer + 1) % PERIOD != 0) for layer in layers]
+    step = config["interleave_moe_layer_step"]
+    if len(layers) < PERIOD:
+        return f"{len(layers)} layers", f"{PERIOD} or more"
+    if kinds(config) != kinds({**config, "moe_layers": None}):
+        return f"moe_layers = {str(config['moe_layers'])[:40]}", f"every {step}. layer"
+    stated, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", PERIOD)
+    if stated and (not isinstance(stated, list) or stated[: len(layers)] != regular):
+        return f"no_rope_layers = {str(stated)[:40]}", f"0 for every {PERIOD}. layer"
+    if not stated and interval != PERIOD:
+        return f"no_rope_layer_interval = {str(interval)[:40]}", str(PERIOD)
+    words = config.get("layer_types")
+    if words is not None and words != [(FULL, CHUNKED)[flag] for flag in regular]:
+        return f"layer_types = {str(words)[:40]}", f"{FULL} for every {PERIOD}. layer"
+    normed, experts = config.get("use_qk_norm", True), config["num_local_experts"]
+    if bool(normed) is (experts == NO_HEAD_NORMS):
+        return f"use_qk_norm = {normed} with {experts} experts", f"false with {NO_HEAD_NORMS} alone"
+    return None
