@@ -10,6 +10,7 @@ from quantforge.architectures.gemma4_layers import (
     SLIDING,
     full_kv_heads,
     shared_width,
+    uncovered,
     words_of,
 )
 from quantforge.architectures.layer_inputs import WIDTH
@@ -40,6 +41,8 @@ def widths(config: Mapping[str, Any]) -> list[int]:
 def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what llama.cpp's graph does not compute, and what it does; None where it computes all."""
     words = words_of(config)
+    if beyond := uncovered(config):
+        return beyond, "attention to earlier tokens, heads of full layers that are alike"
     if SLIDING not in words:
         return "layers that are all full", "some with a window"
     first = first_shared(config, words)
