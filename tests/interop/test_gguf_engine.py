@@ -93,6 +93,7 @@ YARN = {
     ("llama-yarn", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("llama-yarn", {"rope_parameters": {**YARN, "original_max_position_embeddings": "8"}}),
     ("llama-yarn", {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0}}),
+    ("llama-yarn", {"rope_parameters": {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 3}}),
     ("ministral3", {"rope_parameters": {}}),
     ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": -0.2}}),
     ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}),

@@ -143,6 +143,15 @@ def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
             raise InputError(
                 f"config.json: beta_fast = {fast:g}, beta_slow = {slow:g}", "exchange them"
             )
+        original, turn = rope.original or rope.context, 2 * math.pi * slow
+        base = 2 * math.log(rope.base)
+        # A range that ends before it begins: transformers interpolates nothing then, and llama.cpp all.
+        if base > 0 and math.ceil(rope.width * math.log(original / turn) / base) < 0:
+            raise RefusedError(
+                f"config.json: yarn from {original} tokens, fewer than a turn of its slow frequencies,"
+                " is computed otherwise by llama.cpp",
+                "use --format compressed-tensors",
+            )
         whole = rope.settings.get("mscale_all_dim")
         if whole and rope.settings.get("mscale") != whole:
             raise RefusedError(
