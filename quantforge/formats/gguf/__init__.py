@@ -23,7 +23,8 @@ In this folder:
     parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
     projector_file      The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
-    rope                Rotary embeddings: bases and scaling
+    rope                Rotary embeddings: bases and scaling, in every spelling of ``config.json``
+    rope_keys           Keys and tables of rotary embeddings in GGUF
     scan                Reader of a header in order
     sentencepiece       BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
     source              A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names

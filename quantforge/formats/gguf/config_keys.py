@@ -13,7 +13,7 @@ from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf.families import declared_of, read_families
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
+from quantforge.formats.gguf.rope_keys import FREQUENCIES, LONG, SHORT, llama3_divisors
 
 # Of the families that share a name in llama.cpp, the first: only a key tells whether there are experts.
 _MODEL_TYPES = {

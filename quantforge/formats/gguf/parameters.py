@@ -18,7 +18,8 @@ from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.layer_patterns import check_no_rope, check_windows
-from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors
+from quantforge.formats.gguf.rope import Rope, rope_of
+from quantforge.formats.gguf.rope_keys import rope_keys, rope_tensors
 from quantforge.formats.gguf.stated_keys import check_graph, refused, stated_keys
 
 # Keys that change what is computed, whose default is the family's.

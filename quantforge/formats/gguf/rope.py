@@ -1,32 +1,22 @@
-"""Rotary embeddings: bases and scaling, from every spelling of ``config.json`` to keys and tables of GGUF.
+"""Rotary embeddings: bases and scaling, in every spelling of ``config.json``.
 
-Scaling of the types ``linear`` and ``yarn`` is keys. That of Llama 3 is a tensor of divisors of the frequencies,
-``rope_freqs.weight``: with ``L`` the wavelength ``2 pi / frequency``, 1 where ``L < original / high``, ``factor`` where
-``L > original / low``, and ``1 / ((1 - s) / factor + s)`` between, ``s = (original / L - low) / (high - low)``. That
-of Phi 3 (``longrope``) is two tensors, one for contexts beyond the original length and one within, and a factor on
-attention.
+A configuration states them in one mapping for all layers, in one for each kind of layers, or in older keys beside each
+other. `quantforge.formats.gguf.rope_keys` writes them.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
 from quantforge.formats.gguf.stated_keys import called, refused
 
-FREQUENCIES = "rope_freqs.weight"
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _DEFAULT_BASE = 10_000.0
 _PLAIN = {"", "default"}
-_PROPORTIONAL = "proportional"  # of a part of a head, by the frequencies of the whole of it
-_NEVER = 1e30  # divides a frequency to nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +52,13 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
         InputError: a value that is no positive number.
     """
     head = family.divided_head
-    stated = config.get("rope_parameters")
-    stated = stated if isinstance(stated, Mapping) else {}
-    older = config.get("rope_scaling")
-    scaling: Mapping[str, Any] = stated or (older if isinstance(older, Mapping) else {})
-    local: float | None = None
+    stated, older = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+    scaling, local = stated or older, None
     if family.arch == "gemma3" or head:
-        sliding = stated.get("sliding_attention")
-        sliding = sliding if isinstance(sliding, Mapping) else {}
-        local = _number(sliding, "rope_theta", config.get("rope_local_base_freq", 10_000.0))
-        if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
-            raise refused("rope scaling of layers that slide", "plain positions there")
-        whole = stated.get("full_attention")
-        scaling = whole if isinstance(whole, Mapping) else scaling
-    base = _number(
-        scaling,
-        "rope_theta",
-        config.get("rope_theta", 1e6 if family.arch == "gemma3" else _DEFAULT_BASE),
-    )
-    kind = _kind(scaling)
+        local = _local_base(config, _mapping(stated, "sliding_attention"))
+        scaling = _mapping(stated, "full_attention") or scaling
+    usual = 1e6 if family.arch == "gemma3" else _DEFAULT_BASE
+    base, kind = number(scaling, "rope_theta", config.get("rope_theta", usual)), _kind(scaling)
     changed = called(family.base, config) if family.base else None
     if changed is not None:
         base, kind = changed, ""
@@ -89,153 +67,44 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
             f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
         )
-    share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    share = number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     known = _spelled(stated)
-    if stated and isinstance(older, Mapping) and {**known, **_spelled(older)} != known:
+    if stated and {**known, **_spelled(older)} != known:
         raise InputError(
             "config.json: rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
         )
-    key = "original_max_position_embeddings"
-    original = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
-    if original is not None and (
-        isinstance(original, bool)
-        or not isinstance(original, int | float)
-        or original != original // 1
-        or original < 1
-    ):
-        raise InputError(f"config.json: {key} = {str(original)[:40]!r}", "a whole number from 1 on")
     return Rope(
         width=sizes.size(head) if head else int(sizes.head * share),
         base=base,
         kind="default" if kind in _PLAIN else kind,
         local_base=local,
-        original=int(original or 0),
+        original=_original(config, scaling),
         context=sizes.positions,
         settings=scaling,
         divided=bool(head),
     )
 
 
-def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
-    """Return the keys, without the name of the architecture; errors as `rope_of`.
-
-    ``multiplies``: as `Family.yarn_multiplier`.
-    """
-    keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
-    if rope.local_base is not None:
-        keys["rope.freq_base_swa"] = f32(rope.local_base)
-    if rope.kind == "linear":
-        keys["rope.scaling.type"] = text("linear")
-        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
-    if rope.kind == "yarn":
-        keys["rope.scaling.type"] = text("yarn")
-        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
-        keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
-        for name in ("beta_fast", "beta_slow"):
-            if rope.settings.get(name) is not None:
-                keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
-        fast, slow = (
-            _number(rope.settings, f"beta_{name}", otherwise)
-            for name, otherwise in (("fast", 32.0), ("slow", 1.0))
-        )
-        if fast < slow:
-            raise InputError(
-                f"config.json: beta_fast = {fast:g}, beta_slow = {slow:g}", "exchange them"
-            )
-        original, turn = rope.original or rope.context, 2 * math.pi * slow
-        base = 2 * math.log(rope.base)
-        # A range that ends before it begins: transformers interpolates nothing then, and llama.cpp all.
-        if base > 0 and math.ceil(rope.width * math.log(original / turn) / base) < 0:
-            raise RefusedError(
-                f"config.json: yarn from {original} tokens, fewer than a turn of its slow frequencies,"
-                " is computed otherwise by llama.cpp",
-                "use --format compressed-tensors",
-            )
-        whole = rope.settings.get("mscale_all_dim")
-        if whole and rope.settings.get("mscale") != whole:
-            raise RefusedError(
-                "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
-                "use --format compressed-tensors",
-            )
-        if whole and not multiplies:
-            raise RefusedError(
-                "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
-                "use --format compressed-tensors",
-            )
-        if whole:
-            keys["rope.scaling.yarn_log_multiplier"] = f32(
-                0.1 * _number(rope.settings, "mscale", None)
-            )
-        if rope.settings.get("attention_factor") is not None:
-            raise RefusedError(
-                "config.json: attention_factor of yarn scaling has no key in GGUF",
-                "use --format compressed-tensors",
-            )
-    if rope.kind == "longrope":
-        scale = rope.context / (rope.original or rope.context)
-        factor = math.sqrt(1 + math.log(scale) / math.log(rope.original)) if scale > 1 else 1.0
-        keys["rope.scaling.attn_factor"] = f32(_number(rope.settings, "attention_factor", factor))
-    return keys
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = config.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
-def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
-    """Return the tables, as tensors whose bytes are known."""
-    if rope.divided:
-        return (_table(FREQUENCIES, _divisors(rope)),)
-    if rope.kind == "llama3":
-        return (_table(FREQUENCIES, _llama3(rope)),)
-    if rope.kind == "longrope":
-        found = []
-        for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
-            values = rope.settings.get(key)
-            if not isinstance(values, Sequence) or len(values) != rope.width // 2:
-                raise InputError(f"config.json: {key} is no list of {rope.width // 2} numbers")
-            found.append(_table(name, [float(value) for value in values]))
-        return tuple(found)
-    return ()
+def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
+    if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
+        raise refused("rope scaling of layers that slide", "plain positions there")
+    return number(sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE))
 
 
-def _llama3(rope: Rope) -> list[float]:
-    return llama3_divisors(
-        rope.base,
-        rope.width,
-        _number(rope.settings, "factor", 8.0),
-        _number(rope.settings, "low_freq_factor", 1.0),
-        _number(rope.settings, "high_freq_factor", 4.0),
-        rope.original or 8192,
-    )
-
-
-def _divisors(rope: Rope) -> list[float]:
-    """Return divisors of all frequencies of a head, of which a part of it does not turn at all."""
-    if rope.kind != _PROPORTIONAL:
-        return [1.0] * (rope.width // 2)
-    share = _number(rope.settings, "partial_rotary_factor", 1.0)
-    turning = int(share * rope.width // 2)
-    factor = _number(rope.settings, "factor", 1.0)
-    return [factor] * turning + [_NEVER] * (rope.width // 2 - turning)
-
-
-def llama3_divisors(
-    base: float, width: int, factor: float, low: float, high: float, original: int
-) -> list[float]:
-    """Return the divisors of the frequencies, as the module describes them."""
-    divisors = []
-    for position in range(0, width, 2):
-        wavelength = 2 * math.pi * base ** (position / width)
-        if wavelength < original / high:
-            divisors.append(1.0)
-        elif wavelength > original / low:
-            divisors.append(factor)
-        else:
-            share = (original / wavelength - low) / (high - low)
-            divisors.append(1 / ((1 - share) / factor + share))
-    return divisors
-
-
-def _table(name: str, values: list[float]) -> GgufTensor:
-    return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
+def _original(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """Return the context length before scaling, 0 if none is stated."""
+    key = "original_max_position_embeddings"
+    found = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
+    known = isinstance(found, int | float) and not isinstance(found, bool)
+    if found is not None and not (known and found == found // 1 and found >= 1):
+        raise InputError(f"config.json: {key} = {str(found)[:40]!r}", "a whole number from 1 on")
+    return int(found or 0)
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
@@ -248,7 +117,8 @@ def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
 
 
-def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
+def number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
+    """Return a positive number of a mapping; of any other an `InputError`."""
     value = source.get(key)
     value = otherwise if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
