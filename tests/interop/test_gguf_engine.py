@@ -60,7 +60,7 @@ _WINDOWS = ["sliding_attention", "full_attention"]
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
     ("gemma4", "vocab_size_per_layer_input", 336), ("gemma4", "layer_types", ["full_attention"] * 4),
     ("gemma4", "layer_types", [*_WINDOWS[::-1], *_WINDOWS]),
-    ("gemma4-equal", "use_bidirectional_attention", "all"),
+    ("gemma4-equal", "use_bidirectional_attention", "all"), ("gemma3", "use_bidirectional_attention", True),
     ("gemma4-equal", "rope_parameters", {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from quantforge.architectures import architecture_of
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
@@ -43,11 +44,15 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
 
 
 def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
-    """Refuse what llama.cpp's graph of the family does not compute.
+    """Refuse what llama.cpp's graph of the family does not compute, and what its declarations do not cover.
 
     Raises:
         RefusedError: naming the key and the value.
     """
+    declared = architecture_of(config)
+    for key, value in (declared.requires if declared else {}).items():
+        if (config.get(key, value) or None) != (value or None):
+            raise refused(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     for key, value in family.graph.items():
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
