@@ -21,6 +21,7 @@ from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
 
 LEAST = 0.95  # of the weights inside blocks; below, it is an event
+MUCH = 0.05  # of the bytes of a result
 _SHOWN = 4
 
 
@@ -31,7 +32,8 @@ class Coverage:
     Attributes:
         share: of all of them, 1 where there are none.
         kept: layers that stay although no rule says so, blocks joined, with their bytes, the largest first.
-        towers: lists of modules that are not the decoder's blocks, with the bytes of what stays in them.
+        towers: lists of modules that are not the decoder's blocks, with the bytes of what stays in them, and what else
+            lies outside of the blocks and takes much of the whole, but for the embedding and the head.
         sparse: share of the weights inside blocks whose tensors get zeros.
     """
 
@@ -62,10 +64,13 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     done = sum(math.prod(t.shape) for t in inside if t.action is Action.QUANTIZE)
     kept: dict[str, int] = {}
     towers: dict[str, int] = {}
+    much = MUCH * sum(tensor.stored_bytes for tensor in tensors)
     for tensor in tensors:
         block = BLOCK.match(tensor.name) if tensor.part < 0 else None
         if block and tensor.action is Action.KEEP and not block[1].isdecimal():
             towers[block[1]] = towers.get(block[1], 0) + tensor.stored_bytes
+        elif tensor.part < 0 and tensor.rule == f"{Role.OTHER} kept" and tensor.stored_bytes > much:
+            towers[tensor.name.removesuffix(".weight")] = tensor.stored_bytes
     for tensor in inside:
         if tensor.action is Action.KEEP and not asked(tensor) and not tensor.sparse:
             name = tensor.name.replace(f".{tensor.part}.", ".*.", 1)

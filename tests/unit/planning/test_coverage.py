@@ -290,3 +290,10 @@ def test_what_does_not_fill_the_model_of_its_type_is_refused_by_name(family, con
     )
     with pytest.raises(InputError, match=told):
         quantized_and_loaded()
+
+
+def test_a_large_tensor_outside_of_the_blocks_is_named(tiny):
+    said = str(coverage(planned(tiny("gemma4")).tensors))
+    assert "of other parts stay model.embed_tokens_per_layer (" in said
+    assert "embed_tokens (" not in said
+    assert "of other parts" not in str(coverage(planned(tiny("llama")).tensors))
