@@ -45,6 +45,8 @@ def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return beyond, "attention to earlier tokens, heads of full layers that are alike"
     if SLIDING not in words:
         return "layers that are all full", "some with a window"
+    if config.get("final_logit_softcapping") == 0:
+        return "final_logit_softcapping = 0", "null, or a positive number"
     first = first_shared(config, words)
     sources = {FULL: first - 1, SLIDING: first - 2}  # of keys, in llama.cpp
     for word in {*words[first:]}:
