@@ -8,6 +8,7 @@ In this folder:
     fewer_experts  A checkpoint without some experts of its mixtures: an ordinary smaller one
     fewer_heads    A checkpoint without the heads that predict further tokens: an ordinary one
     files          The opener of this package (see `quantforge_files`), whose refusals are `InputError`
+    finite_values  Values that are no finite numbers: found as tensors are read, and named with their places
     foreign_json   JSON of others, see `quantforge_files.strict_json`; what is wrong with it is an `InputError`
     hub            Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
     index          Index of the safetensors files that make up a model, and of the tensors in each of them

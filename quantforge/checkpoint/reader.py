@@ -22,7 +22,7 @@ from quantforge.checkpoint.hub import models_within
 from quantforge.checkpoint.index import read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
-from quantforge.errors import Fault, InputError
+from quantforge.errors import InputError
 from quantforge.plans import HeldTensor
 from quantforge_files import FileRole, roles
 
@@ -45,7 +45,6 @@ _SIZES = (
 _LAYERS = ("num_hidden_layers", "n_layer")
 _MAX_SIZE = 2**31 - 1
 _FLOATS = ("F32", "BF16", "F16", "F64")
-_SCAN_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,48 +151,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         shards=weights.shards,
         side_files=tuple(_side_files(path, names)),
         card=path / CARD if CARD in names else None,
-    )
-
-
-def scan_finite(
-    name: str, tensor: torch.Tensor, file: Path | None = None, *, first: int = 0, rows: int | None = None
-) -> None:  # fmt: skip
-    """Refuse a tensor (or what was read of its ``rows``, from ``first`` on) with a NaN or an infinity, without a copy.
-
-    Raises:
-        InputError: naming the tensor, the value and its position.
-    """
-    import torch
-
-    if not tensor.is_floating_point():
-        return
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _SCAN_ELEMENTS):
-        chunk = flat[start : start + _SCAN_ELEMENTS]
-        if chunk.element_size() == 1:
-            chunk = chunk.float()  # fp8 has no reductions
-        low, high = torch.aminmax(chunk)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            found = int(torch.isfinite(chunk).logical_not().nonzero()[0])
-            shape = tuple(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
-            position = first * math.prod(shape[1:]) + start + found
-            raise _not_finite(name, shape, position, float(chunk[found]), file)
-
-
-def _not_finite(
-    name: str, shape: tuple[int, ...], position: int, value: float, file: Path | None
-) -> InputError:
-    place: list[int] = []
-    for size in reversed(shape):
-        position, index = divmod(position, size)
-        place.insert(0, index)
-    where = f"{file}: " if file else ""
-    return InputError(
-        f"{where}tensor {name!r} holds {value} at {place} of {list(shape)}",
-        "the weights are damaged, or were saved after training diverged: fetch them again",
-        file=str(file) if file else None,
-        tensor=name,
-        fault=Fault.NOT_FINITE,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
 from quantforge.execution.observers import (

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.matched import Matched
-from quantforge.checkpoint.reader import Checkpoint, scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.plans import TensorPlan
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, Place
 from quantforge.architectures.match import Matched, declared
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.model.names import Names
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor

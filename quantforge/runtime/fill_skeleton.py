@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
-from quantforge.checkpoint.reader import Checkpoint, scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import TensorEntry, read_tensor
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.sources.adapter import Adapter, LowRank, open_adapter

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from quantforge.architectures.match import Role
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.model.declared_names import names_of
 from quantforge.model.skeleton import build

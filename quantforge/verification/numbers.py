@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.grids import PerGroup

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from quantforge import __version__
 from quantforge.architectures import MODEL_TYPES, architecture_of, matches
 from quantforge.architectures.projector import Projector, TowerTensor, Value
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.reader import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.formats.gguf import container

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import architecture_of
 from quantforge.architectures.projector import TokenRow
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.foreign_json import read_object
-from quantforge.checkpoint.reader import scan_finite
 from quantforge.errors import InputError
 from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge_files.roles import TOKENIZER

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.reader import scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.decoder import Decoder

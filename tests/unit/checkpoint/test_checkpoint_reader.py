@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantforge.checkpoint.reader import open_checkpoint, scan_finite
+from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
 
 WREN = Path(__file__).parents[4] / "shared/models/wren"
@@ -410,5 +411,6 @@ def test_tensors_without_floats_and_without_values_are_finite() -> None:
     scan_finite("codes", torch.ones(3, dtype=torch.int32))
     scan_finite("empty", torch.empty(0, 3))
     scan_finite("scalar", torch.tensor(1.0))
+    scan_finite("tower.linear.input_max", torch.tensor(float("inf")))
     with pytest.raises(InputError, match=r"at \[\] of \[\]"):
         scan_finite("scalar", torch.tensor(float("nan")))
