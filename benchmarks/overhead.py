@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ from quantforge import __version__, verbs
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.execution import execute as execution
+from quantforge.execution import calibrated_block, relayout, source_tensors, unit_output
 from quantforge.execution.journal import Workspace
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
+from quantforge.verbs import run_inputs
 
 ROWS = CalibrationOptions(samples=32, length=256)
 RUNS = {
@@ -41,12 +41,12 @@ RUNS = {
     "awq": Recipe(method="awq", bits=4, calibration=ROWS),
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
-    "digests": ((import_module("quantforge.verbs.quantize"), "taken"), (manifest, "finish")),
-    "digests of what is read": ((Seal, "holds"),),
+    "digests": ((run_inputs, "taken"), (manifest, "finish")),
+    "digests of what is read": ((Seal, "read"),),
     "checksums and finiteness": (
-        (execution, "checksum"),
-        (execution, "scan_finite"),
-        (execution.Run, "_verify"),
+        (unit_output, "checksum"),
+        (unit_output.UnitOutput, "check"),
+        *((module, "scan_finite") for module in (source_tensors, calibrated_block, relayout)),
     ),
     "journal": ((Workspace, "__init__"), (Workspace, "commit"), (Workspace, "remove")),
     "fsync of weights": ((WeightsWriter, "sync"),),
