@@ -55,7 +55,7 @@ def quantize(
     blocks = weight.shape[1] // 256
     given = None if importance is None else importance.cpu().float().numpy().reshape(blocks, 256)
     w = _weights(x, grid, given)
-    codes, parameters = _ternary(x, w, grid) if grid in _TERNARY else _magnitudes(x, w, grid, every)
+    codes, parameters = _ternary(x, w, grid, every > 1) if grid in _TERNARY else _magnitudes(x, w, grid, every)
     rows = len(weight)
     shaped = {key: value.reshape(rows, -1).to(weight.device) for key, value in parameters.items()}
     return QuantizedTensor(codes.reshape(rows, -1).to(weight.device), shaped, scheme)
@@ -97,7 +97,7 @@ def _magnitudes(x: Array, w: Array, grid: str, every: int) -> tuple[Tensor, dict
     return torch.from_numpy(codes), _parameters(units, levels)
 
 
-def _ternary(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _ternary(x: Array, w: Array, grid: str, rough: bool) -> tuple[Tensor, dict[str, Tensor]]:
     from quantforge.packers.lattices import ternary_loops
 
     size, (least, fudge) = SUPERBLOCKS[grid].group, _TERNARY[grid]
@@ -107,7 +107,7 @@ def _ternary(x: Array, w: Array, grid: str) -> tuple[Tensor, dict[str, Tensor]]:
         numpy.empty(len(x), numpy.float32),
     )
     ternary_loops.search(
-        x, w, size, numpy.float32(least), numpy.float32(fudge), tuple(neighbours(grid)), points(grid),
+        x, w, size, rough, numpy.float32(least), numpy.float32(fudge), tuple(neighbours(grid)), points(grid),
         codes, lowered, levels, units,
     )  # fmt: skip
     parameters = _parameters(units, levels)

@@ -1,9 +1,10 @@
 """Scales that minimise ``sum w (x - q)^2`` of every block jointly with its codes, ``w`` as in `nearest_points.weights`.
 
 ggml finds the scale of each group as a real number, rounds it to a level of the block and keeps the codes of the real
-one. Here its result is the start, from a third of its scales. Then each group takes, of its level and those beside it,
+one. Here its result is the start, from some of its scales. Then each group takes, of its level and those beside it,
 the one with the smallest error once all of its codes are chosen anew for it; the unit of the block is fitted to codes
-and levels; and both are done once more. A level is given up where weights rounded alone already lose too much.
+and levels; and both are done once more where that pays. A level is given up where weights rounded alone already lose
+too much.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from quantforge.packers.lattices.lattice_points import points
 from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.scheme import Scheme
 
-ROUNDS = 2
 ROWS = 256  # at a time
-EVERY = 3  # of the scales that ggml tries for a group, one is tried for the start
 
 
 def searched(
@@ -33,7 +32,8 @@ def searched(
 
 
 def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -> dict[str, Tensor]:
-    every = 1 if brief else EVERY
+    block, lattice = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid]
+    every = 1 if brief else lattice.every
     parameters = dict(
         lattice_reference.quantize(weight, scheme, importance, every=every).parameters
     )
@@ -41,7 +41,6 @@ def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -
         return parameters
     from quantforge.packers.lattices import diagonal_loops
 
-    block, lattice = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid]
     assert block.units is not None
     x, w = (
         nearest_points.array(part).reshape(-1, block.columns)
@@ -57,7 +56,7 @@ def _searched(weight: Tensor, scheme: Scheme, importance: Tensor, brief: bool) -
     )
     diagonal_loops.search(
         x, w, (bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, shared, block.group,
-        block.units[1], numpy.float32(lattice.unit), ROUNDS),
+        block.units[1], numpy.float32(lattice.unit), lattice.rounds),
         nearest_points.both_shifts(scheme.grid), nearest_points.tables(scheme.grid), points(scheme.grid),
         units, levels, lowered,
     )  # fmt: skip

@@ -21,6 +21,8 @@ class Lattice:
         shift: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
         vectors: points that share a code, because they share their signs.
         shifts_codes: whether a bit of each code chooses between the shifts, rather than a parameter of each group.
+        every: of the scales that ggml tries for a group, one of so many is tried where a search begins.
+        rounds: of that search.
     """
 
     points: int
@@ -31,6 +33,8 @@ class Lattice:
     shift: float = 0.0
     vectors: int = 1
     shifts_codes: bool = False
+    every: int = 3
+    rounds: int = 2
 
     @property
     def index_bits(self) -> int:
@@ -51,10 +55,10 @@ class Lattice:
 _TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 LATTICES: Mapping[str, Lattice] = {
     "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125),
-    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True),
+    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True, rounds=1),
     "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
     "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),
-    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free"),
-    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2),
-    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free"),
+    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free", every=8),
+    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2, every=5),
+    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free", every=8),
 }

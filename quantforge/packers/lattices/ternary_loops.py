@@ -63,7 +63,7 @@ def _snap(x, w, scale, digits, lowered, tables, points, places, terms):  # type:
 
 
 @borrowing
-def _chosen(xs, ws, least, tables, points, mine, places, scratch):  # type: ignore[no-untyped-def]
+def _chosen(xs, ws, rough, least, tables, points, mine, places, scratch):  # type: ignore[no-untyped-def]
     """Fill in points and shifts of one group and return its scale."""
     size = len(xs)
     order, digits, ranks, ways, terms = scratch
@@ -88,7 +88,7 @@ def _chosen(xs, ws, least, tables, points, mine, places, scratch):  # type: igno
         scale = -scale
         for part in range(len(mine)):
             mine[part] = not mine[part]
-    return _snap(xs, ws, scale, digits, mine, tables, points, places, terms)
+    return scale if rough else _snap(xs, ws, scale, digits, mine, tables, points, places, terms)
 
 
 @borrowing
@@ -105,7 +105,7 @@ def _fitted(x, w, codes, lowered, levels, unit, points, terms):  # type: ignore[
 
 @borrowing
 def _blocks(  # type: ignore[no-untyped-def]
-    x, w, size, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
+    x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
 ):
     groups, parts, terms = 256 // size, size // 8, scratch[4]
     for block in range(len(x)):
@@ -116,6 +116,7 @@ def _blocks(  # type: ignore[no-untyped-def]
             scales[group] = _chosen(
                 x[block, run],
                 w[block, run],
+                rough,
                 least,
                 tables,
                 points,
@@ -134,7 +135,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         inverse = _ONE / unit
         for group in range(groups):
             levels[block, group] = level(inverse * scales[group], 7)
-        if size == 16:
+        if size == 16 and not rough:
             unit = _fitted(
                 x[block], w[block], codes[block], lowered[block], levels[block], unit, points, terms
             )
@@ -142,12 +143,13 @@ def _blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def search(x, w, size, least, fudge, tables, points, codes, lowered, levels, units):  # type: ignore[no-untyped-def]
+def search(x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units):  # type: ignore[no-untyped-def]
     """Choose points, shifts and scales of blocks.
 
     Args:
         x, w: values and their weights, float32 ``[blocks, 256]``.
         size: of a group: 32 with one shift, 16 with one for each 8.
+        rough: leave scales as they are before points are chosen, and points and units unfitted.
         least: a group whose largest magnitude is below it is empty.
         fudge: what the unit is multiplied with.
         tables: of `neighbours`.
@@ -164,5 +166,5 @@ def search(x, w, size, least, fudge, tables, points, codes, lowered, levels, uni
     scratch = (order, digits, ranks, (sums, rise, under, over, rows), terms)
     scales = numpy.empty(256 // size, numpy.float32)
     _blocks(
-        x, w, size, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
+        x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
     )
