@@ -236,7 +236,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
     if name is None or is_draft(config):
         return None
     found: Architecture = import_module(name).ARCHITECTURE
-    return found
+    return found.decoders.get(str(text_config(config).get("model_type", "")), found)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

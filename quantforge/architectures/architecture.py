@@ -54,6 +54,7 @@ class Architecture:
         defaults: configuration values of the family where ``config.json`` leaves a key out.
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
+        decoders: declarations in the place of these by the ``model_type`` that the text tower states, "" for none.
         gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
@@ -94,6 +95,7 @@ class Architecture:
     float16: bool = True
     text_config: str = ""
     replayed: bool | tuple[str, ...] = False
+    decoders: Mapping[str, Architecture] = field(default_factory=dict)
     streams: int = 1
     fused_attention: bool = True
     gguf: Family | None = None
@@ -176,8 +178,9 @@ class Architecture:
         """Return the kind of every layer of a model, with its experts written out.
 
         Raises:
-            InputError: the configuration does not say of which kind every layer is.
+            InputError: the configuration does not say of which kind every layer is; or as `WindowRule.check`.
         """
+        self.windows.check(config, dimensions.layers)
         if not self.kind_of and self.derived is None:
             only = self.kinds[0].present({**self.defaults, **config})
             return (only.counted(dimensions),) * dimensions.layers

@@ -31,5 +31,5 @@ ARCHITECTURE = replace(
         heads_fill=True,
         graph={"sliding_window": None},
     ),
-    windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern"),
+    windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )

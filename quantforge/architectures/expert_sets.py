@@ -20,7 +20,7 @@ from quantforge.plans import StoredTensor
 _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _PARTS = frozenset({"moe_intermediate_size"})  # of which there may be one for each part
 _SHARED = re.compile(r"n(um)?_shared_experts")
-_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
+_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -67,7 +67,9 @@ def _of_kinds(config: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in _KINDS:
         kinds = config.get(key)
-        if isinstance(kinds, list) and type(layers) is int and len(kinds) < layers:
+        if not isinstance(kinds, list) or (key == "no_rope_layers" and not kinds):
+            continue  # flags may be empty: the period counts then
+        if type(layers) is int and len(kinds) < layers:
             problems.append(f"{key} names {len(kinds)} layers of {layers}")
     return problems
 

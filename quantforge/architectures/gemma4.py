@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, gated_mlp, layer, linear, norms, only
-from quantforge.architectures.gemma4_layers import FULL, K_EQ_V, MIXTURE, PERIOD, SHARED, SLIDING
+from quantforge.architectures.gemma4_layers import (
+    FULL,
+    K_EQ_V,
+    MIXTURE,
+    PERIOD,
+    SHARED,
+    SLIDING,
+    TURNS,
+)
 from quantforge.architectures.layer_inputs import LAYER_INPUT, OUTER, WIDTH
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family
@@ -140,14 +148,7 @@ ARCHITECTURE = Architecture(
         WIDTH: 256,
         COUNT: 0,
         "sliding_window": 512,
-        "rope_parameters": {
-            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-            FULL: {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-            },
-        },
+        "rope_parameters": TURNS,
     },
     float16=False,
     gguf=Family(

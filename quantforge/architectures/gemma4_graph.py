@@ -10,6 +10,7 @@ from quantforge.architectures.gemma4_layers import (
     SLIDING,
     full_kv_heads,
     shared_width,
+    turns,
     uncovered,
     words_of,
 )
@@ -45,8 +46,6 @@ def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return beyond, "attention to earlier tokens, heads of full layers that are alike"
     if SLIDING not in words:
         return "layers that are all full", "some with a window"
-    if config.get("final_logit_softcapping") == 0:
-        return "final_logit_softcapping = 0", "null, or a positive number"
     first = first_shared(config, words)
     sources = {FULL: first - 1, SLIDING: first - 2}  # of keys, in llama.cpp
     for word in {*words[first:]}:
@@ -58,10 +57,8 @@ def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
             f"vocab_size_per_layer_input = {config['vocab_size_per_layer_input']}",
             f"vocab_size, {config['vocab_size']}",
         )
-    stated = config.get("rope_parameters")
-    for word in {*words}:
-        turns = stated.get(word) if isinstance(stated, Mapping) else None
-        kind = turns.get("rope_type") if isinstance(turns, Mapping) else None
+    for word, stated in turns(config).items():
+        kind = stated.get("rope_type", "default")
         if kind not in _TURNS[word]:
             return f"rope_type = {str(kind)[:40]!r} of {word}", " or ".join(_TURNS[word])
     return None

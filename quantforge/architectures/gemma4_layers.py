@@ -11,18 +11,33 @@ from typing import Any
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.layer_inputs import WIDTH
 from quantforge.architectures.layer_overrides import KEY, own_values
-from quantforge.architectures.shared_keys import first_shared
+from quantforge.architectures.shared_keys import COUNT, first_shared
 from quantforge.errors import InputError
 
 SLIDING, FULL, SHARED = "sliding_attention", "full_attention", "shared"
 PERIOD = 6  # of layers, whose last sees everything, where they are not listed
+TURNS: Mapping[str, Mapping[str, Any]] = {  # rotary positions, where none are stated
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 MIXTURE, K_EQ_V = "enable_moe_block", "attention_k_eq_v"
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `first_shared`."""
+    """Return the kind of every layer.
+
+    Raises:
+        InputError: layers share keys where tokens have no vector for every layer, which transformers does not run; or
+            as `first_shared` and `turns`.
+    """
     words = words_of(config)
     first = first_shared(config, words)
+    turns(config)
+    if first < len(words) and not config.get(WIDTH):
+        raise InputError(
+            f"config.json: {COUNT} = {config[COUNT]} with {WIDTH} = {config.get(WIDTH)}",
+            f"a positive {WIDTH}, or {COUNT} = 0; transformers does not run such a model",
+        )
     return [f"{word}/{SHARED}" if index >= first else word for index, word in enumerate(words)]
 
 
@@ -33,6 +48,26 @@ def words_of(config: Mapping[str, Any]) -> list[str]:
         layers = range(_size(config, "num_hidden_layers", 0))
         words = [SLIDING if (index + 1) % PERIOD else FULL for index in layers]
     return [*words[:-1], FULL]
+
+
+def turns(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the rotary positions of every type of layers that there is.
+
+    Raises:
+        InputError: they are not stated for each, or without a base, which transformers has no default for then.
+    """
+    stated = config.get("rope_parameters")
+    stated = TURNS if stated is None else stated
+    found = {
+        word: stated.get(word) if isinstance(stated, Mapping) else None for word in words_of(config)
+    }
+    for word, own in found.items():
+        if not isinstance(own, Mapping) or own.get("rope_theta") is None:
+            raise InputError(
+                f"config.json: rope_parameters of {word} = {str(own)[:60]}",
+                "rope_parameters = null, or a rope_theta for each type of layers",
+            )
+    return {word: own for word, own in found.items() if own is not None}
 
 
 def uncovered(config: Mapping[str, Any]) -> str:

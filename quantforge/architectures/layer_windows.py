@@ -34,6 +34,7 @@ class WindowRule:
         period_key: the key that may state the period.
         full_first: that one is the first of the period, not the last.
         full_last: the last layer has none, whatever is listed.
+        idle: whether transformers takes a width of null where no layer of ``layer_types`` has one.
         start, stop: keys that bound the layers that may have one, each with its value where it is left out.
     """
 
@@ -49,8 +50,30 @@ class WindowRule:
     period_key: str = ""
     full_first: bool = False
     full_last: bool = False
+    idle: bool = False
     start: tuple[str, int] | None = None
     stop: tuple[str, int] | None = None
+
+    def check(self, config: Mapping[str, Any], layers: int) -> None:
+        """Refuse what transformers makes no mask of: a width of null where it needs one, and flags that do not fit.
+
+        Args:
+            config: of the text model.
+            layers: their number.
+
+        Raises:
+            InputError: naming the key.
+        """
+        listed = layer_types(config) if self.listed else None
+        if self.flags_key and listed is None:
+            _flags(config, self.flags_key, layers)
+        needed = self.period > 0 and not self.asked and not (self.idle and listed is not None)
+        missing = self.known and config.get(self.width_key, self.width) is None
+        if missing and (needed or self.word in (listed or ())):
+            raise InputError(
+                f"config.json: {self.width_key} = null, and layers of the family have windows",
+                "a number of tokens; transformers does not run such a model",
+            )
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of every layer in tokens, 0 where it sees all of them.
@@ -98,15 +121,15 @@ def _flags(config: Mapping[str, Any], key: str, layers: int) -> list[int]:
     """Return a flag of every layer; an empty list where none are stated.
 
     Raises:
-        InputError: it is no list of flags, or of fewer layers.
+        InputError: it is no list of flags, or of another number of layers.
     """
     flags = config.get(key) or []
     known = isinstance(flags, list) and all(type(flag) is int and flag in {0, 1} for flag in flags)
-    if not known or 0 < len(flags) < layers:
+    if not known or len(flags) not in {0, layers}:
         raise InputError(
             f"config.json: {key} = {str(flags)[:60]}", f"a list of {layers}, each of them 0 or 1"
         )
-    return flags[:layers]
+    return flags
 
 
 def _number(config: Mapping[str, Any], key: str, otherwise: int) -> int:

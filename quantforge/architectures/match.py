@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of, matches, text_config
-from quantforge.architectures.configured import configured, required
+from quantforge.architectures.configured import check_caps, configured, required
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import match_draft
 from quantforge.architectures.draft_kinds import is_draft
@@ -70,6 +70,7 @@ def match(
     if architecture is not None:
         architecture = architecture.as_held(tensor.name for tensor in stored)
     tower = text_config(config)
+    check_caps(tower)
     if architecture is None:
         return match_by_names(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import ministral3, text_config
+from quantforge.architectures import ministral3, mistral, text_config
 from quantforge.architectures.projector import (
     Projector,
     TokenRow,
@@ -16,15 +16,21 @@ from quantforge.architectures.projector import (
 from quantforge.architectures.qwen_tower import DEVIATION, MEAN
 from quantforge.architectures.tower_names import beside_towers
 
+_MISTRAL, _MINISTRAL = (
+    replace(
+        beside_towers(
+            text.ARCHITECTURE,
+            "mistral3",
+            (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+            (("language_model.", ""), ("model.language_model.", "model.")),
+        ),
+        graph=None,
+        projector={"mistral3": f"{__name__}.projector"},
+    )
+    for text in (mistral, ministral3)
+)
 ARCHITECTURE = replace(
-    beside_towers(
-        ministral3.ARCHITECTURE,
-        "mistral3",
-        (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-        (("language_model.", ""), ("model.language_model.", "model.")),
-    ),
-    graph=None,
-    projector={"mistral3": f"{__name__}.projector"},
+    _MINISTRAL, decoders=dict.fromkeys((mistral.ARCHITECTURE.model_type, ""), _MISTRAL)
 )
 _EPS = 1e-5  # of the tower's norms, in transformers' code; llama.cpp has one for the projector, too
 _THETA = 1e4  # llama.cpp knows it by heart

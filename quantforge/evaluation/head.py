@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from quantforge.architectures.configured import FINAL_CAPS
 from quantforge.errors import RefusedError
 from quantforge.evaluation.model_ending import ModelEnding
 from quantforge.model.inner import head_of, inner
@@ -54,10 +55,7 @@ class Head:
                 "this family cannot be evaluated yet",
             )
         self._output: nn.Module = output
-        caps = (
-            getattr(config, key, None)
-            for key in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        )
+        caps = (getattr(config, key, None) for key in FINAL_CAPS)
         self._cap: float | None = next(filter(None, caps), None)
         self._scale: float = getattr(config, "logit_scale", None) or 1.0
         self._scale *= getattr(config, "output_multiplier", None) or 1.0

@@ -123,7 +123,7 @@ class RoutedExperts(ExpertWeights):
             expected = f"tokens that are spread over {len(self.numbers)} experts, each sent to one of them,"
         raise RefusedError(
             f"{self.name}: called with {shapes}, where {expected} are expected; its experts cannot be calibrated",
-            "--method rtn --calibration none, or --ignore '*experts*'",
+            "--method rtn --calibration none",
             tensor=self.name,
         )
 

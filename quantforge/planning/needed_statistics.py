@@ -12,6 +12,8 @@ from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, of_inputs
+from quantforge.planning.expert_memory import spread_experts
+from quantforge.planning.weight_traffic import chosen_experts
 from quantforge.plans import Action, Draft
 from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, CalibrationOptions
@@ -100,16 +102,31 @@ class Observation:
             )
         return wanted
 
-    def refuse_experts(self, matched: Matched, wanted: frozenset[Statistic]) -> None:
-        """Refuse a method that learns on whole blocks for a model with experts.
+    def refuse_experts(
+        self, matched: Matched, wanted: frozenset[Statistic], *, pruned: bool
+    ) -> None:
+        """Refuse what experts of a model do not let be observed.
+
+        Args:
+            matched: the model.
+            wanted: of what is observed.
+            pruned: whether experts are chosen by what they return, which is observed as well.
 
         Raises:
-            RefusedError: the model has experts, which are read one at a time, and not with gradients.
+            RefusedError: a method learns on whole blocks, and experts are read one at a time, not with gradients; rows
+                would pass experts whose inputs are weighed by the router, several of them for each token.
         """
         if Statistic.STATES in wanted and any(kind.stacks for kind in matched.layers):
             raise RefusedError(
                 f"--method {self.method}: it learns with gradients, and those of single experts are not computed",
                 "--method gptq or awq, which take mixtures of experts",
+            )
+        chosen = chosen_experts(matched)
+        if (wanted or pruned) and chosen > 1 and spread_experts(matched):
+            raise RefusedError(
+                f"config.json: a token is sent to {chosen} experts (num_experts_per_tok), each of which reads what its"
+                " router has weighed: they are calibrated where a token has one",
+                "--method rtn --calibration none, which observes nothing",
             )
 
     def of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:

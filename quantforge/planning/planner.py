@@ -182,7 +182,7 @@ def _drafted(
 
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
-    asked.refuse_experts(matched, wanted)
+    asked.refuse_experts(matched, wanted, pruned=recipe.prune_experts is not None)
     return draft, wanted
 
 

@@ -54,7 +54,7 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
     tensors = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
     roles = {tensor.stored.name: tensor.role for tensor in matched.tensors}
     count = _experts(matched, tensors)
-    chosen = _chosen(matched)
+    chosen = chosen_experts(matched)
     dense, routed = [0, 0], [0, 0]
     for tensor in tensors:
         role = roles.get(tensor.name, Role.OTHER)
@@ -74,8 +74,16 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
 
 def expert_share(matched: Matched, tensors: Iterable[TensorPlan]) -> float:
     """Return the share of a layer's tokens that a router sends to one expert; 1 where it is not known."""
-    count, chosen = _experts(matched, tensors), _chosen(matched)
+    count, chosen = _experts(matched, tensors), chosen_experts(matched)
     return min(1.0, chosen / count) if chosen and count else 1.0
+
+
+def chosen_experts(matched: Matched) -> int:
+    """Return how many experts a token is sent to, 0 where that is not known."""
+    defaults = matched.architecture.defaults if matched.architecture else {}
+    stated = {**defaults, **matched.config}
+    found = (stated.get(key) for key in COUNTS)
+    return next((value for value in found if type(value) is int and value > 0), 0)
 
 
 def _experts(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
@@ -99,14 +107,6 @@ def _read(tensor: TensorPlan, *, tied: bool) -> int:
     module = tensor.name.removesuffix(".weight")
     apart = [item for item in tensor.stored if not item.name.startswith(module)]
     return sum(item.nbytes for item in apart) or tensor.stored_bytes
-
-
-def _chosen(matched: Matched) -> int:
-    """Return how many experts a token is sent to, 0 where that is not known."""
-    defaults = matched.architecture.defaults if matched.architecture else {}
-    stated = {**defaults, **matched.config}
-    found = (stated.get(key) for key in COUNTS)
-    return next((value for value in found if type(value) is int and value > 0), 0)
 
 
 def _widest(

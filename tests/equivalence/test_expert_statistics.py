@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantforge import verbs
 from quantforge.errors import InputError, RefusedError
 from quantforge.model import expert_statistics
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -243,6 +244,24 @@ def test_tokens_that_are_spread_over_several_experts_each_are_refused(tmp_path: 
             next(parts).advance()
         with pytest.raises(RefusedError, match="spread over 4 experts, each sent to one"):
             next(parts).observe({})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"method": "gptq", "bits": 4},
+        {"method": "rtn", "bits": 4},
+        {"prune_experts": "25%", "format": "plain"},
+    ],
+)
+def test_a_plan_refuses_what_would_observe_such_experts(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    model = make_tiny("llama4", tmp_path / "m", num_experts_per_tok=2)
+    with pytest.raises(RefusedError, match=r"sent to 2 experts \(num_experts_per_tok\)"):
+        verbs.quantize(model, out=tmp_path / "x", **asked)
+    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+    assert verbs.plan(model, bits=4, method="rtn", calibration="none").needs == ()
 
 
 def test_spread_tokens_that_are_not_finite_are_told(tiny: Tiny) -> None:

@@ -58,7 +58,7 @@ _WINDOWS = ["sliding_attention", "full_attention"]
     ("lfm2_moe", "norm_topk_prob", False), ("qwen3_next", "linear_value_head_dim", 16),
     ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "full_attention"]),
     ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense", "sparse"]),
-    ("gemma4", "final_logit_softcapping", 0.0), ("gemma4", "vocab_size_per_layer_input", 336),
+    ("gemma4", "vocab_size_per_layer_input", 336),
     ("gemma4", "layer_types", ["full_attention"] * 4),
     ("gemma4", "layer_types", [*_WINDOWS[::-1], *_WINDOWS]),
     ("gemma4-equal", "use_bidirectional_attention", "all"), ("gemma3", "use_bidirectional_attention", True),

@@ -60,6 +60,8 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     defaults = _defaults(config)
     declared = architecture_of(config)
     sizes = declared.dimensions(config) if declared else dimensions_of(config, defaults)
+    if config.get("rope_parameters") is None:  # null, too, asks for those of the family
+        config = {key: value for key, value in config.items() if key != "rope_parameters"}
     config = {**{key: defaults[key] for key in _COMPUTED if key in defaults}, **config}
     mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
     experts = _experts(sizes) if mixed else 0

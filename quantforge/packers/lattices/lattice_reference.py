@@ -55,7 +55,9 @@ def quantize(
     blocks = weight.shape[1] // 256
     given = None if importance is None else importance.cpu().float().numpy().reshape(blocks, 256)
     w = _weights(x, grid, given)
-    codes, parameters = _ternary(x, w, grid, every > 1) if grid in _TERNARY else _magnitudes(x, w, grid, every)
+    codes, parameters = (
+        _ternary(x, w, grid, every > 1) if grid in _TERNARY else _magnitudes(x, w, grid, every)
+    )
     rows = len(weight)
     shaped = {key: value.reshape(rows, -1).to(weight.device) for key, value in parameters.items()}
     return QuantizedTensor(codes.reshape(rows, -1).to(weight.device), shaped, scheme)

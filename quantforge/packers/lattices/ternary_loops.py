@@ -166,5 +166,18 @@ def search(x, w, size, rough, least, fudge, tables, points, codes, lowered, leve
     scratch = (order, digits, ranks, (sums, rise, under, over, rows), terms)
     scales = numpy.empty(256 // size, numpy.float32)
     _blocks(
-        x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
+        x,
+        w,
+        size,
+        rough,
+        least,
+        fudge,
+        tables,
+        points,
+        codes,
+        lowered,
+        levels,
+        units,
+        scales,
+        scratch,
     )

@@ -13,9 +13,10 @@ from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import parameters
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
-from tests.conftest import MIXTURES, Tiny
+from tests.conftest import MIXTURES, SIZES, Tiny
 
 KEY = "per_layer_config"
+S, F = "sliding_attention", "full_attention"
 PUBLISHED = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 
 
@@ -102,6 +103,35 @@ def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[st
         ("gemma4", {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
         ("gemma4", {"num_kv_shared_layers": 3}, "no earlier layer makes keys"),
         ("gemma4", {"num_kv_shared_layers": "2"}, "num_kv_shared_layers"),
+        (
+            "gemma4-moe",
+            {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers = 1 with hidden_size_per",
+        ),
+        ("gemma4", {"rope_parameters": {}}, "rope_parameters of sliding_attention = None"),
+        (
+            "gemma4",
+            {"rope_parameters": {S: {"rope_theta": 1e4}, F: {}}},
+            "rope_parameters of full_at",
+        ),
+        ("gemma4", {"rope_parameters": "x"}, "rope_parameters of"),
+        ("gemma4", {"sliding_window": None}, "sliding_window = null"),
+        ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = '0.0'"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping = '0'"),
+        ("gemma2", {"final_logit_softcapping": -3.0}, "final_logit_softcapping"),
+        ("gemma2", {"final_logit_softcapping": True}, "final_logit_softcapping"),
+        ("gemma2", {"sliding_window": None, "layer_types": None}, "sliding_window = null"),
+        ("qwen2", {"sliding_window": None}, "sliding_window = null"),
+        ("mistral", {"sliding_window": None, "layer_types": [S, F, F]}, "sliding_window = null"),
+        ("exaone4", {"sliding_window": None, "layer_types": None}, "sliding_window = null"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size = null"),
+        (
+            "llama4",
+            {"attention_chunk_size": None, "layer_types": [F] * 4},
+            "attention_chunk_size = null",
+        ),
+        ("llama4", {"no_rope_layers": [1, 1, 1, 0, 1], "layer_types": None}, "no_rope_layers"),
+        ("llama4", {"no_rope_layers": [1, 1, 1], "layer_types": None}, "no_rope_layers"),
         ("gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
         ("gemma4-equal", {KEY: {"1": {"head_dim": "x"}, "3": {"head_dim": "x"}}}, "head_dim"),
         ("gemma4-equal", {KEY: None, "num_attention_heads": "4"}, "num_attention_heads"),
@@ -118,6 +148,24 @@ def test_impossible_values_are_refused(
         match({**config, **changes}, stored)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("exaone4", {"sliding_window": None, "layer_types": [F] * 3}),
+        ("qwen2", {"sliding_window": None, "layer_types": None}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": None}),
+        ("llama4", {"no_rope_layers": [1, 1, 1, 0, 1]}),  # beside layer_types, which say all
+        ("llama4", {"no_rope_layers": [], "layer_types": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+    ],
+    ids=str,
+)
+def test_what_transformers_runs_is_taken(saved: Any, family: str, changes: dict[str, Any]) -> None:
+    config, stored = saved(family)
+    assert match({**config, **changes}, stored).architecture is not None
+
+
 def test_the_last_layer_is_full_whatever_is_listed(saved: Any) -> None:
     config, stored = saved("gemma4-moe")
     assert MIXTURES["gemma4-moe"][1]["layer_types"][-1] == "full_attention"
@@ -128,7 +176,6 @@ def test_the_last_layer_is_full_whatever_is_listed(saved: Any) -> None:
     assert matched.architecture.windows.of_layers(config, 3) == (16, 0, 0)
 
 
-S, F = "sliding_attention", "full_attention"
 LARGE = {
     "shared": {
         "hidden_size": 1536, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
@@ -164,3 +211,32 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
     widths = keys["gemma4.feed_forward_length"].value
     assert widths[-1] == (2112 if name == "mixture" else 2 * 6144)
     assert widths[0] == LARGE[name]["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "head", "windows"),
+    [
+        ({"model_type": "mistral"}, 16, (4096,) * 3),
+        ({}, 16, (4096,) * 3),  # transformers takes mistral
+        ({"model_type": "ministral3"}, 128, (0,) * 3),
+    ],
+    ids=str,
+)
+def test_what_a_decoder_beside_a_tower_leaves_out_is_that_of_its_own_family(
+    text: dict[str, Any], head: int, windows: tuple[int, ...]
+) -> None:
+    config = {
+        "model_type": "mistral3",
+        "text_config": {**SIZES, **text},
+        "tie_word_embeddings": False,
+    }
+    stated = {"model_type": "mistral", **config["text_config"]}
+    held = build({**config, "text_config": stated}).state_dict()
+    assert held["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * head
+    matched = match(
+        config, [StoredTensor(key, "BF16", tuple(value.shape)) for key, value in held.items()]
+    )
+    assert matched.dimensions is not None
+    assert matched.dimensions.head == head
+    assert matched.architecture is not None
+    assert matched.architecture.windows.of_layers(matched.config, 3) == windows

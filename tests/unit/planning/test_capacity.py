@@ -233,9 +233,9 @@ def test_windows_that_nothing_places_are_refused():
 def test_layers_that_see_a_chunk_are_those_with_a_flag():
     rule = architecture_of({"model_type": "llama4_text"}).windows
     chunked = {"attention_chunk_size": 16}
-    assert rule.of_layers({**chunked, "no_rope_layers": [1, 0, 0, 1, 1]}, 4) == (16, 0, 0, 16)
+    assert rule.of_layers({**chunked, "no_rope_layers": [1, 0, 0, 1]}, 4) == (16, 0, 0, 16)
     assert rule.of_layers({**chunked, "no_rope_layers": []}, 5) == (16, 16, 16, 0, 16)
-    for flags in ("x", [1, 0], [1, 2, 0, 1]):
+    for flags in ("x", [1, 0], [1, 0, 0, 1, 1], [1, 2, 0, 1]):
         with pytest.raises(InputError, match="no_rope_layers"):
             rule.of_layers({**chunked, "no_rope_layers": flags}, 4)
 

@@ -104,6 +104,17 @@ def test_a_list_of_kinds_that_is_too_short_is_refused(
         verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
 
 
+def test_flags_of_fewer_layers_than_there_are_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("llama4"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())  # which lists the kinds of layers, too
+    path.write_text(json.dumps(config | {"no_rope_layers": [1, 1, 1]}))
+    with pytest.raises(InputError, match="no_rope_layers names 3 layers of 4"):
+        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+    path.write_text(json.dumps(config | {"no_rope_layers": []}))
+    assert verbs.plan(str(tmp_path / "m"), Recipe(bits=4)).tensors
+
+
 def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     shutil.copytree(tiny("lfm2"), tmp_path / "m")
     path = tmp_path / "m" / "config.json"

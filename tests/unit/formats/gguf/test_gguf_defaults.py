@@ -18,7 +18,7 @@ from tests import gguf_models
 from tests.conftest import Tiny
 
 KEYS = ("rope_theta", "rope_parameters", "rms_norm_eps", "num_experts_per_tok")
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "smollm3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "smollm3", "gemma4")
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -36,7 +36,24 @@ def test_missing_keys_are_those_of_transformers(tiny: Tiny, family: str) -> None
     stated = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
     assert stated.keys() > bare.keys()
     found = family_of(config)
-    assert parameters(bare, found).keys == parameters(stated, found).keys
+    expected = parameters(stated, found)
+    for config in (bare, bare | {"rope_parameters": None}):
+        got = parameters(config, found)
+        assert (got.keys, got.computed) == (expected.keys, expected.computed)
+
+
+def test_a_kind_of_rotary_positions_that_is_not_stated_is_plain(tiny: Tiny) -> None:
+    """As in transformers, once a base is stated."""
+    bases = {word: {"rope_theta": 1e4} for word in ("sliding_attention", "full_attention")}
+    plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
+    made = [
+        parameters(
+            config_of(tiny("gemma4")) | {"rope_parameters": stated},
+            family_of({"model_type": "gemma4_text"}),
+        )
+        for stated in (bases, plain)
+    ]
+    assert made[0] == made[1]
 
 
 def test_experts_that_are_not_normalised_are_refused_where_nothing_is_said(tiny: Tiny) -> None:
@@ -98,7 +115,7 @@ def test_only_positions_that_the_graph_of_a_family_turns_are_written(
         config = declared(name)
         config.pop("rope_scaling", None)
         config["rope_parameters"] = {"rope_theta": 1e4, **rope}
-        with suppress(RefusedError):
+        with suppress(RefusedError, InputError):
             parameters(config, family_of(config))
             found.add(name)
     assert found == carried

@@ -26,8 +26,6 @@ def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_
     for name, values, match in (
         ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar = 77"),
         ("gemma3", {"layer_types": ["full_attention"] * 6}, "layer_types"),
-        ("gemma2", {"sliding_window": None}, "sliding_window"),
-        ("gemma3", {"sliding_window": None}, "sliding_window"),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers"),
         ("llama-tied", {"hidden_act": "relu"}, "activation 'relu'"),
         (
