@@ -132,6 +132,7 @@ class Grid:
         scale: the type of scales where it is left out; None: that of the format.
         runs: how often `gptq` runs, after the first time with scales fitted to the compensated weights. That pays
             where codes are few or not evenly spaced; with fine integers it changes next to nothing.
+        table: what each code stands for, of a grid of 4 bits whose codes are patterns, in any unit.
     """
 
     bits: int
@@ -148,6 +149,7 @@ class Grid:
     short: str = ""
     scale: ScaleType | None = None
     runs: int = 2
+    table: tuple[int, ...] = ()
 
     @property
     def free(self) -> bool:
@@ -187,7 +189,10 @@ def _float(short: str = "") -> Grid:
 
 def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
     runs = 4 if scale is ScaleType.E4M3 else 2
-    return Grid(bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), runs=runs)
+    table = E2M1_VALUES if bits == 4 else ()
+    return Grid(
+        bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), runs=runs, table=table
+    )
 
 
 _MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"

@@ -79,6 +79,13 @@ class Scheme:
         return self.integer and not isinstance(self.granularity, PerTensor)
 
     @property
+    def table(self) -> tuple[int, ...]:
+        """Return what each code stands for, of a grid whose codes pick values of a table, in any unit; () of others."""
+        if self.block is None:
+            return GRIDS[self.grid].table
+        return self.block.codes[2] if len(self.block.codes) == 3 else ()
+
+    @property
     def whole(self) -> bool:
         """Return whether rows share parameters, so that a matrix can only be rounded as one."""
         shared = isinstance(self.granularity, PerTensor | Tile)

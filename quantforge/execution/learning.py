@@ -195,9 +195,8 @@ class Tuning:
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
-            figures = {
-                "tuned": max(float(one.factor.abs().max()) for one in matrix.scales.values())
-            }
+            factors = [float(one.factor.abs().max()) for one in matrix.scales.values()]
+            figures = {"tuned": max(factors)} if factors else {}
             if CODES in matrix.steps:
                 steps = matrix.steps[CODES].snapshot()
                 figures["recoded"] = float(steps.count_nonzero()) / steps.numel()

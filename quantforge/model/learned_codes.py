@@ -15,7 +15,7 @@ gradients of a run, `seen` what all runs have returned, and then `move` moves th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quantforge.model.tuning_bounds import MOST_STEPS
+from quantforge.packers.levels import look_up
 
 BESIDE = 0.49  # of a step: how far an offset may go beyond the last code that it can reach
 FIRST, SECOND = 0.9, 0.99  # shares of the moments that a step keeps
@@ -104,6 +105,7 @@ class LearnedCodes:
         furthest, rate = (MOST_STEPS + BESIDE) * UNIT, self._rate
         (of_rows, of_columns), before = self._factors, self.offsets[rows]
         step = self._moment[rows].float().mul_(of_rows[rows, None]).mul_(of_columns)
+        self._narrowed(step, rows)
         codes = self.start[rows].float().mul_(UNIT)
         moved = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
         before.copy_(moved.sub_(codes).clamp_(-furthest, furthest).round_())
@@ -116,6 +118,47 @@ class LearnedCodes:
         """Go back to a snapshot."""
         self.offsets.copy_(snapshot.to(torch.int16) << BITS)
 
+    def _narrowed(self, step: Tensor, rows: slice) -> None:
+        """Make the steps shorter, in place, of offsets in a run of rows whose neighbours are further than others."""
+
     def _changes(self, rows: slice) -> Tensor:
         """Return by how many steps the codes of a run of rows have changed, int16."""
         return self.offsets[rows].add(UNIT >> 1).bitwise_right_shift_(BITS)
+
+
+@dataclass(slots=True, eq=False)
+class LearnedPlaces(LearnedCodes):
+    """Codes that pick values of a table: what is learned are places among these in rising order.
+
+    The gradient is that of a value, in any unit, and the rate that of the least gap between values. An offset goes as
+    far in values wherever it is, so that a code takes twice as many steps to change over a gap twice as wide. With
+    steps that are as long in places, wide gaps change as soon, and cost most where that was noise.
+
+    Attributes:
+        codes: by their places.
+        shares: what a step is multiplied with between a place and the next.
+    """
+
+    codes: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, codes: Tensor, values: Sequence[int], rate: float) -> LearnedPlaces:
+        """Begin with the codes of ``values``, of which the first stands for those that are equal."""
+        rising = sorted({value: code for code, value in reversed([*enumerate(values)])}.items())
+        places = {value: place for place, (value, _) in enumerate(rising)}
+        place_of = torch.tensor([places[value] for value in values], dtype=torch.uint8)
+        gaps = torch.tensor([value for value, _ in rising], dtype=torch.float32).diff()
+        found = torch.tensor([code for _, code in rising], dtype=torch.uint8)
+        start, limits = look_up(place_of, codes), (0, len(rising) - 1)
+        return cls(start, limits, rate, found, gaps.min() / gaps)
+
+    def stored(self, rows: slice = ALL) -> Tensor:
+        """Return the present codes of a run of rows."""
+        return look_up(self.codes, LearnedCodes.stored(self, rows))
+
+    def _narrowed(self, step: Tensor, rows: slice) -> None:
+        """Multiply the steps with the share of the gap into which they go."""
+        at = self.start[rows].int().bitwise_left_shift_(BITS).add_(self.offsets[rows])
+        gap = at.sub_((step > 0).int()).bitwise_right_shift_(BITS).clamp_(0, len(self.shares) - 1)
+        step.mul_(look_up(self.shares, gap.to(torch.uint8)))

@@ -19,7 +19,7 @@ from quantforge.model.learned_scales import Learned
 from quantforge.model.output_gradients import OutputListener, Passed
 from quantforge.model.tuned_experts import TunedExperts, Visit
 from quantforge.model.tuned_linears import Place, TunedLinears
-from quantforge.model.tuned_matrix import TunedMatrix
+from quantforge.model.tuned_matrix import TunedMatrix, factor_rate
 from quantforge.numerics.linear_gradients import cutting_linears
 from quantforge.numerics.team import side_by_side, threads_of
 from quantforge.numerics.threads import one_thread
@@ -75,7 +75,7 @@ class TunedBlock:
             name: TunedMatrix.of(tensor.to(device), rate)
             for name, tensor in written.tensors.items()
         }
-        rates = (one.rate for matrix in matrices.values() for one in matrix.scales.values())
+        rates = (factor_rate(tensor.scheme) for tensor in written.tensors.values())
         least = min(rates, default=0.0)
         gains = {
             name: Learned.at(part.parameter(name), written.kept(name).to(device), least, offset)

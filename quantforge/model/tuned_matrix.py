@@ -2,8 +2,8 @@
 
 Every grid's values are a sum over its scales (and minima, and what a block multiplies them with): each times what the
 codes make of it. So the gradient of one is that of the matrix times what the packer decodes with it 1 and the others 0.
-Codes, and the integers that groups have as scales under a scale of their block, are learned in whole steps, where these
-are even: the gradient is that of the matrix times what the packer decodes with 1, less what it decodes with 0.
+Codes, and the integers that groups have as scales under a scale of their block, are learned in whole steps: the
+gradient is that of the matrix times what the packer decodes with 1, less what it decodes with 0.
 
 Of plain integers with scales by group or row all of that is a product or two with the codes and the scales, and one run
 of rows at a time is decoded, and gone back through, while it is in a core's cache (`TunedMatrix.runs`).
@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantforge.model.learned_codes import ALL, LearnedCodes
+from quantforge.model.learned_codes import ALL, LearnedCodes, LearnedPlaces
 from quantforge.model.learned_scales import Learned
 from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
+from quantforge.scheme import Scheme
 
 CODES = "codes"
 INTEGERS = ("scales", "mins")  # parameters that are integers under a scale of their block
@@ -62,8 +63,7 @@ class TunedMatrix:
             tensor: the linear.
             rate: with which codes and integers are learned at first, 0 for frozen ones.
         """
-        most = RATE * (IN_BLOCKS if tensor.scheme.block else 1.0)
-        first = most / 2 ** (tensor.scheme.weight_bits / 2)
+        first = factor_rate(tensor.scheme)
         scales = {
             key: Learned.of(value, value.dtype, first)
             for key, value in tensor.parameters.items()
@@ -191,6 +191,12 @@ class TunedMatrix:
         return self.scales["scales"].stored(rows).float()
 
 
+def factor_rate(scheme: Scheme) -> float:
+    """Return the rate with which factors of a scheme's scales are learned at first."""
+    shared = scheme.scaled and scheme.block is not None
+    return RATE * (IN_BLOCKS if shared else 1.0) / 2 ** (scheme.weight_bits / 2)
+
+
 def _by_group(values: Tensor, scales: Tensor) -> Tensor:
     """Return a view ``[rows, groups, size]`` of rows that have as many groups as ``scales`` has columns."""
     return values.view(len(values), scales.shape[1], -1)
@@ -200,16 +206,13 @@ def _in_steps(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCodes]:
     scheme = tensor.scheme
     if scheme.integer:
         return {CODES: LearnedCodes(tensor.codes, code_range(scheme), rate)}
-    if (block := scheme.block) is None:
-        return {}
-    found = {
-        key: LearnedCodes(value, block.units, rate)
-        for key, value in tensor.parameters.items()
-        if block.units is not None and key in INTEGERS
-    }
-    if (
-        block.vector == 1 and len(block.codes) == 2
-    ):  # else a code picks a point, or a value of a table
+    block, found = scheme.block, dict[str, LearnedCodes]()
+    if block is not None and block.units is not None:
+        kept = (key for key in INTEGERS if key in tensor.parameters)
+        found = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
+    if scheme.table:
+        found[CODES] = LearnedPlaces.of(tensor.codes, scheme.table, rate)
+    elif block is not None and block.vector == 1:  # else a code picks a point
         found[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
     return found
 

@@ -57,8 +57,8 @@ def refuse_tune(
 
     Raises:
         UsageError: the method or the format takes none, nothing of a block is quantized, or there is one row.
-        RefusedError: the model has experts that it does not compute in stacks, or a scheme has no scales that could
-            be tuned.
+        RefusedError: the model has experts that it does not compute in stacks, or a scheme has neither scales nor codes
+            that could be tuned.
     """
     if not epochs:
         return
@@ -86,13 +86,13 @@ def refuse_tune(
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:
             raise RefusedError(f"{said}: {name} reads rounded inputs ({tensor.scheme})", HINT)
+        if scheme.scaled or scheme.table:
+            continue
         if scheme.in_powers:
             raise RefusedError(
-                f"{said}: the scales of {name} are powers of two ({scheme}), with nothing in between to learn",
-                HINT,
+                f"{said}: the scales of {name} are powers of two, its codes floats ({scheme})", HINT
             )
-        if not scheme.scaled:
-            raise RefusedError(
-                f"{said}: {name} has no scale for each group or row ({scheme})",
-                f"--scheme int4:g128:sym for instance, or {HINT}",
-            )
+        raise RefusedError(
+            f"{said}: {name} has no scale for each group or row ({scheme})",
+            f"--scheme int4:g128:sym for instance, or {HINT}",
+        )

@@ -77,6 +77,8 @@ def _scales(tensor: TensorPlan) -> int:
     """Return how many scales (and minima) of a linear are learned."""
     assert tensor.scheme is not None
     scheme = tensor.scheme.weight
+    if not scheme.scaled:
+        return 0
     if scheme.block is None:
         return math.prod(scheme.parameter_shape(tensor.matrix))
     blocks = math.prod(tensor.matrix) // scheme.block.columns

@@ -71,7 +71,7 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
     for name, epochs in (("plain", 0), ("tuned", 2)):
         quantize(wide, tmp_path / f"{name}.gguf", tuned(kind, tune=epochs))
     plain, other = modules(tmp_path / "plain.gguf"), modules(tmp_path / "tuned.gguf")
-    moved, recoded, even = set(), set(), set()
+    moved, recoded, single = set(), set(), set()
     for module, before in plain.items():
         after = other[module]
         inside = ".layers." in module
@@ -87,13 +87,13 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
             ratios = ratios[value.float().abs() > 1e-5]  # others are few steps of float16
             assert not len(ratios) or 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
         block, most = SUPERBLOCKS[before.scheme.grid], 0
-        if block.vector == 1 and len(block.codes) == 2 and inside:
-            even.add(before.scheme.grid)
+        if block.vector == 1 and inside:
+            single.add(before.scheme.grid)
             most = 1
         steps = (after.codes.int() - before.codes.int()).abs()
         assert int(steps.max()) <= most
         recoded |= {before.scheme.grid} if steps.any() else set()
-    assert recoded == even
+    assert recoded == single
     blocks = (one for module, one in other.items() if ".layers." in module)
     assert moved == set().union(*(one.parameters for one in blocks))
 
@@ -148,14 +148,20 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("better")  # else nothing of so few rows is kept
+@pytest.mark.parametrize("choices", [{"type": "Q4_1"}, {"scheme": "mxfp4", "format": "gguf"}])
 def test_neither_threads_nor_a_kill_change_a_byte(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]
 ) -> None:
     """It is killed when all is learned and nothing of it written; other places are those of `test_tuning`."""
 
     def made(name: str, **settings: Any) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
-        return quantize(tiny("llama"), tmp_path / name / "x.gguf", tuned("Q4_1"), **settings)
+        return quantize(
+            tiny("llama"),
+            tmp_path / name / "x.gguf",
+            tuned("", **{"type": None, **choices}),
+            **settings,
+        )
 
     made("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
@@ -168,19 +174,25 @@ def test_neither_threads_nor_a_kill_change_a_byte(
 
 
 @pytest.mark.usefixtures("better")
-def test_scales_of_four_bit_floats_are_learned(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("scheme", "learned"),
+    [("nvfp4", {"weight_packed", "weight_scale"}), ("mxfp4", {"weight_packed"})],
+)
+def test_four_bit_floats_are_learned(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, learned: set[str]
 ) -> None:
+    """And what is learned of them verifies: their codes, and the scales that are no powers of two."""
     monkeypatch.setattr(tuned_matrix, "RATE", 0.1)  # half a step of e4m3 is 3 to 6 %
     for name, epochs in (("plain", 0), ("tuned", 2)):
-        choices = {"type": None, "scheme": "nvfp4", "tune": epochs, "format": "compressed-tensors"}
+        choices = {"type": None, "scheme": scheme, "tune": epochs, "format": "compressed-tensors"}
         quantize(tiny("llama"), tmp_path / name, tuned("", **choices))
     plain, other = (open_model(tmp_path / name) for name in ("plain", "tuned"))
     changed = {
         name for name in plain.entries if not torch.equal(plain.read(name), other.read(name))
     }
-    assert any(name.endswith("weight_scale") for name in changed)
-    assert all(name.endswith(("weight_scale", "norm.weight")) for name in changed)
+    kinds = {name.rpartition(".")[2] for name in changed if not name.endswith("norm.weight")}
+    assert kinds == learned
+    assert any(name.endswith("norm.weight") for name in changed)
     for source in (None, tiny("llama")):
         report = verify(tmp_path / "tuned", VerificationOptions(source, forward=False))
         assert report.findings == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quantforge.model.learned_codes import UNIT, LearnedCodes
+from quantforge.grids import E2M1_VALUES
+from quantforge.model.learned_codes import UNIT, LearnedCodes, LearnedPlaces
 
 RATE = 0.05  # half a step takes ten steps that agree
 
@@ -82,3 +83,29 @@ def test_runs_of_rows_move_as_all_of_them_do() -> None:
     assert torch.equal(torch.cat([whole.stored(run) for run in runs]), whole.stored())
     assert whole.stored().dtype == torch.uint8
     assert int(whole.stored().max()) <= 3
+
+
+def places(codes: list[list[int]], rate: float = RATE) -> LearnedPlaces:
+    return LearnedPlaces.of(torch.tensor(codes, dtype=torch.uint8), E2M1_VALUES, rate)
+
+
+def test_codes_of_a_table_go_to_the_values_beside_them() -> None:
+    codes = places([[0, 1, 3, 7, 9, 15]])
+    assert codes.stored().tolist() == [[0, 1, 3, 7, 9, 15]]
+    for gradient, found in ((-1.0, [1, 2, 4, 7, 0, 14]), (1.0, [9, 0, 2, 6, 10, 15])):
+        codes = places([[0, 1, 3, 7, 9, 15]])
+        for _ in range(200):
+            codes.step(torch.full((1, 6), gradient), 1.0)
+        assert codes.stored().tolist() == [found]
+        assert codes.stored().dtype == torch.uint8
+
+
+def test_offsets_go_as_far_in_values_over_any_gap() -> None:
+    """From 2 down over half a unit and up over one, from 4 over one and two, with the same gradients."""
+    for gradient in (-1.0, 1.0):
+        codes = places([[1, 4, 6, 12, 14]], 0.04)
+        for _ in range(6):
+            codes.step(torch.full((1, 5), gradient), 1.0)
+        gaps = [1, 2, 4, 1, 2] if gradient < 0 else [1, 1, 2, 2, 4]
+        gone = codes.offsets[0] / UNIT * torch.tensor(gaps)
+        torch.testing.assert_close(gone, torch.full((5,), -0.24 * gradient), rtol=0, atol=1e-3)

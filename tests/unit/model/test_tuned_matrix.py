@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.model.learned_codes import UNIT
 from quantforge.model.learned_scales import Learned
 from quantforge.model.tuned_matrix import CODES, TunedMatrix
 from quantforge.notation import parse
@@ -17,6 +18,7 @@ from tests.thorough import usual
 
 SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]
 EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
+TABLES = ["iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
 INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
 
 
@@ -52,15 +54,17 @@ def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
         assert float(one[1, -1]) == pytest.approx(float(change), rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("grid", [*SCALED, *INTEGERS])
+@pytest.mark.parametrize("grid", [*dict.fromkeys((*SCALED, *INTEGERS, *TABLES))])
 def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
     found = matrix.of_steps(gradient)
-    assert (CODES in found) == (grid in EVEN or grid in INTEGERS)
+    assert (CODES in found) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
     assert ("scales" in found) == ("d" in tensor.parameters)
     assert ("mins" in found) == ("dmin" in tensor.parameters)
     for key, one in matrix.steps.items():
+        if grid in TABLES and key == CODES:
+            continue
         low, high = one.limits
         assert low <= int(one.start.min()) <= int(one.start.max()) <= high
         up = one.start < high
@@ -73,8 +77,22 @@ def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> No
         torch.testing.assert_close(found[key][up], change[up], rtol=1e-3, atol=1e-4)
 
 
-def test_codes_of_four_bit_floats_are_frozen() -> None:
-    assert not TunedMatrix.of(made("nvfp4"), 0.1).steps
+@pytest.mark.parametrize("grid", TABLES)
+def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_two(
+    grid: str,
+) -> None:
+    tensor = made(grid)
+    matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
+    codes, values = matrix.steps[CODES], torch.tensor(tensor.scheme.table).float()
+    assert torch.equal(codes.stored(), tensor.codes)
+    codes.offsets.fill_(UNIT)  # to the next value above
+    moved = matrix.result().codes
+    gap = values[moved.int()] - values[tensor.codes.int()]
+    inside = tensor.codes != int(values.argmax())
+    assert {*gap[inside].tolist()} == {*values.unique().diff().tolist()}
+    change = gradient * (matrix.result().decode() - tensor.decode())
+    found = matrix.of_steps(gradient)[CODES] * gap / (values[1] - values[0])
+    torch.testing.assert_close(found, change, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("grid", [*SCALED, "nvfp4"])

@@ -69,7 +69,7 @@ def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
         ("llama", {"method": "awq"}),
         ("llama", {"bits": 5}),
         ("llama", {"bits": None, "format": "gguf", "type": "Q5_K_M"}),
-        ("llama", {"bits": None, "scheme": "mxfp4"}),
+        ("llama", {"bits": None, "scheme": "mxfp8"}),
         ("llama", {"calibration": CalibrationOptions(samples=TUNED_ROWS - 1)}),
     ],
 )
@@ -180,7 +180,7 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
     [
         ("llama", {"method": "smooth+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["smooth+gptq are not tuned"]),
         ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1, tune = 4", ["has anyway"]),
-        ("llama", {"method": "gptq", "scheme": "mxfp4"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
+        ("llama", {"method": "gptq", "scheme": "mxfp8"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
         ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.runs = 4",
          ["guide = 1 (--experts all sends"]),
         ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),
