@@ -26,6 +26,6 @@ ARCHITECTURE = replace(
         "n_group": 1,
         "topk_group": 1,
     },
-    gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),)),
+    gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),), graph={"tie_word_embeddings": False}),
     windows=WindowRule(width=4096, start=("max_window_layers", 62)),
 )

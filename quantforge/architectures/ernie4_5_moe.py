@@ -55,6 +55,8 @@ ARCHITECTURE = replace(
         "moe_num_experts": 64,
         "moe_intermediate_size": 1536,
         "moe_num_shared_experts": 2,
+        "moe_k": 6,
+        "moe_norm_min": 1e-12,
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
@@ -73,7 +75,7 @@ ARCHITECTURE = replace(
             "leading_dense_block_count": "moe_layer_start_index",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
-        graph={"use_bias": False},
+        graph={"use_bias": False, "moe_layer_interval": 1},
         obstacle="quantforge.architectures.ernie4_5_moe.beyond_llama_cpp",
         names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
     ),
@@ -116,4 +118,8 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     last = config["moe_layer_end_index"]
     if 0 <= last < config["num_hidden_layers"] - 1:
         return f"moe_layer_end_index = {last}", "experts up to the last layer"
+    least, used, experts = (config[key] for key in ("moe_norm_min", "moe_k", "moe_num_experts"))
+    known = all(isinstance(value, int | float) for value in (least, used, experts))
+    if not known or least * experts > used:  # the scores of those used sum to their share at least
+        return f"moe_norm_min = {str(least)[:40]}", "at most moe_k / moe_num_experts"
     return None

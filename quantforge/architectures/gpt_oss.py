@@ -39,7 +39,12 @@ ARCHITECTURE = replace(
         windowed=True,
         sizes={"expert_feed_forward_length": "ffn"},
         numbers={"attention.sliding_window": "sliding_window"},
-        graph={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        graph={
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
         names={
             "self_attn.sinks": "attn_sinks.weight",
             "post_attention_layernorm.weight": "post_attention_norm.weight",

@@ -77,9 +77,17 @@ ARCHITECTURE = Architecture(
         sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
         lists={"attention.head_count_kv": f"{HERE}.kv_heads"},
         squeezed=("conv.conv.weight",),
+        obstacle=f"{HERE}.beyond_llama_cpp",
         is_read=False,
     ),
 )
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: it ends where a kind has no layer."""
+    if len(found := {*kinds(config)}) < len(ARCHITECTURE.kinds):
+        return f"layers that are all {', '.join(found)}", "conv beside full_attention"
+    return None
 
 
 def kv_heads(config: Mapping[str, Any]) -> list[int]:

@@ -48,6 +48,7 @@ ARCHITECTURE = replace(
         experts=True,
         sizes={"expert_feed_forward_length": "ffn"},
         numbers={"expert_gating_func": SIGMOID, "rope.dimension_count": f"{__name__}.rotating"},
+        graph={"tie_word_embeddings": False},
         names={f"mlp.{CORRECTION}": "exp_probs_b.bias"},
     ),
 )

@@ -36,7 +36,7 @@ ARCHITECTURE = replace(
         "olmoe",
         experts=True,
         heads_fill=True,
-        graph={"norm_topk_prob": False, "clip_qkv": None},
+        graph={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
         equal=(("kv", "q"),),  # its norms are as wide as the model
     ),
 )

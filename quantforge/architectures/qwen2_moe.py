@@ -48,7 +48,12 @@ ARCHITECTURE = replace(
             "expert_feed_forward_length": "inner",
             "expert_shared_feed_forward_length": "shared",
         },
-        graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": False},
+        graph={
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
     ),
     windows=WindowRule(width=4096, asked=True, period=2, stop=("max_window_layers", 28)),
 )

@@ -53,7 +53,10 @@ _WINDOWS = ["sliding_attention", "full_attention"]
 
 @pytest.mark.parametrize(("name", "key", "value"), [
     ("qwen2_moe", "norm_topk_prob", True), ("qwen2_moe", "mlp_only_layers", [1]),
+    *((name, "tie_word_embeddings", True) for name in ("qwen2_moe", "olmoe", "gpt_oss", "dots1", "minimax_m2")),
     ("olmoe", "num_key_value_heads", 2), ("ernie4_5_moe", "moe_layer_end_index", 1),
+    ("ernie4_5_moe", "moe_layer_interval", 2), ("ernie4_5_moe", "moe_norm_min", 0.6),
+    ("gpt_oss", "attention_bias", False), ("lfm2", "layer_types", ["full_attention"] * 4),
     ("deepseek_v3", "q_lora_rank", None), ("deepseek_v2", "topk_method", "group_limited_greedy"),
     ("lfm2_moe", "norm_topk_prob", False), ("qwen3_next", "linear_value_head_dim", 16),
     ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "full_attention"]),
