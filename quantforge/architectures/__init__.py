@@ -113,11 +113,11 @@ In this folder:
     tied_embeddings   Tied embeddings: an output projection that is the embedding itself
     tower_names       Decoders within models that have further towers
     towers            Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
+    value_rules       Values of a configuration that no model computes with
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -145,7 +145,6 @@ __all__ = [
     "SharedInput",
     "Stack",
     "architecture_of",
-    "matches",
     "text_config",
 ]
 
@@ -243,8 +242,3 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the text tower: the nested one of a multimodal model, or the whole."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
-
-
-def matches(patterns: tuple[str, ...], name: str) -> bool:
-    """Return whether any regular expression matches the whole name."""
-    return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -232,3 +233,8 @@ def _called(path: str, config: Mapping[str, Any]) -> Any:
     """Call the function of the configuration at a dotted path."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)(config)
+
+
+def matches(patterns: tuple[str, ...], name: str) -> bool:
+    """Return whether any regular expression matches the whole name."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

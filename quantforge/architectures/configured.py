@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -11,8 +10,6 @@ from typing import Any
 from quantforge.architectures import Architecture
 from quantforge.errors import InputError
 
-FINAL_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_CAPS = (*FINAL_CAPS, "attn_logit_softcapping")
 _HINT = "--method rtn works without the architecture's declarations"
 
 
@@ -34,21 +31,6 @@ def required(config: Mapping[str, Any], architecture: Architecture) -> None:
         if what := getattr(import_module(module), name)(stated):
             raise InputError(
                 f"config.json: {what} is not supported for {architecture.model_type}", _HINT
-            )
-
-
-def check_caps(config: Mapping[str, Any]) -> None:
-    """Refuse soft caps, of logits or of scores, that are not above 0: at 0 transformers makes all of these 0.
-
-    Raises:
-        InputError: naming the key.
-    """
-    for key in _CAPS:
-        cap = config.get(key)
-        known = isinstance(cap, int | float) and not isinstance(cap, bool) and 0 < cap < math.inf
-        if cap is not None and not known:
-            raise InputError(
-                f"config.json: {key} = {str(cap)[:40]!r}", "null, or a positive number"
             )
 
 

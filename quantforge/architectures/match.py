@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Architecture, architecture_of, matches, text_config
-from quantforge.architectures.configured import check_caps, configured, required
+from quantforge.architectures import Architecture, architecture_of, text_config
+from quantforge.architectures.architecture import matches
+from quantforge.architectures.configured import configured, required
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import match_draft
 from quantforge.architectures.draft_kinds import is_draft
@@ -27,6 +28,7 @@ from quantforge.architectures.matched import Declared, Matched, MatchedTensor, R
 from quantforge.architectures.slots import Slots
 from quantforge.architectures.tied_embeddings import no_tie, tied
 from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.value_rules import check_values
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
@@ -70,7 +72,7 @@ def match(
     if architecture is not None:
         architecture = architecture.as_held(tensor.name for tensor in stored)
     tower = text_config(config)
-    check_caps(tower)
+    check_values(tower, declared=architecture is not None)
     if architecture is None:
         return match_by_names(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.architectures import MODEL_TYPES, architecture_of, matches
+from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures.architecture import matches
 from quantforge.architectures.projector import Projector, TowerTensor, Value
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.foreign_json import read_object
@@ -96,11 +97,8 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
         InputError: a tensor of the tower is missing, unknown, or of another shape or type than the configuration says.
     """
     declared = _declared(checkpoint.config)
-    entries = {
-        one: entry
-        for one, entry in checkpoint.entries.items()
-        if _is_of_tower(checkpoint.config, one)
-    }
+    parts, config = checkpoint.entries, checkpoint.config
+    entries = {one: entry for one, entry in parts.items() if _is_of_tower(config, one)}
     named = {declared.canonical(one): one for one in entries}
     _check_names("has twice", entries.keys() - named.values())
     wanted = {tensor.name: tensor for tensor in declared.tensors}

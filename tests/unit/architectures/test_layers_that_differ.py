@@ -114,7 +114,7 @@ def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[st
             {"rope_parameters": {S: {"rope_theta": 1e4}, F: {}}},
             "rope_parameters of full_at",
         ),
-        ("gemma4", {"rope_parameters": "x"}, "rope_parameters of"),
+        ("gemma4", {"rope_parameters": "x"}, "rope_parameters = 'x'"),
         ("gemma4", {"sliding_window": None}, "sliding_window = null"),
         ("gemma4", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = '0.0'"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping = '0'"),

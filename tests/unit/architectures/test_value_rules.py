@@ -1,0 +1,68 @@
+"""Values of a configuration that nothing computes with are refused before weights are rounded without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.activations import ACT2FN
+
+from quantforge.architectures.value_rules import check_values
+from quantforge.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", None),
+        ("hidden_act", ["silu"]),
+        ("hidden_act", "silly"),
+        ("mlp_hidden_act", 0),
+        ("hidden_activation", "x"),
+        ("rms_norm_eps", None),
+        ("rms_norm_eps", "1e-5"),
+        ("rms_norm_eps", -1e-5),
+        ("norm_eps", float("nan")),
+        ("layer_norm_epsilon", True),
+        ("rope_parameters", "x"),
+        ("rope_scaling", 8.0),
+        ("residual_multiplier", "x"),
+        ("ssm_multipliers", [1.0, "x"]),
+        ("logits_scaling", {}),
+        ("routed_scaling_factor", float("inf")),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", 2),
+        ("logits_soft_cap", 0),
+    ],
+    ids=str,
+)
+def test_what_nothing_computes_with_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{key} = "):
+        check_values({key: value}, declared=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", 1e-5),
+        ("layer_norm_eps", None),
+        ("rope_scaling", None),
+        ("rope_parameters", {"rope_theta": 1e4}),
+        ("mlp_multipliers", [1.0, 0.5]),
+        ("routed_scaling_factor", None),
+        ("attention_bias", None),
+        ("norm_topk_prob", True),
+        ("hidden_dropout", "x"),  # of training
+        *(("hidden_act", name) for name in sorted(ACT2FN)),
+    ],
+    ids=str,
+)
+def test_the_rest_is_taken(key: str, value: Any) -> None:
+    check_values({key: value}, declared=True)
+
+
+def test_a_model_with_code_of_its_own_may_name_its_own_activation() -> None:
+    check_values({"hidden_act": "silly"}, declared=False)
+    with pytest.raises(InputError, match="hidden_act"):
+        check_values({"hidden_act": None}, declared=False)
