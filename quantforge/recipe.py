@@ -37,6 +37,9 @@ class GptqOptions:
     """``[gptq]``: see `quantforge.quantizers.gptq`."""
 
     damping: float = 0.01  # of the mean of the Hessian's diagonal
+    shrinkage: float | None = (
+        None  # of the Hessian's diagonal, added to it; None: as the grid has it
+    )
     order: str = "activation"  # processing order of the columns: activation | natural
     group_scales: str = "static"  # from the original weights; refresh: from the compensated ones
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each

@@ -15,11 +15,12 @@ from quantforge.checkpoint.recipe_toml import convert
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
 
-# Least and most of every whole number; more sweeps or points would only keep a machine busy.
+# Least and most of numbers; more sweeps or points would only keep a machine busy.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
     "guide": (0, 1024),
     "tune": (0, 1000),
+    "gptq.shrinkage": (0, 1),
     "gptq.refine": (0, 1000),
     "gptq.runs": (0, 1000),
     "tensor_parallel": (1, 2**20),

@@ -11,7 +11,7 @@ In this folder:
     clip             Clipping: give up a little of the largest weights of a group, so that all others get a smaller step
     feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
-    hessian          The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``
+    hessian          The objective of GPTQ and of its refinement
     low_rank         The product of low rank that makes up for most of a rounding error
     magnitude        Magnitude: zero the weights that are least in size, whatever they multiply
     masks            Masks: which weights of a row are made zero, by a score of each; all others keep their values

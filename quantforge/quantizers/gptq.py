@@ -73,10 +73,13 @@ def round_shared(
         [Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns")] if dead else []
     )
     options = rounding.gptq
-    width = math.lcm(*(GRIDS[scheme.grid].weights_per_code for scheme in schemes.values()))
+    grids = [GRIDS[scheme.grid] for scheme in schemes.values()]
+    width = math.lcm(*(grid.weights_per_code for grid in grids))
+    shrunk = options.shrinkage
+    shrinkage = max(grid.shrinkage for grid in grids) if shrunk is None else shrunk
     importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
     factor = (
-        factorise(hessian, options.damping, _order(diagonal, options, width))
+        factorise(hessian, options.damping, _order(diagonal, options, width), shrinkage)
         if dead < len(diagonal)
         else None
     )

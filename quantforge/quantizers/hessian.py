@@ -1,9 +1,11 @@
-"""The objective of GPTQ and of its refinement: ``E (H + ridge I) E^T`` for each row of an error ``E``.
+"""The objective of GPTQ and of its refinement: ``E (H + diag(ridge)) E^T`` for each row of an error ``E``.
 
-``H`` is the mean of ``x x^T`` over calibration tokens. The ridge is a fraction (the damping) of the mean of its
-diagonal: it keeps the factorisation stable, and stands for the directions that calibration has not seen.
+``H`` is the mean of ``x x^T`` over calibration tokens. The ridge has two parts. A fraction (the damping) of the mean of
+the diagonal keeps the factorisation stable. A fraction (the shrinkage) of the diagonal itself makes every correlation
+of two columns that much weaker: sizes of activations are much the same on other text, correlations are not, and a
+rounding that relies on them is worse there. With ``S`` the shrinkage, correlations count ``1 / (1 + S)``.
 
-With the columns in processing order, ``H + ridge I = R R^T`` and ``R`` upper triangular. Then the error of a row is
+With the columns in processing order, ``H + diag(ridge) = R R^T`` and ``R`` upper triangular. Then the error of a row is
 ``sum_j (E R)_j^2``, and term ``j`` holds no later column: rounding the columns in turn, each to the value that makes
 its own term least, is GPTQ. This one factor is a quarter of the arithmetic of inverting ``H`` and factorising the
 inverse, and better conditioned (the form of LDLQ: Chee et al., QuIP, arXiv 2307.13304, theorem 6).
@@ -31,10 +33,10 @@ COLUMNS = 1024  # that are updated at once after a panel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objective:
-    """``E (H + ridge I) E^T`` with ``hessian`` float32 ``[in, in]``."""
+    """``E (H + diag(ridge)) E^T`` with ``hessian`` float32 ``[in, in]`` and ``ridge`` float32 ``[in]``."""
 
     hessian: Tensor
-    ridge: float
+    ridge: Tensor
 
     @property
     def diagonal(self) -> Tensor:
@@ -42,14 +44,14 @@ class Objective:
         return self.hessian.diagonal() + self.ridge
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows ``start:stop`` of ``H + ridge I``, a copy."""
+        """Return rows ``start:stop`` of ``H + diag(ridge)``, a copy."""
         rows = self.hessian[start:stop].clone()
-        rows.diagonal(start).add_(self.ridge)
+        rows.diagonal(start).add_(self.ridge[start:stop])
         return rows
 
     def of_rows(self, error: Tensor) -> Tensor:
         """Return the objective of each row of ``error`` ``[out, in]``, float64 ``[out]``."""
-        gradient = matmul(error, self.hessian).add_(error, alpha=self.ridge)
+        gradient = matmul(error, self.hessian).addcmul_(error, self.ridge)
         return gradient.mul_(error).sum(1, dtype=torch.float64)
 
     def exactly(self, error: Tensor) -> Tensor:
@@ -59,13 +61,17 @@ class Objective:
             columns = slice(start, start + TRIANGLE)
             gradient = matmul(error, self.hessian[:, columns].double())
             found[0] += gradient.mul_(error[:, columns]).sum(1)
-        found[1] = found[0] + self.ridge * error.square().sum(1)
+        found[1] = found[0] + self.of_ridge(error)
         return found
+
+    def of_ridge(self, error: Tensor) -> Tensor:
+        """Return the part of the ridge in the objective of each row of ``error``, float64 ``[out]``."""
+        return error.square().mul_(self.ridge).sum(1, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """``root`` is ``R``, float32 ``[in, in]``: ``H + ridge I = R R^T`` with both sides in processing ``order``."""
+    """``root`` is ``R``, float32 ``[in, in]``: ``H + diag(ridge) = R R^T`` with both sides in processing ``order``."""
 
     root: Tensor
     order: Tensor
@@ -76,7 +82,7 @@ class Factor:
     def importance(self) -> Tensor:
         """Return ``[in]``, what a squared error of each column costs, for the choice of scales.
 
-        That is ``H_jj + ridge`` when no later column makes up for it, ``R_jj^2`` when all of them do. GPTQ is in
+        That is ``H_jj + ridge_j`` when no later column makes up for it, ``R_jj^2`` when all of them do. GPTQ is in
         between: their geometric mean, `CONDITIONAL` of the way.
         """
         alone = self.objective.diagonal
@@ -144,21 +150,25 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
     return hessian
 
 
-def factorise(hessian: Tensor, damping: float, order: Tensor) -> Factor | None:
+def factorise(
+    hessian: Tensor, damping: float, order: Tensor, shrinkage: float = 0.0
+) -> Factor | None:
     """Factorise ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
 
     In float64. Memory beside the Hessian, in its size: 4 while it runs, 1 for ``R``.
     """
-    mean = hessian.diagonal().mean().item()
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean().item()
     backwards = order.flip(0)
     for times in LADDER:
         used = min(1.0, damping * times)
         # Of the reversed matrix, the lower Cholesky factor is R with rows and columns reversed.
         matrix = hessian[backwards.unsqueeze(1), backwards].double()
-        matrix.diagonal().add_(used * mean)
+        ridge = shrinkage * diagonal + used * mean
+        matrix.diagonal().add_(ridge[backwards])
         if _cholesky(matrix):
             root = matrix.float().tril_().flip(0, 1)
-            return Factor(root, order, Objective(hessian, used * mean), used)
+            return Factor(root, order, Objective(hessian, ridge), used)
         del matrix  # before the next one is made
     return None
 

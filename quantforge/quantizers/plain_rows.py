@@ -145,8 +145,7 @@ def _maybe_better(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
 
 def _limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
     """Return the limit that the objective of a better plain ``error`` is below: better without the ridge or with it."""
-    ridge = factor.objective.ridge * error.square().sum(1, dtype=torch.float64)
-    return (errors.clamp(min=0) + ridge) * (1 + MARGIN)
+    return (errors.clamp(min=0) + factor.objective.of_ridge(error)) * (1 + MARGIN)
 
 
 def _exactly(

@@ -1,10 +1,10 @@
 """Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian.
 
-GPTQ never returns to a column. Here, with ``G = E (H + ridge I)``, the parameters of each group are fitted again with
-its codes held, as its packer can store them: a scale in closed form, ``s += (q . G) / (q H q)``, an integer to one of
-the two next to it. Then each code in turn goes to the best point of its grid given all the others: the one nearest to
-``q_j + G_j / (H_jj + ridge)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only where they lower the error
-as stored, and a code cannot raise it, so that the error of a row never rises.
+GPTQ never returns to a column. Here, with ``G = E (H + diag(ridge))``, the parameters of each group are fitted again
+with its codes held, as its packer can store them: a scale in closed form, ``s += (q . G) / (q H q)``, an integer to one
+of the two next to it. Then each code in turn goes to the best point of its grid given all the others: the one nearest
+to ``q_j + G_j / (H_jj + ridge_j)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only where they lower the
+error as stored, and a code cannot raise it, so that the error of a row never rises.
 
 This is for grids whose packer has `refits`.
 

@@ -2,7 +2,7 @@
 
 A panel here is one vector wide; those of `feedback` hold many.
 
-With ``H + ridge I = R R^T`` (see `hessian`) the terms of a panel ``B`` are ``E_B R_BB + P``, where ``P`` holds what
+With ``H + diag(ridge) = R R^T`` (see `hessian`) the terms of a panel ``B`` are ``E_B R_BB + P``, where ``P`` holds what
 the columns before it have left. They are least for the code vector ``q`` that is nearest to the target
 ``t = w + P R_BB^-1`` where distance is ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of
 its pivot (vectors in GPTVQ, van Baalen et al., arXiv 2402.15319; BlockLDLQ in QuIP#, Tseng et al., arXiv 2402.04396).

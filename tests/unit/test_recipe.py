@@ -41,6 +41,7 @@ RECIPES = st.builds(
     gptq=st.builds(
         GptqOptions,
         damping=st.floats(1e-9, 0.99),
+        shrinkage=st.none() | st.floats(0, 1),
         order=st.sampled_from(["activation", "natural"]),
         refine=st.integers(0, 9),
     ),
@@ -93,6 +94,9 @@ def test_every_key_is_spelled_out():
         ('scales = "serach"', "serach", "'search'"),
         ("[gptq]\ndamping = 0", "damping", "0.01"),
         ("[gptq]\ndamping = nan", "damping", "0.01"),
+        ("[gptq]\nshrinkage = 1.5", "too large", "to 1"),
+        ("[gptq]\nshrinkage = nan", "shrinkage", "to 1"),
+        ("[gptq]\nshrinkage = -0.1", "too small", "from 0"),
         ("[awq]\npoints = 3", "points", "20"),
         ("[calibration]\nsamples = 0", "too small", "from 1"),
         (f"[calibration]\nseed = {2**63}", "too large", f"to {2**63 - 1}"),

@@ -56,8 +56,8 @@ def test_gptq_is_better_than_rounding_and_refinement_better_than_that(grid):
 @pytest.mark.parametrize("grid", ENCODED)
 def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
     weight, hessian = problem()
-    scheme, ridge = parse(grid), float(0.01 * hessian.diagonal().mean())
-    goal = Objective(hessian, ridge)
+    scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
+    goal = Objective(hessian, ridge.expand(len(hessian)))
     found = rounded(gptq, grid, weight, hessian, 0).tensor
     before = goal.of_rows(weight - found.decode())
     state = Refinement(weight, goal, scheme, found.parameters, found.codes)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import integer
@@ -58,17 +59,17 @@ def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
     assert watched.alive == [0] * len(LADDER)
 
 
-def _damped(hessian: Tensor, damping: float = 0.01) -> Tensor:
-    hessian = hessian.double()
-    return hessian + damping * hessian.diagonal().mean() * torch.eye(
-        len(hessian), dtype=torch.float64
-    )
+def _damped(hessian: Tensor, damping: float = 0.01, shrinkage: float = 0.0) -> Tensor:
+    diagonal = hessian.double().diagonal()
+    return hessian + (shrinkage * diagonal + damping * diagonal.mean()).diag()
 
 
-def _errors(weight: Tensor, rounded: Rounded | Tensor, hessian: Tensor) -> Tensor:
+def _errors(
+    weight: Tensor, rounded: Rounded | Tensor, hessian: Tensor, shrinkage: float = 0.0
+) -> Tensor:
     decoded = rounded.tensor.decode() if isinstance(rounded, Rounded) else rounded
     error = (weight - decoded).double()
-    return ((error @ _damped(hessian)) * error).sum(1)
+    return ((error @ _damped(hessian, shrinkage=shrinkage)) * error).sum(1)
 
 
 def _round(
@@ -88,7 +89,8 @@ def _textbook(
     Plain rounding under its scales, and under those that `rtn` finds.
     """
     plain_hessian, diagonal = hessian.double(), hessian.diagonal()
-    hessian, work = _damped(hessian, options.damping), weight.double()
+    damped = _damped(hessian, options.damping, GRIDS[scheme.grid].shrinkage)
+    hessian, work = damped, weight.double()
     activation = options.order == "activation"
     order = (
         hessian.diagonal().argsort(descending=True, stable=True)
@@ -185,8 +187,9 @@ def test_the_figure_is_the_objective_relative_to_the_weighted_size_of_the_weight
 )
 def test_each_sweep_of_refinement_lowers_every_row_or_leaves_it(scheme: str, scales: str) -> None:
     weight, hessian = _matrix(24, 192), _hessian(192)
+    shrinkage = GRIDS[parse(scheme).grid].shrinkage
     errors = [
-        _errors(weight, _round(weight, hessian, scheme, scales, refine=n), hessian)
+        _errors(weight, _round(weight, hessian, scheme, scales, refine=n), hessian, shrinkage)
         for n in range(4)
     ]
     for before, after in pairwise(errors):
@@ -381,6 +384,11 @@ def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> Non
     root = factor.root.double()
     assert torch.equal(root, root.triu())
     assert torch.allclose(root @ root.T, _damped(hessian)[order][:, order], rtol=1e-5, atol=1e-4)
+    shrunk = factorise(hessian, 0.01, order, 0.05)
+    assert shrunk is not None
+    root, wanted = shrunk.root.double(), _damped(hessian, shrinkage=0.05)[order][:, order]
+    assert torch.allclose(root @ root.T, wanted, rtol=1e-5, atol=1e-4)
+    root = factor.root.double()
     assert torch.allclose(
         root @ factor.inverse_root().double(), torch.eye(40, dtype=torch.float64), atol=1e-4
     )
@@ -397,3 +405,35 @@ def test_given_options_are_used_and_not_changed() -> None:
     ]
     assert not torch.equal(*codes)
     assert rounding == kept
+
+
+def test_with_shrinkage_less_relies_on_correlations() -> None:
+    weight, hessian = _matrix(64, 192), _hessian(192)
+
+    def errors(shrinkage: float | None) -> tuple[float, float]:
+        rounded = _round(weight, hessian, "int2:g64:asym", "search", refine=2, shrinkage=shrinkage)
+        missed = (weight - rounded.tensor.decode()).double()
+        alone = missed.square() @ hessian.double().diagonal()
+        return float(_errors(weight, rounded, hessian).sum()), float(alone.sum())
+
+    none, some, much = errors(0.0), errors(0.05), errors(0.5)
+    assert 0.8 * none[0] < some[0] < 1.2 * none[0]
+    assert some[0] < much[0]
+    assert 0.3 * none[1] < much[1] < some[1] < none[1]
+    assert errors(None) == some  # of 2 bits by default
+
+
+def test_matrices_that_read_one_input_shrink_it_alike_and_most() -> None:
+    weight, hessian = _matrix(16, 128), _hessian(128)
+    schemes = {"two": parse("int2:g64:asym"), "four": parse("int4:g64:sym")}
+    matrices = dict.fromkeys(schemes, weight)
+
+    def codes(shrinkage: float | None) -> Tensor:
+        rounding = Rounding(gptq=GptqOptions(shrinkage=shrinkage))
+        found = gptq.round_shared(matrices, Statistics(hessian=hessian), schemes, rounding)
+        return found["four"].tensor.codes
+
+    assert torch.equal(codes(None), codes(0.05))
+    assert not torch.equal(codes(None), codes(0.0))
+    only = _round(weight, hessian, "int4:g64:sym", "search", refine=2)
+    assert torch.equal(only.tensor.codes, codes(0.0))

@@ -32,7 +32,7 @@ def problem(rows: int = 48, columns: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def goal(hessian: Tensor) -> Objective:
-    return Objective(hessian, float(0.01 * hessian.diagonal().mean()))
+    return Objective(hessian, (0.01 * hessian.diagonal().mean()).expand(len(hessian)))
 
 
 def rounded(

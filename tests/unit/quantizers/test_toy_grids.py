@@ -78,7 +78,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     assert factor is not None
     parameters = lattice.fit(weight, scheme)
     found = feed_back(weight, factor, scheme, parameters, keep=True)
-    whole = hessian.double() + factor.objective.ridge * torch.eye(64).double()
+    whole = hessian.double() + factor.objective.ridge.double().diag()
     left = weight.double()
     for first in range(60, -1, -4):
         columns, rest = slice(first, first + 4), slice(0, first)
