@@ -30,6 +30,7 @@ _ROUTED = {**SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_e
            "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}  # fmt: skip
 _LATENT = {**_ROUTED, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
            "qk_rope_head_dim": 8, "v_head_dim": 24}  # fmt: skip
+_OTHER = {"head_dim": 32, "num_key_value_heads": 1}  # heads of full layers
 # Name: (model_type, configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3}),
@@ -72,12 +73,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
                                 "moe_intermediate_size": 32, "norm_topk_prob": True}),
-}  # fmt: skip
-# Written, and read by llama.cpp alone.
-WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", {**GEMMA4, **GEMMA4_SHARED}),
     "gemma4-equal": ("gemma4_text", {**GEMMA4, **K_EQ_V, "num_hidden_layers": 2, "layer_types": _SLIDING[-2:]}),
     "gemma4-moe": ("gemma4_text", {**GEMMA4, **K_EQ_V, **GEMMA4_MOE}),
+    "gemma4-other": ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": None,
+                                     "per_layer_config": {1: _OTHER, 3: _OTHER}, "rope_parameters": {
+                                         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+                                         "full_attention": {"rope_type": "default", "rope_theta": 3e5}}}),
+    "llama4": ("llama4_text", {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4,
+                               "intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2,
+                               "rope_parameters": _LLAMA3}),
+    "llama4-several": ("llama4_text", {**SIZES, "num_hidden_layers": 5, "head_dim": 32, "num_local_experts": 128,
+                                       "num_experts_per_tok": 2, "intermediate_size": 32, "use_qk_norm": False}),
+}  # fmt: skip
+# Written, and read by llama.cpp alone.
+WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                                 "shared_expert_intermediate_size": 96}),
     "olmoe": ("olmoe", {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
@@ -111,11 +121,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
         "llama_4_scaling_beta": 0.0}}),
     "gpt_oss": ("gpt_oss", {**SIZES, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
                             "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    "llama4": ("llama4_text", {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4,
-                               "intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2,
-                               "rope_parameters": _LLAMA3}),
-    "llama4-several": ("llama4_text", {**SIZES, "num_hidden_layers": 5, "head_dim": 32, "num_local_experts": 128,
-                                       "num_experts_per_tok": 2, "intermediate_size": 32, "use_qk_norm": False}),
 }  # fmt: skip
 
 

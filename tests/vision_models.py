@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.conftest import GEMMA3, QWEN_VISION, SIZES, VISION, randomise, tiny_tokenizer
+from tests.conftest import GEMMA3, GEMMA4, QWEN_VISION, SIZES, VISION, randomise, tiny_tokenizer
 
 PICTURE = 319  # the token that stands for a part of a picture
 BREAK = 318  # the token behind a row of one, where a family has it
 _SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
 _TOWER = {**QWEN_VISION, "depth": 4, "intermediate_size": 64}
+_GEMMA4 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+           "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}  # fmt: skip
+# Bounds that clip a part of what passes, and by what pooled patches are shifted and multiplied.
+_BUFFERS = {"input_min": -0.75, "input_max": 1.0, "output_min": -1.25, "output_max": 0.875, "std_bias": 0.5,
+            "std_scale": 0.25}  # fmt: skip
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
@@ -38,11 +43,30 @@ def _rope(*sections: int) -> dict[str, Any]:
 
 
 CASES = {
+    "llama4": Case("llama4", {
+        "text_config": {**SIZES, "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4,
+                        "intermediate_size": 64, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2},
+        "vision_config": {**VISION, "num_hidden_layers": 2, "intermediate_size": 128, "image_size": 32,
+                          "vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48},
+        "image_token_index": PICTURE,
+    }, (32, 32)),
     "gemma3": Case("gemma3", {
         "text_config": {**GEMMA3, "num_hidden_layers": 6, "layer_types": _SLIDING},
         "vision_config": {**VISION, "intermediate_size": 64, "num_hidden_layers": 2},
         "mm_tokens_per_image": 4, "image_token_index": PICTURE,
     }, (32, 32)),
+    "gemma4": Case("gemma4", {
+        "text_config": {**GEMMA4, "hidden_size_per_layer_input": 32, "pad_token_id": 0,
+                        "use_bidirectional_attention": "vision"},
+        "vision_config": {**_GEMMA4, "use_clipped_linears": True, "standardize": True},
+        "image_token_id": PICTURE,
+    }, (4 * 3 * 9, 4 * 3 * 10), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "gemma4-causal": Case("gemma4", {  # of a width of which llama.cpp lets no token of a picture look ahead
+        "text_config": {**GEMMA4, "hidden_size": 1536, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2,
+                        "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {**_GEMMA4, "pooling_kernel_size": 2},
+        "image_token_id": PICTURE,
+    }, (4 * 2 * 9, 4 * 2 * 10), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "mistral3": Case("mistral3", {
         "text_config": {**SIZES, "model_type": "mistral", "head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5},
         "vision_config": {**VISION, "model_type": "pixtral", "num_hidden_layers": 2, "patch_size": 14,
@@ -83,6 +107,9 @@ def make(name: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
         AutoConfig.for_model(case.model_type, **config), dtype=torch.float32
     )
     randomise(model)
+    for one, buffer in model.named_buffers():
+        if one.rpartition(".")[2] in _BUFFERS:
+            buffer.fill_(_BUFFERS[one.rpartition(".")[2]])
     model.to(dtype).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     if CASES[name].model_type == "mistral3":
@@ -124,11 +151,19 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     pixels = (pixels - torch.tensor(case.mean)[:, None, None]) / torch.tensor(case.deviation)[
         :, None, None
     ]
-    if name == "gemma3":
+    if name in {"gemma3", "llama4"}:
         return {"pixel_values": pixels[None]}
     if CASES[name].model_type == "mistral3":
         return {"pixel_values": pixels[None], "image_sizes": torch.tensor([case.size])}
     size = case.config["vision_config"]["patch_size"]
+    if case.model_type == "gemma4":
+        rows, columns = (side // size for side in case.size)
+        patches = pixels.reshape(3, rows, size, columns, size).permute(1, 3, 2, 4, 0)
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        return {
+            "pixel_values": patches.reshape(1, rows * columns, -1),
+            "image_position_ids": places[None],
+        }
     rows, columns = (side // size for side in case.size)
     frames = pixels[None].expand(2, -1, -1, -1)
     blocks = frames.reshape(1, 2, 3, rows // 2, 2, size, columns // 2, 2, size)
@@ -140,6 +175,8 @@ def features(name: str, model: Any) -> np.ndarray:
     """What transformers' tower makes of the picture: ``[tokens, width]``, features of early layers behind it."""
     with torch.no_grad():
         found = model.get_image_features(**inputs(name))
+        if name == "llama4":  # whose projector is called by the model
+            return _joined(model.multi_modal_projector(found.last_hidden_state)).numpy()
     whole = _joined(found.pooler_output)
     if CASES[name].model_type == "mistral3":  # a token behind each row but the last
         row = model.get_input_embeddings().weight[BREAK][None].detach()

@@ -39,7 +39,9 @@ In this folder:
     gemma3            Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
     gemma4            Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
     gemma4_graph      Gemma 4 as llama.cpp's graph has it: what it reads for each layer, and what it takes for granted
+    gemma4_keys       Gemma 4 as the keys and tensors of a GGUF file describe it: a configuration of transformers
     gemma4_layers     Layers of Gemma 4: of which kind each is, and the sizes of its parts, as a configuration says them
+    gemma4_tower      The tower of Gemma 4 that reads pictures, as llama.cpp does: pooled patches of any number
     generic           Matching without declarations: what is taken for a linear layer in a family that nobody described
     glm               GLM 4 of 2024: a llama with gate and up in one matrix
     glm4              GLM 4 of 2025: a glm with further norms after attention and after the MLP
@@ -67,6 +69,7 @@ In this folder:
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
     llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
     llama4            Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower
+    llama4_tower      The tower of Llama 4 as llama.cpp reads it: a vision transformer, whose neighbours are joined
     llama_cpp         Families as llama.cpp knows them: the name, what its graph takes for granted
     mamba2            Mamba-2 mixers as parts of layers: state spaces with one decay per head
     match             Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused

@@ -173,7 +173,7 @@ ARCHITECTURE = Architecture(
             "embedding_length_per_layer_input": WIDTH,
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        reals={"final_logit_softcapping": "final_logit_softcapping"},
+        reals={"final_logit_softcapping": f"{GRAPH}.softcap"},
         lists={
             "attention.head_count_kv": f"{GRAPH}.kv_heads",
             "attention.sliding_window_pattern": f"{GRAPH}.slides",
@@ -189,9 +189,10 @@ ARCHITECTURE = Architecture(
             },
         },
         obstacle=f"{GRAPH}.obstacle",
-        is_read=False,
+        restated="quantforge.architectures.gemma4_keys.restated",
     ),
     text_config="text_config",
+    projector={"gemma4": "quantforge.architectures.gemma4_tower.projector"},
     replayed=(WIDTH, COUNT),
     windows=WindowRule(width=512, period=PERIOD, full_last=True),
 )

@@ -17,6 +17,7 @@ from quantforge.architectures.gemma4_layers import (
 from quantforge.architectures.layer_inputs import WIDTH
 from quantforge.architectures.shared_keys import first_shared
 
+CAP = 30.0  # of logits, in a file that has no key
 _TURNS = {SLIDING: ("default",), FULL: ("default", "proportional")}  # kinds of rotary positions
 
 
@@ -37,6 +38,11 @@ def widths(config: Mapping[str, Any]) -> list[int]:
     first = first_shared(config, words)
     own = config["intermediate_size"]
     return [wide if index >= first else own for index in range(len(words))]
+
+
+def softcap(config: Mapping[str, Any]) -> Any:
+    """Return the cap of logits, 0 for none; llama.cpp caps by `CAP` where a file does not say."""
+    return config.get("final_logit_softcapping") or 0.0
 
 
 def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:

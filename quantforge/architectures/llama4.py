@@ -14,7 +14,8 @@ from typing import Any
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import WITH_TABLE, Family
+from quantforge.architectures.llama4_tower import tower
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -23,6 +24,7 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
+from quantforge.architectures.projector import Projector
 from quantforge.architectures.tower_names import beside_towers
 from quantforge.errors import InputError
 
@@ -47,6 +49,7 @@ TEXT = replace(
     ),
     gguf=Family(
         "llama4",
+        class_name="Llama4ForCausalLM",
         scalings=WITH_TABLE,
         experts=True,
         sizes={"feed_forward_length": "dense", "expert_feed_forward_length": "ffn"},
@@ -58,6 +61,7 @@ TEXT = replace(
             "attn_scale": 0.1,
         },
         obstacle=f"{__name__}.beyond_llama_cpp",
+        restated=f"{__name__}.restated",
     ),
     kind_of=f"{__name__}.kinds",
     other_words=(CHUNKED,),
@@ -90,11 +94,14 @@ TEXT = replace(
         flags_key="no_rope_layers",
     ),
 )
-ARCHITECTURE = beside_towers(
-    TEXT,
-    "llama4",
-    (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
-    (("language_model.", ""), ("model.language_model.", "model.")),
+ARCHITECTURE = replace(
+    beside_towers(
+        TEXT,
+        "llama4",
+        (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
+        (("language_model.", ""), ("model.language_model.", "model.")),
+    ),
+    projector={"llama4": f"{__name__}.projector"},
 )
 
 
@@ -140,3 +147,26 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if bool(normed) is (experts == NO_HEAD_NORMS):
         return f"use_qk_norm = {normed} with {experts} experts", f"false with {NO_HEAD_NORMS} alone"
     return None
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``; a file without chunks is not read."""
+    if keys.integer("attention.sliding_window", CHUNK) == 0:
+        raise keys.not_read("attention.sliding_window = 0", f"chunks of {CHUNK} tokens")
+    heads, experts = keys.integer("attention.head_count"), keys.integer("expert_count")
+    return {
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "intermediate_size_mlp": keys.integer("feed_forward_length"),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step"),
+        "use_qk_norm": experts != NO_HEAD_NORMS,
+        "hidden_act": "silu",
+        **keys.rope(keys.integer("attention.key_length")),
+    }
+
+
+def projector(config: Mapping[str, Any]) -> Projector:
+    """Return the vision tower with its projector, for a whole configuration; errors as `TowerConfig`."""
+    return tower("llama4", config)

@@ -7,10 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quantforge.errors import QuantForgeError
 
 SOFTMAX, SIGMOID = 1, 2  # how scores of routers become weights
 SCALINGS = ("linear", "yarn")  # of rotary positions, which are keys
 WITH_TABLE = (*SCALINGS, "llama3")  # where llama.cpp also reads divisors of the frequencies
+
+
+class Keys(Protocol):
+    """The keys of a file of one architecture, without its name, and what is known of the file's tensors."""
+
+    def integer(self, key: str, otherwise: int | None = None) -> int:
+        """Return a count."""
+
+    def real(self, key: str, otherwise: float | None = None) -> float:
+        """Return a number."""
+
+    def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
+        """Return a number, or a truth, for every layer."""
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, () where there is none."""
+
+    def divisors(self) -> list[float]:
+        """Return by what the frequencies of rotary positions are divided; [] where no table says so."""
+
+    def rope(self, head: int) -> dict[str, Any]:
+        """Return the rotary positions of all layers, for heads of so many columns."""
+
+    def not_read(self, what: str, instead: str) -> QuantForgeError:
+        """Return the error for a file that no configuration of transformers describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +83,8 @@ class Family:
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
         is_read: whether files are read back.
+        restated: dotted path of a function that returns, for the `Keys` of a file, what ``config.json`` says beside
+            sizes that all families have and values of ``graph``; "" where keys say it as those of a llama do.
         epsilon: key of the norms' epsilon in the file, and in the configuration.
         bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
     """
@@ -90,6 +120,7 @@ class Family:
     decays: tuple[str, ...] = ()
     plain_norms: tuple[str, ...] = ()
     is_read: bool = True
+    restated: str = ""
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}

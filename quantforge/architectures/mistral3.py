@@ -97,11 +97,7 @@ def _check(whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activatio
     text.require("rms_norm_eps", _EPS)
     if activation not in _ACTIVATIONS:
         raise not_carried(f"vision_config.hidden_act = {str(activation)[:40]}", "silu or gelu")
-    stated = vision.values.get("rope_parameters")
-    theta = stated.get("rope_theta", _THETA) if isinstance(stated, Mapping) else _THETA
-    TowerConfig({"rope_theta": vision.values.get("rope_theta", theta)}, vision.place).require(
-        "rope_theta", _THETA
-    )
+    vision.turns(_THETA)
 
 
 def _block(number: int, width: int, ffn: int, heads: int) -> Iterator[TowerTensor]:

@@ -14,6 +14,7 @@ from quantforge.errors import InputError, RefusedError
 
 _MOST = {"depth": 1000, "num_hidden_layers": 1000}
 _LIMIT = 1 << 20
+_ALIKE = object()  # transformers takes what llama.cpp takes
 # It tells by the width of `down` whether an old converter has exchanged the two.
 SWAPPED = "another intermediate_size than hidden_size; of equal ones it exchanges up and down"
 Value = bool | int | float | tuple[bool, ...]
@@ -32,6 +33,7 @@ class TowerTensor:
         wide: always float32; norms and biases are anyway.
         plus_one: stored plus one.
         heads: of so many heads rows are reordered from halves to pairs, as llama.cpp rotates them; 0: they are not.
+        pixels: a matrix of patches of so many pixels a side, of each its colours, which is stored as a convolution is.
     """
 
     name: str
@@ -41,6 +43,7 @@ class TowerTensor:
     wide: bool = False
     plus_one: bool = False
     heads: int = 0
+    pixels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,9 @@ class Projector:
         unread: regular expressions of (renamed) tensors that nothing computes with.
         row: the embedding of a token that is stored beside them.
         mean, deviation: of the three colours, by which pictures are shifted and divided where no settings say so.
+        normalizes: whether they are where settings do not say.
+        left_out: regular expressions of (renamed) tensors of towers that are in no file.
+        differs: what llama.cpp is known to make of pictures otherwise; "" for nothing.
     """
 
     kind: str
@@ -80,6 +86,9 @@ class Projector:
     row: TokenRow | None = None
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    normalizes: bool = True
+    left_out: tuple[str, ...] = ()
+    differs: str = ""
 
     def canonical(self, name: str) -> str:
         """Return the name of a tensor as it is declared."""
@@ -120,14 +129,34 @@ class TowerConfig:
             )
         return float(value)
 
-    def require(self, key: str, computed: object) -> None:
+    def require(self, key: str, computed: object, otherwise: object = _ALIKE) -> None:
         """Refuse any other value of a key than what llama.cpp computes.
+
+        Args:
+            key: of the configuration.
+            computed: its value in llama.cpp.
+            otherwise: in transformers where the key is missing; left out: the same.
 
         Raises:
             RefusedError: naming both.
         """
-        if (value := self.values.get(key, computed)) != computed:
+        usual = computed if otherwise is _ALIKE else otherwise
+        if (value := self.values.get(key, usual)) != computed:
             raise not_carried(f"{self._called(key)} = {str(value)[:40]}", f"{key} = {computed}")
+
+    def require_size(self, key: str, usual: int, computed: int) -> None:
+        """Refuse any other size, ``usual`` where none is stated, than what llama.cpp computes; errors as `require`."""
+        if (value := self.size(key, usual)) != computed:
+            raise not_carried(f"{self._called(key)} = {value}", str(computed))
+
+    def turns(self, base: float) -> None:
+        """Refuse rotary positions of another base than that which llama.cpp knows; errors as `require`."""
+        stated = self.values.get("rope_parameters")
+        found = stated.get("rope_theta") if isinstance(stated, Mapping) else None
+        found = self.values.get("rope_theta", found)
+        TowerConfig({"rope_theta": base if found is None else found}, self.place).require(
+            "rope_theta", base
+        )
 
     def _called(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key

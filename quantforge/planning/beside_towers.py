@@ -14,6 +14,7 @@ from quantforge.results.significant import size
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.planning.conversion import Conversion
 
 
 def with_tower(plan: Plan, checkpoint: Checkpoint, *, wanted: bool) -> Plan:
@@ -41,6 +42,14 @@ def with_tower(plan: Plan, checkpoint: Checkpoint, *, wanted: bool) -> Plan:
             if tensor.name in beside.tensors else tensor
             for tensor in plan.tensors
         ),
+        substitutions=(*plan.substitutions, *beside.events),
         notes=tuple(said if note.startswith(LANGUAGE_ONLY) else note for note in plan.notes),
         work=work and replace(work, output_bytes=work.output_bytes + nbytes),
     )  # fmt: skip
+
+
+def move_tower(conversion: Conversion, *, wanted: bool) -> None:
+    """Let the plan of a conversion say the same, with what is less than asked for; errors as `with_tower`."""
+    before = len(conversion.plan.substitutions)
+    conversion.plan = with_tower(conversion.plan, conversion.checkpoint, wanted=wanted)
+    conversion.events.extend(conversion.plan.substitutions[before:])

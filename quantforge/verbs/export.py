@@ -17,7 +17,7 @@ from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.beside_towers import with_tower
+from quantforge.planning.beside_towers import move_tower
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, plan_export
 from quantforge.planning.recipe_options import (
@@ -98,8 +98,8 @@ def export(
         check_device(settings.device)  # though codes are moved on the processor
         asked, before = chosen.to_toml(), small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
-        planned = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-        conversion.plan = with_tower(planned, checkpoint, wanted=settings.mmproj)
+        conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
+        move_tower(conversion, wanted=settings.mmproj)
         return move(conversion, asked, before, place, settings, allow_inexact=allow_inexact)
 
 

@@ -8,6 +8,7 @@ from unicodedata import category
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantforge import verbs
 from quantforge.errors import InputError, RefusedError
@@ -37,6 +38,18 @@ def test_an_exported_model_computes_in_llama_cpp_what_it_computes_in_transformer
     worst = max(abs(value - expected[token].item()) for token, value in found.items())
     assert worst < 1e-2  # the engine keeps keys and values as float16
     assert max(found, key=found.get) == expected.argmax()
+
+
+@pytest.mark.parametrize("cap", [None, 10.0])
+def test_large_logits_are_capped_as_the_configuration_says(cap, tmp_path):
+    """Where nothing is said, llama.cpp caps those of Gemma 4 all the same."""
+    model = gguf_models.make("gemma4-equal", tmp_path / "m", final_logit_softcapping=cap)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 20
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
+    found = LlamaCpp(export(model, tmp_path / "x.gguf", "F32"), 64).top(IDS, 5)
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v2"])

@@ -6,6 +6,7 @@ import base64
 import json
 import urllib.request
 from collections.abc import Iterator
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,20 @@ BEFORE, BEHIND = "the weights", " are rounded"
 # What llama.cpp puts around a picture of its own accord.
 AROUND = {
     "gemma3": ("<start_of_image>", "<end_of_image>"),
+    "gemma4": ("<|image>", "<image|>"),
+    "gemma4-causal": ("<|image>", "<image|>"),
+    "llama4": ("<|image_start|>", "<|image_end|>"),
     "ministral3": ("", "[IMG_END]"),
     "mistral3": ("", "[IMG_END]"),
     "qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>"),
     "qwen3_vl": ("<|vision_start|>", "<|vision_end|>"),
+}
+# Models that are handed what llama.cpp makes of a picture, and the last module of their towers in transformers: small
+# differences, as of float16, grow in one, and the other gets it in another order.
+HANDED = {
+    "gemma4": "model.embed_vision",
+    "gemma4-causal": "model.embed_vision",
+    "llama4": "multi_modal_projector",
 }
 
 
@@ -45,10 +56,20 @@ def test_the_tower_makes_of_a_picture_what_transformers_makes_of_it(
 ) -> None:
     name, model, file = made
     expected = vision_models.features(name, vision_models.load(model))
-    tower = file.with_name(f"mmproj-{file.stem}-F16.gguf")
-    found = in_fresh_memory(embeddings, file, tower, vision_models.picture(name), expected.shape[1])
+    found = computed(name, file, expected.shape[1])
     assert found.shape == expected.shape
-    assert np.linalg.norm(found - expected) < 3e-3 * np.linalg.norm(expected)
+    if name == "llama4":  # column by column, of which an event tells
+        assert np.linalg.norm(found - expected) > 0.1 * np.linalg.norm(expected)
+        side = isqrt(len(found))
+        expected = expected.reshape(side, side, -1).swapaxes(0, 1).reshape(expected.shape)
+    most = 5e-3 if name in HANDED else 3e-3
+    assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
+
+
+def computed(name: str, file: Path, width: int) -> np.ndarray:
+    """What llama.cpp makes of a family's picture."""
+    tower = file.with_name(f"mmproj-{file.stem}-F16.gguf")
+    return in_fresh_memory(embeddings, file, tower, vision_models.picture(name), width)
 
 
 class Server:
@@ -94,12 +115,15 @@ def server(made: tuple[str, Path, Path]) -> Iterator[Server]:
         yield Server(address)
 
 
-def expected(name: str, model: Path, before: list[int], behind: list[int]) -> torch.Tensor:
-    """Log-probabilities of the next token, from transformers."""
-    whole = vision_models.load(model)
+def expected(name: str, file: Path, before: list[int], behind: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token, from transformers' model beside a file."""
+    whole = vision_models.load(file.with_name("m"))
+    if name in HANDED:
+        made = torch.tensor(computed(name, file, whole.config.text_config.hidden_size))
+        whole.get_submodule(HANDED[name]).forward = lambda *_, **__: made
     ids = torch.tensor([[*before, *vision_models.tokens(name, whole), *behind]])
     kinds = (ids == vision_models.PICTURE).int()
-    named = {"gemma3": {"token_type_ids": kinds}, "ministral3": {}, "mistral3": {}}
+    named = {"gemma3": {"token_type_ids": kinds}, "llama4": {}, "ministral3": {}, "mistral3": {}}
     beside = named.get(name, {"mm_token_type_ids": kinds})
     with torch.no_grad():
         found = whole(input_ids=ids, **vision_models.inputs(name), **beside)
@@ -109,10 +133,10 @@ def expected(name: str, model: Path, before: list[int], behind: list[int]) -> to
 def test_the_model_continues_a_text_with_a_picture_as_in_transformers(
     made: tuple[str, Path, Path], server: Server
 ) -> None:
-    name, model, _ = made
+    name, _, file = made
     start, end = AROUND[name]
     before = [*server.ids(BEFORE, first=True), *(server.ids(start) if start else ())]
-    wanted = expected(name, model, before, [*server.ids(end), *server.ids(BEHIND)])
+    wanted = expected(name, file, before, [*server.ids(end), *server.ids(BEHIND)])
     found = server.likeliest(f"{BEFORE}{server.marker}{BEHIND}", vision_models.picture(name))
     worst = max(abs(value - wanted[token].item()) for token, value in found.items())
     assert worst < 2e-2

@@ -11,6 +11,7 @@ In this folder:
     config_keys         ``config.json`` from the keys of a GGUF file
     container           A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
     families            Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
+    file_keys           Keys of one architecture in a GGUF file, as a configuration is made of them
     importance_file     Importance matrices as llama.cpp's tools write and read them
     importance_records  Records of an importance matrix in the older form, read in order
     key_reader          Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
@@ -23,6 +24,7 @@ In this folder:
     parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
     projector_file      The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
+    projector_keys      Keys of the file of a vision tower: what it is, what its family says
     rope                Rotary embeddings: bases and scaling, in every spelling of ``config.json``
     rope_keys           Keys and tables of rotary embeddings in GGUF
     scan                Reader of a header in order

@@ -5,15 +5,14 @@ The inverse of `parameters` and `rope`. What llama.cpp knows by heart is stated 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import Any
 
-from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf.families import declared_of, read_families
+from quantforge.formats.gguf.file_keys import FileKeys
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.rope_keys import FREQUENCIES, LONG, SHORT, llama3_divisors
+from quantforge.formats.gguf.stated_keys import called
 
 # Of the families that share a name in llama.cpp, the first: only a key tells whether there are experts.
 _MODEL_TYPES = {
@@ -21,8 +20,6 @@ _MODEL_TYPES = {
     for name, family in reversed(tuple(read_families().items()))
     if family.class_name
 }
-# Scaling of the frequencies as it was published: factors and lengths that a table of divisors is compared with.
-_LLAMA3 = [(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0)]
 
 
 def model_type_of(file: GgufFile) -> str:
@@ -49,7 +46,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """
     model_type = model_type_of(file)
     family = read_families()[model_type]
-    read = _Keys(file, arch := family.arch)
+    read = FileKeys(file, arch := family.arch)
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
@@ -81,51 +78,22 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": read.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": read.integer("feed_forward_length"),
         "max_position_embeddings": read.integer("context_length"),
         family.epsilon[1]: read.real(family.epsilon[0]),
         **{key: f"blk.0.{name}" in file.tensors for key, name in family.bias_keys.items()},
-        **{stated: read.real(key) for key, stated in family.reals.items()},
         **family.graph,
     }
-    return config | _rope(file, read, config) | _of_family(model_type, read, config)
-
-
-class _Keys:
-    """The keys of one architecture."""
-
-    def __init__(self, file: GgufFile, arch: str) -> None:
-        self._file, self._arch = file, arch
-
-    def integer(self, key: str, otherwise: int | None = None) -> int:
-        """Return a count; a negative one is an error."""
-        value: int = self._file.value(f"{self._arch}.{key}", int, otherwise)
-        if not 0 <= value < 1 << 31:
-            raise InputError(
-                f"{self._file.files[0]}: {self._arch}.{key} = {value}", "the file is damaged"
-            )
-        return value
-
-    def real(self, key: str, otherwise: float | None = None) -> float:
-        """Return a number, rounded to what 32 bits hold."""
-        value: float = self._file.value(f"{self._arch}.{key}", float, otherwise)
-        return shortest(value)
-
-    def text(self, key: str) -> str:
-        """Return a word, "" where there is none."""
-        value: str = self._file.value(f"{self._arch}.{key}", str, "")
-        return value
-
-
-def shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same in float32: 1e-05 and not 9.999999747378752e-06."""
-    for digits in range(1, 10):
-        candidate = float(f"{value:.{digits}g}")
-        if struct.pack("<f", candidate) == struct.pack("<f", value):
-            return candidate
-    return value
+    if family.restated:
+        stated: dict[str, Any] = called(family.restated, read)
+        return config | stated
+    whole = declared_of(model_type).defaults.get("partial_rotary_factor", 1.0) == 1.0
+    config |= {
+        "num_key_value_heads": read.integer("attention.head_count_kv", heads),
+        "intermediate_size": read.integer("feed_forward_length"),
+        **{place: read.real(key) for key, place in family.reals.items()},
+    }
+    return config | read.rope(head_dim, whole=whole) | _of_family(model_type, read, config)
 
 
 def _ids(file: GgufFile) -> dict[str, int]:
@@ -137,63 +105,7 @@ def _ids(file: GgufFile) -> dict[str, int]:
     return {key: value for key, value in found.items() if value >= 0}
 
 
-def _rope(file: GgufFile, read: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
-    base = read.real("rope.freq_base", 10_000.0)
-    kind = read.text("rope.scaling.type")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    width = read.integer("rope.dimension_count", config["head_dim"])
-    if FREQUENCIES in file.tensors:
-        rope |= _llama3(file, base, width)
-    elif LONG in file.tensors and SHORT in file.tensors:
-        rope |= {
-            "rope_type": "longrope",
-            "long_factor": read_tensor(file.tensors[LONG].raw()).tolist(),
-            "short_factor": read_tensor(file.tensors[SHORT].raw()).tolist(),
-            "attention_factor": read.real("rope.scaling.attn_factor", 1.0),
-            "original_max_position_embeddings": read.integer(
-                "rope.scaling.original_context_length"
-            ),
-        }
-    elif kind in {"linear", "yarn"}:
-        rope |= {"rope_type": kind, "factor": read.real("rope.scaling.factor", 1.0)}
-        if kind == "yarn":
-            rope["original_max_position_embeddings"] = read.integer(
-                "rope.scaling.original_context_length"
-            )
-    elif kind not in {"", "none"}:
-        raise NotReadError(
-            f"{file.files[0]}: rope scaling {kind!r} is not read",
-            "linear, yarn, llama3 and longrope are",
-        )
-    partial = declared_of(config["model_type"]).defaults.get("partial_rotary_factor", 1.0)
-    if width != config["head_dim"] or partial != 1.0:
-        rope["partial_rotary_factor"] = width / config["head_dim"]
-    found: dict[str, Any] = {"rope_parameters": rope}
-    if "original_max_position_embeddings" in rope and rope["rope_type"] == "longrope":
-        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
-    return found
-
-
-def _llama3(file: GgufFile, base: float, width: int) -> dict[str, Any]:
-    """Return the settings whose divisors are those of the table."""
-    stored = read_tensor(file.tensors[FREQUENCIES].raw()).double()
-    for factor, low, high, original in _LLAMA3:
-        divisors = llama3_divisors(base, width, factor, low, high, original)
-        if len(divisors) == len(stored) and all(
-            abs(found - wanted) <= 1e-6 * wanted
-            for found, wanted in zip(stored.tolist(), divisors, strict=True)
-        ):
-            return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }  # fmt: skip
-    raise NotReadError(
-        f"{file.files[0]}: {FREQUENCIES} is none of the published scalings",
-        "evaluate it with --engine llama.cpp",
-    )
-
-
-def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _of_family(model_type: str, read: FileKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     family, found = read_families()[model_type], dict[str, Any]()
     if period := family.period:
@@ -217,7 +129,7 @@ def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[
             base = read.real("rope.freq_base_swa", 10_000.0)
             local = {"rope_type": "default", "rope_theta": base}
             found["rope_parameters"] = {
-                "full_attention": _full_rope(read),
+                "full_attention": read.full_rope(),
                 "sliding_attention": local,
             }
         return found
@@ -240,11 +152,3 @@ def _of_family(model_type: str, read: _Keys, config: Mapping[str, Any]) -> dict[
             "norm_topk_prob": True,
         }
     return found
-
-
-def _full_rope(read: _Keys) -> dict[str, Any]:
-    """Return the rotary parameters of gemma3's full attention."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.real("rope.freq_base", 1e6)}
-    if read.text("rope.scaling.type") == "linear":
-        rope |= {"rope_type": "linear", "factor": read.real("rope.scaling.factor", 1.0)}
-    return rope

@@ -92,12 +92,18 @@ def _declared(model_type: str) -> Family | None:
 
 @cache
 def read_families() -> dict[str, Family]:
-    """Return the families whose files are read back, by ``model_type``: those of the table, and dense ones."""
+    """Return the families whose files are read back, by ``model_type``: of the table, dense ones, and restated ones.
+
+    Of a model with towers, its text alone, where that has a name of its own.
+    """
     own = {name: _declared(name) for name in MODEL_TYPES if name not in FAMILIES}
-    dense = {
-        name: found for name, found in own.items() if found and found.is_read and not found.experts
+    read = {
+        name: found
+        for name, found in own.items()
+        if found and found.is_read and (found.restated or not found.experts)
+        if f"{name}_text" not in MODEL_TYPES
     }
-    return {**FAMILIES, **dense}
+    return {**FAMILIES, **read}
 
 
 def declared_of(model_type: str) -> Architecture:
@@ -138,19 +144,45 @@ def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Na
 
 
 def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
-    """Map every name that a file of the family may have to the canonical ones: one, or one per expert."""
+    """Map every name that a file of the family may have to the canonical ones: one, one per expert, or several.
+
+    Gate and up of an expert may be one matrix, as other converters write it.
+    """
     family, declared = read_families()[model_type], declared_of(model_type)
+    stacks = {
+        stack.parameter: stack
+        for kind in declared.kinds
+        for stack in kind.stacks
+        if stack.parameter in kind.stored_stacks
+    }
     inner = [
         (item.stored or item.name).format(number)
         for item in dict.fromkeys(item for kind in declared.kinds for item in kind.parameters)
+        if item.name not in stacks  # files have the matrices of each expert by a name of their own
         for number in range(experts if item.each else 1)
     ]
     canonical = [item.name for item in declared.outer]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
     found: dict[str, list[str]] = {}
-    for name, named in _named(family, blocks, canonical):
+    for name, named in _named(family, blocks, dict.fromkeys(canonical)):
         if named is not None:
             found.setdefault(named.name, []).append(name)
+    places = [f"{declared.blocks}.{block}" for block in range(blocks)]
+    joined = {
+        f"{place}.{name}": [
+            f"{place}.{one.format(number)}.weight"
+            for number in range(experts)
+            for one in stack.linears
+        ]
+        for name, stack in stacks.items()
+        if len(stack.linears) > 1 and not stack.transposed and not stack.interleaved
+        for place in places
+    }
+    found |= {
+        f"{named.name}.weight": joined[name]
+        for name, named in _named(family, blocks, joined)
+        if named is not None
+    }
     return {name: tuple(group) for name, group in found.items()}
 
 

@@ -6,30 +6,25 @@ Matrices are float16, and what llama.cpp adds to float32 numbers is float32. A f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge import __version__
 from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.architectures.architecture import matches
-from quantforge.architectures.projector import Projector, TowerTensor, Value
+from quantforge.architectures.projector import Projector, TowerTensor
 from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.foreign_json import read_object
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError
+from quantforge.events import Event
 from quantforge.formats.gguf import container
-from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
-from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
+from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.parsing import GgufFile
+from quantforge.formats.gguf.projector_keys import ARCH, general, tower_keys
 from quantforge.formats.gguf.storing import interleaved
 from quantforge.formats.gguf.token_row import PlacedRow, placed
 from quantforge.plans import FilePlan
-from quantforge_files.roles import SETTINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +32,6 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
 OPTION = "--mmproj"
-ARCH = "clip"
-_F16 = 1  # `general.file_type`
-_SETTINGS = ("preprocessor_config.json", "processor_config.json")
 _TYPES = ("F32", "F16", "BF16")
 _NAMED = 5
 
@@ -53,12 +45,14 @@ class ProjectorFile:
         keys: of the file.
         tensors: what is stored for each tensor of the checkpoint, by its name there.
         row: what is stored of the token embedding, if anything.
+        events: what llama.cpp makes of the tower that the model does not, and towers that are in no file.
     """
 
     plan: FilePlan
     keys: container.Metadata
     tensors: Mapping[str, TowerTensor]
     row: PlacedRow | None = None
+    events: tuple[Event, ...] = ()
 
     def values(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the file with its name, one of the checkpoint after the other.
@@ -73,12 +67,16 @@ class ProjectorFile:
             scan_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
+            if tensor.pixels:  # colours of a pixel beside each other become planes
+                value = value.reshape(len(value), tensor.pixels, tensor.pixels, -1).permute(
+                    0, 3, 1, 2
+                )
             value = interleaved(value, tensor.heads)
-            for held, part in zip(
-                tensor.held, value.chunk(len(tensor.held), tensor.axis), strict=True
-            ):
+            count = len(tensor.held)
+            parts = value.chunk(count, tensor.axis) if count > 1 else (value,)
+            for held, part in zip(tensor.held, parts, strict=True):
                 stored = part.reshape(_shape(tensor)).to(torch_dtype(types[held]))
-                if not bool(stored.isfinite().all()):
+                if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
                     raise RefusedError(
                         f"{name}: a value is beyond the range of float16, in which {OPTION} stores matrices",
                         f"leave {OPTION} out: the language model alone is written",
@@ -102,7 +100,11 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
     named = {declared.canonical(one): one for one in entries}
     _check_names("has twice", entries.keys() - named.values())
     wanted = {tensor.name: tensor for tensor in declared.tensors}
-    unread = {one for one in named if one not in wanted and matches(declared.unread, one)}
+    unread = {
+        one
+        for one in named
+        if one not in wanted and matches(declared.unread + declared.left_out, one)
+    }
     _check_names("misses", wanted.keys() - named.keys())
     _check_names("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
     for tensor in declared.tensors:
@@ -120,9 +122,10 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
     ]
     row = placed(checkpoint, declared.row) if declared.row else None
     held += [GgufTensor(row.held, "F32", (row.size,))] if row else []
-    keys = _general(checkpoint, held) | _keys(declared, checkpoint.path)
+    keys = general(checkpoint, held) | tower_keys(declared, checkpoint.path)
     tensors = {named[tensor.name]: tensor for tensor in declared.tensors}
-    return ProjectorFile(file_plan(name, keys, held), keys, tensors, row)
+    events = _events(declared, checkpoint, entries)
+    return ProjectorFile(file_plan(name, keys, held), keys, tensors, row, events)
 
 
 def check_no_tower(file: GgufFile) -> None:
@@ -180,69 +183,36 @@ def _check_names(what: str, names: set[str]) -> None:
         )
 
 
+def _events(
+    declared: Projector, checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]
+) -> tuple[Event, ...]:
+    """Return what is less than asked for: what llama.cpp computes otherwise, and towers that are left out."""
+    where = checkpoint.path.name
+    found = [Event("tower-differs", where, declared.differs)] if declared.differs else []
+    lost = [
+        entry
+        for one, entry in entries.items()
+        if matches(declared.left_out, declared.canonical(one))
+    ]
+    if lost:
+        parts = sorted({declared.canonical(entry.name).partition(".")[0] for entry in lost})
+        nbytes = sum(entry.nbytes for entry in lost)
+        text = f"{' and '.join(parts)}: {len(lost)} tensors, {nbytes} bytes, are in no file"
+        found.append(Event("tower-left-out", where, text))
+    return tuple(found)
+
+
 def _is_wide(tensor: TowerTensor) -> bool:
-    return tensor.wide or len(tensor.shape) == 1
+    return tensor.wide or len(tensor.shape) < 2
 
 
 def _shape(tensor: TowerTensor) -> tuple[int, ...]:
     """Return the shape of one part."""
-    shape = list(tensor.shape)
+    if tensor.pixels:
+        return tensor.shape[0], 3, tensor.pixels, tensor.pixels
+    shape = list(tensor.shape) or [1]
     if (count := len(tensor.held)) > 1:
         shape[tensor.axis] //= count
         if shape[tensor.axis] == 1:
             del shape[tensor.axis]
     return tuple(shape)
-
-
-def _general(checkpoint: Checkpoint, held: list[GgufTensor]) -> dict[str, container.Value]:
-    weights = sum(math.prod(tensor.shape) for tensor in held)
-    return {
-        "general.architecture": text(ARCH),
-        "general.type": text("mmproj"),
-        "general.name": text(source_name(checkpoint.path)[0].rpartition("/")[2]),
-        "general.size_label": text(size_label(weights)),
-        "general.file_type": u32(_F16),
-        "general.quantization_version": u32(QUANTIZATION_VERSION),
-        "quantforge.version": text(__version__),
-    }
-
-
-def _keys(declared: Projector, source: Path) -> dict[str, container.Value]:
-    """Return the keys of the tower, in which the processor's settings say how pictures are shifted and divided."""
-    settings = _processor(source)
-    colours = {
-        key: container.array(ValueType.F32, _three(settings, key, otherwise))
-        for key, otherwise in (("image_mean", declared.mean), ("image_std", declared.deviation))
-    }
-    return {
-        f"{ARCH}.has_vision_encoder": flag(True),
-        f"{ARCH}.projector_type": text(declared.kind),
-        **{f"{ARCH}.{key}": _value(value) for key, value in declared.keys.items()},
-        **{f"{ARCH}.vision.{key}": value for key, value in colours.items()},
-    }
-
-
-def _value(value: Value) -> container.Value:
-    if isinstance(value, tuple):
-        return container.array(ValueType.BOOL, value)
-    if isinstance(value, bool):
-        return flag(value)
-    return u32(value) if isinstance(value, int) else container.f32(value)
-
-
-def _processor(source: Path) -> Mapping[str, Any]:
-    """Return the settings of a model's processor of pictures; {} where it has none."""
-    for name in _SETTINGS:
-        if (source / name).is_file():
-            found = read_object(source / name, SETTINGS, source)
-            inner = found.get("image_processor")
-            return inner if isinstance(inner, Mapping) else found
-    return {}
-
-
-def _three(settings: Mapping[str, Any], key: str, otherwise: tuple[float, ...]) -> list[float]:
-    found = settings.get(key, otherwise)
-    good = isinstance(found, list | tuple) and len(found) == 3
-    if not good or not all(type(one) in {int, float} and 0 <= one <= 1 for one in found):
-        raise InputError(f"{_SETTINGS[0]}: {key} = {str(found)[:40]}", "three numbers from 0 to 1")
-    return [float(one) for one in found]

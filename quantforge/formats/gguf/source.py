@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 _COMPUTED = frozenset({FREQUENCIES, LONG, SHORT})
+_MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             "the file is damaged",
             file=str(path),
         )
-    known = original_names(
-        config["model_type"], blocks, min(int(config.get("num_experts", 0)), 4096)
-    )
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    known = original_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
     places: dict[str, _Place] = {}
     for entry in file.tensors.values():
         if entry.name in _COMPUTED:
@@ -140,21 +140,23 @@ def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
 def _places(
     entry: TableEntry, originals: tuple[str, ...], family: Family, config: Mapping[str, object]
 ) -> dict[str, _Place]:
-    """Return one place, or of a stack one for each expert."""
+    """Return one place, or of a stack one for each matrix of an expert."""
     raw = entry.raw()
     turned = family.arch == "gpt2" and entry.name.startswith("blk.") and len(entry.shape) == 2
     place = _Place(raw, entry.type, _heads(entry.name, family, config),
                    family.norm_plus_one and entry.name.endswith("norm.weight"), turned)  # fmt: skip
     if len(originals) == 1:
         return {originals[0]: place}
-    if len(entry.shape) != 3 or entry.shape[0] != len(originals):
+    experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
+    parts, left = divmod(len(originals), experts)  # matrices that are one, rows behind rows
+    if left or rows % parts:
         raise InputError(
-            f"tensor {entry.name!r}: {list(entry.shape)}, {len(originals)} experts",
+            f"tensor {entry.name!r}: {list(entry.shape)}, {len(originals)} matrices of experts",
             tensor=entry.name,
         )
-    size, shape = raw.nbytes // len(originals), raw.shape[1:]
+    size, shape = raw.nbytes // len(originals), (rows // parts, *raw.shape[2:])
     if raw.dtype == "U8":
-        shape = (entry.shape[1], raw.shape[1])
+        shape = (rows // parts, raw.shape[1])
     return {
         name: replace(
             place,

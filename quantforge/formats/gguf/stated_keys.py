@@ -68,10 +68,10 @@ def _found(place: str, config: Mapping[str, Any]) -> Any:
     return called(place, config) if "." in place else config.get(place)
 
 
-def called(path: str, config: Mapping[str, Any]) -> Any:
-    """Return what the function at a dotted path does for a configuration."""
+def called(path: str, source: object) -> Any:
+    """Return what the function at a dotted path makes of a configuration, or of the keys of a file."""
     module, _, function = path.rpartition(".")
-    return getattr(import_module(module), function)(config)
+    return getattr(import_module(module), function)(source)
 
 
 def _number(key: object, value: object, kind: type) -> Any:

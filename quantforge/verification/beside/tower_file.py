@@ -6,7 +6,8 @@ from quantforge.checkpoint.publish_file import projector_name
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
-from quantforge.formats.gguf.projector_file import ARCH, ProjectorFile, projector_file
+from quantforge.formats.gguf.projector_file import ProjectorFile, projector_file
+from quantforge.formats.gguf.projector_keys import ARCH
 from quantforge.verification.artifact import Original
 from quantforge.verification.beside.gguf_keys import key_differences
 from quantforge.verification.beside.trees import plain

@@ -10,6 +10,7 @@ import torch
 
 from quantforge import verbs
 from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
@@ -32,6 +33,10 @@ SETTINGS = {
     "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "norm_eps",
     "layer_norm_eps", "norm_epsilon", "use_bias", "use_qkv_bias",
     "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "per_layer_config", "attention_k_eq_v", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+    "num_kv_shared_layers", "use_double_wide_mlp", "enable_moe_block", "num_experts", "top_k_experts",
+    "intermediate_size_mlp", "interleave_moe_layer_step", "moe_layers", "use_qk_norm", "attention_chunk_size",
+    "attn_temperature_tuning", "floor_scale", "attn_scale",
 }  # fmt: skip
 
 
@@ -41,7 +46,7 @@ def test_every_tensor_and_setting_comes_back_as_it_was(name, models):
     out = export(model, model.parent / "x.gguf", "F32", overwrite=True)
     from quantforge.formats.opening import open_model
 
-    source, found = open_model(model), open_gguf(out)
+    source, found = unstacked(open_model(model)), open_gguf(out)
     assert set(found.entries) == set(source.entries)
     for tensor in source.entries:
         expected = source.read(tensor).float()
@@ -182,7 +187,9 @@ def test_large_results_come_in_numbered_parts_that_are_read_as_one(models, tmp_p
     assert not list(tmp_path.glob("x-*.gguf"))
 
 
-@pytest.mark.parametrize("name", sorted(set(gguf_models.FAMILIES) - {"mixtral", "qwen3_moe"}))
+@pytest.mark.parametrize("name", sorted(
+    name for name in set(gguf_models.FAMILIES) - {"mixtral", "qwen3_moe"} if not name.startswith(("gemma4", "llama4"))
+))  # fmt: skip
 def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name, models, tmp_path):
     from quantforge.runtime.load import load
 

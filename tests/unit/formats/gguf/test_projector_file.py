@@ -25,11 +25,15 @@ from tests.runs import StopError, command
 
 gguf = pytest.importorskip("gguf")
 NAMES = sorted(vision_models.CASES)
-TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "model.visual.")
+TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "model.visual.", "vision_model.", "model.vision_tower.",
+          "model.embed_vision.")  # fmt: skip
 NORMS = {
     "visual.merger.norm": "v.post_ln",
     "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
 }
+GEMMA4 = {  # gguf's map has the two norms under the names of other families, too
+    "post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ln2",
+}  # fmt: skip
 MERGERS = {"visual.merger.linear_fc1": "mm.0", "visual.merger.linear_fc2": "mm.2"}
 
 
@@ -45,11 +49,30 @@ def written(model: Path, out: Path) -> Path:
     return out.with_name(f"mmproj-{out.stem}-F16.gguf")
 
 
-def known(name: str) -> str:
-    """What gguf's own map calls a tensor of a checkpoint, "" where it has no name for it."""
+def known(name: str, family: str) -> str:
+    """What gguf's own map calls a tensor of a checkpoint of a family, "" where it has no name for it."""
     module, _, end = name.removeprefix("model.").rpartition(".")
-    deeper = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
     mapping = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    if family == "gemma4":
+        block = re.fullmatch(r"vision_tower\.encoder\.layers\.(\d+)\.(.*?)(\.linear)?", module)
+        if block and block[2] in GEMMA4:
+            return f"v.blk.{block[1]}.{GEMMA4[block[2]]}.{end}"
+        inner = f"vision_model.model.layers.{block[1]}.{block[2]}" if block else f"model.{module}"
+        if found := mapping.get_name(inner):
+            return f"{found}.{end}"
+        return {"position_embedding_table": "v.position_embd.weight"}.get(end, f"v.{end}")
+    if found := {
+        "class_embedding": "v.class_embd",
+        "positional_embedding_vlm": "v.position_embd.weight",
+    }.get(end):
+        return found
+    if family == "llama4" and module == "multi_modal_projector.linear_1":
+        return "mm.model.fc.weight"
+    if family == "llama4" and module.endswith(
+        "post_attention_layernorm"
+    ):  # Gemma 4 has it elsewhere
+        return f"v.blk.{module.split('.')[3]}.ln2.{end}"
+    deeper = re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", module)
     found = {**NORMS, **MERGERS}.get(module) or mapping.get_name(deeper) or mapping.get_name(module)
     return f"{found}.{end}" if found else ""
 
@@ -63,7 +86,12 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
     found = {one: read(entry) for one, entry in file.tensors.items()}
     left = set(found)
     for tensor in source.entries:
-        if not tensor.startswith(TOWERS) or "head." in tensor or not (held := known(tensor)):
+        family = vision_models.CASES[name].model_type
+        if (
+            not tensor.startswith(TOWERS)
+            or "head." in tensor
+            or not (held := known(tensor, family))
+        ):
             continue
         value = source.read(tensor).float()
         if "soft_emb_norm" in tensor:
@@ -73,7 +101,9 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
         ):
             # As llama.cpp's converter permutes them: 2 heads, halves become pairs.
             value = value.view(2, 2, 8, 32).swapaxes(1, 2).reshape(32, 32)
-        parts = {held: value}
+        if family == "gemma4" and held == "v.patch_embd.weight":
+            value = value.view(32, 4, 4, 3).movedim(3, 1)
+        parts = {held: value.view(value.shape or 1)}
         if name == "qwen2_5_vl" and ".attn.qkv." in tensor:
             parts = {
                 held.replace("qkv", one): part
@@ -84,7 +114,11 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
         for one, part in parts.items():
             torch.testing.assert_close(found[one], part, rtol=1e-3, atol=1e-6, msg=one)
             left.discard(one)
-    others = ("v.deepstack", "mm.input_projection", "v.token_embd")
+    others = (
+        "v.deepstack",
+        "v.token_embd",
+        *(("mm.input_projection",) if name == "gemma3" else ()),
+    )
     assert all(one.startswith(others) for one in left), left
 
 
@@ -99,7 +133,10 @@ def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name
     file = read_gguf(written(models[name], tmp_path / "x.gguf"))
     forms = {re.escape(form).replace(r"\{bid\}", r"\d+") for form in gguf.TENSOR_NAMES.values()}
     for one, entry in file.tensors.items():
-        assert any(re.fullmatch(rf"{form}(\.(weight(\.1)?|bias))?", one) for form in forms), one
+        assert any(
+            re.fullmatch(rf"{form}(\.(weight(\.1)?|bias|(in|out)put_(min|max)))?", one)
+            for form in forms
+        ), one
         wide = len(entry.shape) == 1 or "_embd" in one
         assert entry.type == ("F32" if wide else "F16"), one
     own = {*vars(gguf.Keys.Clip).values(), *vars(gguf.Keys.ClipVision).values(),
@@ -108,6 +145,8 @@ def test_norms_biases_and_what_is_added_are_float32_and_all_names_are_ggufs(name
     assert file.value("general.architecture", str) == "clip"
     kinds = {
         "gemma3": "GEMMA3",
+        "gemma4": "GEMMA4V",
+        "llama4": "LLAMA4",
         "mistral3": "PIXTRAL",
         "qwen2_5_vl": "QWEN25VL",
         "qwen3_vl": "QWEN3VL",
@@ -188,6 +227,19 @@ def test_tokens_that_are_no_square_are_refused(models, tmp_path):
     ("gemma3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("gemma3", {"intermediate_size": 32}, "exchanges up and down"),
     ("gemma3", {"image_size": 40}, "patches"),
+    ("gemma4", {"hidden_activation": "gelu"}, "hidden_activation = gelu"),
+    ("gemma4", {"head_dim": 8}, "head_dim = 8"),
+    ("gemma4", {"num_key_value_heads": 1}, "num_key_value_heads = 1"),
+    ("gemma4", {"num_attention_heads": 3}, "3 heads"),
+    ("gemma4", {"rope_parameters": {"rope_theta": 50.0}}, r"rope_theta = 50\.0"),
+    ("llama4", {"hidden_act": "silu"}, "hidden_act = silu"),
+    ("llama4", {"rope_theta": 5.0}, r"rope_theta = 5\.0"),
+    ("llama4", {"pixel_shuffle_ratio": 0.4}, r"pixel_shuffle_ratio = 0\.4"),
+    ("llama4", {"image_size": 40}, "image_size = 40"),
+    ("llama4", {"projector_output_dim": 32}, "projector_output_dim = 32"),
+    ("llama4", {"vision_output_dim": 32}, "vision_output_dim = 32"),
+    ("llama4", {"intermediate_size": 64}, "intermediate_size = 64"),
+    ("llama4", {"num_attention_heads": 16}, "16 heads"),
     ("mistral3", {"hidden_act": "relu"}, "hidden_act = relu"),
     ("mistral3", {"head_dim": 8}, "head_dim = 8"),
     ("mistral3", {"rope_parameters": {"rope_theta": 5.0}}, r"rope_theta = 5\.0"),
@@ -203,6 +255,93 @@ def test_what_llama_cpp_does_not_compute_is_refused(name, changes, words, models
     model = changed(models[name], tmp_path / "m", "config.json", vision_config=vision)
     with pytest.raises(RefusedError, match=words):
         projector_file(open_checkpoint(model), "x")
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), [
+    ("gemma4", {"use_bidirectional_attention": None}, "use_bidirectional_attention = None"),
+    ("gemma4", {"pad_token_id": 1}, "pad_token_id = 1"),
+    ("gemma4-causal", {"use_bidirectional_attention": "vision"}, "use_bidirectional_attention = vision"),
+])  # fmt: skip
+def test_a_decoder_that_llama_cpp_hands_pictures_otherwise_is_refused(
+    name, changes, words, models, tmp_path
+):
+    config = json.loads((models[name] / "config.json").read_text())
+    text = {**config["text_config"], **changes}
+    model = changed(models[name], tmp_path / "m", "config.json", text_config=text)
+    with pytest.raises(RefusedError, match=words):
+        projector_file(open_checkpoint(model), "x")
+
+
+def test_pictures_that_are_not_normalized_are_shifted_by_nothing(models, tmp_path):
+    colours = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    for name, said, expected in (
+        ("gemma3", {}, [0.1, 0.2, 0.3]), ("gemma3", {"do_normalize": False}, [0.0] * 3),
+        ("gemma4", {}, [0.0] * 3), ("gemma4", {"do_normalize": True}, [0.1, 0.2, 0.3]),
+    ):  # fmt: skip
+        model = changed(models[name], tmp_path / f"{name}-{said}", "config.json")
+        (model / "preprocessor_config.json").write_text(json.dumps({**colours, **said}))
+        keys = projector_file(open_checkpoint(model), "x").keys
+        assert keys["clip.vision.image_mean"].value == pytest.approx(expected)
+
+
+def test_bounds_that_bound_nothing_are_written_as_they_are(models, tmp_path):
+    def change(tensors):
+        one = "model.vision_tower.encoder.layers.0.mlp.up_proj.input_max"
+        return {**tensors, one: torch.tensor(float("inf"))}
+
+    model = retold(models["gemma4"], tmp_path / "m", lambda name: name, change)
+    file = read_gguf(written(model, tmp_path / "x.gguf"))
+    assert read(file.tensors["v.blk.0.ffn_up.input_max"]).item() == float("inf")
+    assert read(file.tensors["v.blk.1.ffn_up.input_max"]).item() == 1.0
+    source = VerificationOptions(source=model, forward=False)
+    assert not verify(tmp_path / "x.gguf", source).findings
+
+
+def test_what_llama_cpp_makes_of_pictures_otherwise_is_an_event(models, tmp_path, capsys):
+    out = tmp_path / "x.gguf"
+    written(models["llama4"], out)
+    (event,) = (one for one in manifest.read(out)["events"] if one["kind"] == "tower-differs")
+    assert "column by column" in event["detail"]
+    options = (
+        "--format",
+        "gguf",
+        "--type",
+        "F16",
+        "--mmproj",
+        "--strict",
+        "-o",
+        tmp_path / "y.gguf",
+    )
+    ended = command(capsys, "export", models["llama4"], *options)
+    assert (ended.code, "tower-differs" in ended.err) == (4, True)
+    assert (
+        "tower-differs"
+        in command(
+            capsys, "plan", models["llama4"], "--format", "gguf", "--type", "F16", "--mmproj"
+        ).out
+    )
+
+
+def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
+    def change(tensors):
+        heard = {f"model.audio_tower.layers.{one}.weight": torch.zeros(4, 4) for one in range(2)}
+        return {
+            **tensors,
+            **heard,
+            "model.embed_audio.embedding_projection.weight": torch.zeros(64, 4),
+        }
+
+    model = retold(models["gemma4"], tmp_path / "m", lambda name: name, change)
+    bits = {"scheme": "int8:g32:sym", "calibration": NO_DATA}
+    verbs.quantize(str(model), Recipe(**bits), tmp_path / "q", Settings())
+    for source, more in ((model, {"type": "F16"}), (tmp_path / "q", {"allow_inexact": True})):
+        out = tmp_path / f"{source.name}.gguf"
+        verbs.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
+        (event,) = (one for one in manifest.read(out)["events"] if one["kind"] == "tower-left-out")
+        assert "audio_tower and embed_audio: 3 tensors, 1152 bytes" in event["detail"]
+    assert not any(
+        name.startswith("a.") for name in read_gguf(tmp_path / "mmproj-m-F16.gguf").tensors
+    )
 
 
 def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
@@ -239,7 +378,7 @@ def test_models_without_such_a_tower_are_refused(tmp_path):
     other = changed(model, tmp_path / "o", "config.json", vision_config={"depth": 2})
     with pytest.raises(RefusedError, match="'llama' is not written") as found:
         written(other, tmp_path / "x.gguf")
-    assert "gemma3, mistral3, qwen2_5_vl, qwen3_vl" in found.value.hint
+    assert "gemma3, gemma4, llama4, mistral3, qwen2_5_vl, qwen3_vl" in found.value.hint
 
 
 def test_a_plan_says_that_the_tower_is_written_and_counts_it(models, tmp_path, capsys):

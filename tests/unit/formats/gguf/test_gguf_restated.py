@@ -1,0 +1,239 @@
+"""Files of families whose own file says what their keys mean: read, computed with, and held to their sources."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError, NotReadError
+from quantforge.formats.decoded import decoded
+from quantforge.formats.gguf.config_keys import config_of
+from quantforge.formats.gguf.container import Value, ValueType
+from quantforge.formats.gguf.families import family_of
+from quantforge.formats.gguf.parsing import GgufFile, read_gguf
+from quantforge.formats.gguf.source import _places, open_gguf
+from quantforge.formats.opening import open_model
+from quantforge.runtime.load import load
+from quantforge.verification.verify import VerificationOptions, verify
+from tests import gguf_models
+from tests.gguf_exports import export
+from tests.runs import command
+from tests.thorough import usual
+
+NAMES = sorted(name for name in gguf_models.FAMILIES if name.startswith(("gemma4", "llama4")))
+IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14, 250, 199]
+
+
+def with_weights(model: Any, source: Checkpoint, *, transposed: bool) -> Any:
+    """A model of transformers with the weights of a checkpoint that has experts one by one."""
+    expert = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+    plain, experts = dict[str, torch.Tensor](), dict[tuple[str, str], dict[int, torch.Tensor]]()
+    for name in source.entries:
+        value = source.read(name).float()
+        if found := expert.fullmatch(name):
+            turned = value.T if transposed else value
+            experts.setdefault((found[1], found[3]), {})[int(found[2])] = turned
+        else:
+            plain[name] = value
+    for module in {module for module, _ in experts}:
+        parts = {
+            word: torch.stack([value for _, value in sorted(experts[module, word].items())])
+            for word in ("gate", "up", "down")
+        }
+        both = [parts["gate"], parts["up"]]
+        plain[f"{module}.gate_up_proj"] = torch.cat(both, 2 if transposed else 1)
+        plain[f"{module}.down_proj"] = parts["down"]
+    missing, unknown = model.load_state_dict(plain, strict=False)
+    assert not unknown
+    assert all(name == "lm_head.weight" or "inv_freq" in name for name in missing)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("name", usual(NAMES, "gemma4", "gemma4-moe", "llama4"))
+@pytest.mark.parametrize("kind", ["Q4_0", *usual(["F16", "Q6_K"])])
+def test_what_is_read_computes_what_transformers_computes_with_its_weights(
+    name: str, kind: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = models(name)
+    file = export(source, tmp_path / "x.gguf", kind)
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    ids = torch.tensor([IDS])
+    with torch.no_grad():
+        before = whole(ids).logits
+        expected = with_weights(
+            whole, decoded(open_model(file)), transposed=name.startswith("llama4")
+        )(ids).logits
+        found = load(file).model(ids).logits
+    assert (expected - before).abs().max() > (1e-5 if kind == "F16" else 1e-2)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-4)
+
+
+def planted(file: Path, tensor: str) -> Path:
+    """A copy without a manifest, in which the first quarter of a tensor is scaled."""
+    entry, data = read_gguf(file).tensors[tensor], bytearray(file.read_bytes())
+    size = max(4, (entry.end - entry.start) // 16 * 4)
+    part = slice(entry.start, entry.start + size)
+    data[part] = (torch.frombuffer(data[part], dtype=torch.float32) * 1.25).numpy().tobytes()
+    bad = file.with_name("bad.gguf")
+    bad.write_bytes(data)
+    return bad
+
+
+@pytest.mark.parametrize(("name", "tensors"), [
+    ("gemma4", ("blk.1.layer_output_scale.weight", "per_layer_token_embd.weight", "blk.2.inp_gate.weight",
+                "blk.1.attn_k.weight", "blk.3.ffn_up.weight", "rope_freqs.weight")),
+    ("gemma4-moe", ("blk.1.ffn_down_exps.scale", "blk.0.ffn_gate_inp.scale", "blk.2.ffn_up_exps.weight",
+                    "blk.1.attn_k.weight")),
+    ("llama4", ("blk.1.ffn_gate_exps.weight", "blk.3.ffn_down_exps.weight", "blk.0.attn_q.weight",
+                "blk.1.ffn_gate_inp.weight", "blk.3.ffn_up_shexp.weight")),
+])  # fmt: skip
+def test_a_file_is_held_to_its_source_and_a_scaled_tensor_is_found(
+    name: str, tensors: tuple[str, ...], models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = models(name)
+    file = export(source, tmp_path / "x.gguf", "F32")
+    sound = verify(file, VerificationOptions(source))
+    assert sound.findings == []
+    assert sound.unjudged == ""
+    for tensor in tensors:
+        found = verify(planted(file, tensor), VerificationOptions(source, forward=False)).findings
+        assert found, tensor
+        assert all(item.check != "manifest" for item in found)
+
+
+def test_the_commands_take_such_files(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = models("llama4")
+    file = export(source, tmp_path / "x.gguf", "Q8_0")
+    assert command(capsys, "verify", file, "--source", source).code == 0
+    ended = command(
+        capsys, "eval", source, file, "--windows", 2, "--length", 32, "--no-speed", "--max-kl", 0.05
+    )
+    assert ended.code == 0
+
+
+def changed(file: GgufFile, **values: Any) -> GgufFile:
+    """A file with other values of keys of its architecture; None: without them."""
+    arch = file.value("general.architecture", str)
+    metadata = dict(file.metadata)
+    for key, value in values.items():
+        place = f"{arch}.{key.replace('__', '.')}"
+        old = metadata.pop(place, Value(ValueType.U32, 0))
+        if value is not None:
+            kind = ValueType.ARRAY if isinstance(value, list) else old.type
+            metadata[place] = Value(kind, value, old.element)
+    return GgufFile(file.files, metadata, file.tensors)
+
+
+@pytest.mark.parametrize(("name", "values", "kind", "told"), [
+    ("gemma4", {"attention__sliding_window_pattern": [True] * 4}, NotReadError, "sliding_window_pattern"),
+    ("gemma4", {"attention__sliding_window_pattern": [False] * 4}, NotReadError, "sliding_window_pattern"),
+    ("gemma4", {"attention__sliding_window_pattern": [True] * 3}, InputError, "sliding_window_pattern"),
+    ("gemma4", {"attention__shared_kv_layers": 4}, NotReadError, "shared_kv_layers"),
+    ("gemma4", {"attention__head_count_kv": [2, 2, 1, 2]}, NotReadError, "head_count_kv"),
+    ("gemma4", {"feed_forward_length": [128, 128, 256, 128]}, NotReadError, "feed_forward_length"),
+    ("gemma4", {"attention__key_length_swa": None}, InputError, "key_length_swa"),
+    ("llama4", {"attention__sliding_window": 0}, NotReadError, "sliding_window = 0"),
+    ("llama4", {"interleave_moe_layer_step": None}, InputError, "interleave_moe_layer_step"),
+    ("llama4", {"expert_count": None}, InputError, "expert_count"),
+])  # fmt: skip
+def test_keys_that_no_configuration_says_are_refused_by_name(
+    name: str, values: dict[str, Any], kind: type[Exception], told: str,
+    models: Callable[[str], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    file = read_gguf(export(models(name), tmp_path / "x.gguf", "F32"))
+    with pytest.raises(kind, match=told):
+        config_of(changed(file, **values))
+
+
+def test_what_other_converters_leave_out_or_state_once(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = read_gguf(export(models("gemma4-equal"), tmp_path / "x.gguf", "F32"))
+    own = config_of(file)
+    assert own["final_logit_softcapping"] == 30.0
+    other = changed(file, feed_forward_length=128, attention__shared_kv_layers=None, rope__freq_base_swa=None,
+                    embedding_length_per_layer_input=None, final_logit_softcapping=None)  # fmt: skip
+    assert config_of(other) == own
+    assert config_of(changed(file, final_logit_softcapping=0.0))["final_logit_softcapping"] is None
+
+
+def test_the_published_frequencies_of_llama_4_come_back(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192}  # fmt: skip
+    model = models("llama4", rope_parameters=rope)
+    assert (
+        config_of(read_gguf(export(model, tmp_path / "x.gguf", "F32")))["rope_parameters"] == rope
+    )
+
+
+@pytest.mark.parametrize("kind", ["F32", *usual(["Q8_0"])])
+def test_gates_that_are_one_matrix_with_what_they_weigh_are_read_apart(
+    kind: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As llama.cpp's converter writes the experts of Gemma 4."""
+    pytest.importorskip("xllamacpp")
+    from quantforge.evaluation.llama_cpp import LlamaCpp
+
+    first = export(models("gemma4-moe"), tmp_path / "x.gguf", kind)
+    second = joined(first, tmp_path / "y.gguf")
+    assert "blk.0.ffn_gate_up_exps.weight" in read_gguf(second).tensors
+    one, other = open_gguf(first), open_gguf(second)
+    assert one.entries.keys() == other.entries.keys()
+    assert all(torch.equal(one.read(name), other.read(name)) for name in one.entries)
+    same = [LlamaCpp(file, 64).top(IDS, 5) for file in (first, second)]
+    assert same[0].keys() == same[1].keys()
+    assert all(abs(value - same[1][token]) < 1e-3 for token, value in same[0].items())
+    assert verify(second, VerificationOptions(models("gemma4-moe"), forward=False)).findings == []
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (3, 64, 64), (16, 64, 64), (4, 65, 64)])
+def test_a_stack_of_another_number_of_matrices_is_refused(
+    shape: tuple[int, ...], models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = export(models("gemma4-moe"), tmp_path / "x.gguf", "F32")
+    entry = read_gguf(path).tensors["blk.0.ffn_up_exps.weight"]
+    config = config_of(read_gguf(path))
+    names = tuple(f"{part}{number}" for number in range(4) for part in ("gate", "up"))
+    with pytest.raises(InputError, match="8 matrices of experts"):
+        _places(replace(entry, shape=shape), names, family_of(config), config)
+
+
+def joined(file: Path, out: Path) -> Path:
+    """A copy of a file, made by gguf's own writer, with gate and up of experts in one tensor."""
+    import gguf
+
+    read = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, "gemma4")
+    for key, field in read.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
+    data = {one.name: one for one in read.tensors}
+    for name, one in data.items():
+        if "ffn_up_exps" in name:
+            continue
+        gates, value = "ffn_gate_exps" in name, one.data
+        if gates:
+            value = np.concatenate([value, data[name.replace("gate", "up")].data], 1)
+        held = name.replace("gate", "gate_up") if gates else name
+        writer.add_tensor(held, value, raw_dtype=one.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
