@@ -19,8 +19,18 @@ ARCHITECTURE = replace(
     ),
     gguf=replace(
         deepseek_v3.LATENT_GGUF,
-        numbers={**deepseek_v3.LATENT_GGUF.numbers, "expert_gating_func": SOFTMAX},
-        graph={**deepseek_v3.LATENT_GGUF.graph, "scoring_func": "softmax", "topk_method": "greedy"},
+        numbers={  # transformers chooses among all experts, whatever their groups are
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_gating_func": SOFTMAX,
+            "attention.q_lora_rank": "q_lora_rank",
+        },
+        graph={
+            **deepseek_v3.LATENT_GGUF.graph,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+        obstacle=f"{deepseek_v3.HERE}.of_latents",
     ),
     defaults={
         **deepseek_v3.ARCHITECTURE.defaults,

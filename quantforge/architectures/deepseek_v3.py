@@ -11,7 +11,7 @@ from typing import Any
 
 from quantforge.architectures import LayerKind, latent, llama
 from quantforge.architectures.declare import Mixer, gated_mlp
-from quantforge.architectures.llama_cpp import SIGMOID, Family
+from quantforge.architectures.llama_cpp import SIGMOID, Family, own_epsilon
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -20,6 +20,7 @@ from quantforge.architectures.mixtures import (
     shared_experts,
 )
 
+HERE = "quantforge.architectures.deepseek_v3"
 LITE = (26, 27)  # layers of the released models without a latent for queries
 NARROW = "narrow/"  # prefix of kinds of layers whose queries are made of a latent
 MIXTURE = (
@@ -39,8 +40,8 @@ GGUF = Family(
     numbers={
         "leading_dense_block_count": "first_k_dense_replace",
         "expert_gating_func": SIGMOID,
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
+        "expert_group_count": f"{HERE}.groups",
+        "expert_group_used_count": f"{HERE}.used_groups",
     },
     reals={"expert_weights_scale": "routed_scaling_factor"},
     flags={"expert_weights_norm": "norm_topk_prob"},
@@ -52,6 +53,7 @@ LATENT_GGUF = replace(
     scalings=("yarn",),
     sizes={
         **GGUF.sizes,
+        "attention.head_count_kv": "heads",  # whatever num_key_value_heads says
         "attention.kv_lora_rank": "kv_rank",
         "attention.key_length": "nope+rope",
         "attention.value_length": "v_head",
@@ -65,7 +67,7 @@ LATENT_GGUF = replace(
         "mlp_bias": False,
         "scoring_func": "sigmoid",
     },
-    obstacle="quantforge.architectures.deepseek_v3.beyond_llama_cpp",
+    obstacle=f"{HERE}.beyond_llama_cpp",
 )
 
 
@@ -137,10 +139,18 @@ ARCHITECTURE = replace(
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: as `of_latents`, and turning whole parts."""
+    if config.get("head_dim") not in {None, turning := config["qk_rope_head_dim"]}:
+        return f"head_dim = {str(config['head_dim'])[:40]}", f"qk_rope_head_dim, {turning}"
+    return of_latents(config)
+
+
+def of_latents(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what llama.cpp does not compute and what it does, or None.
 
     It recognises models without a latent for queries by their number of layers, and takes for granted that YaRN also
-    multiplies the scores of attention.
+    multiplies the scores of attention. Its norms of latents have the epsilon of all others, where that of transformers
+    is 1e-6.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if (
@@ -149,6 +159,23 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
         and not scaling.get("mscale_all_dim")
     ):
         return "yarn scaling without mscale_all_dim", "with it"
-    if config.get("q_lora_rank") is None and config["num_hidden_layers"] not in LITE:
-        return "q_lora_rank = null", f"with {' or '.join(map(str, LITE))} layers, or a number"
+    if why := own_epsilon(config):
+        return why
+    rank, layers = config.get("q_lora_rank"), " or ".join(map(str, LITE))
+    if rank is None and config["num_hidden_layers"] not in LITE:
+        return "q_lora_rank = null", f"with {layers} layers, or a number"
+    if rank is not None and config["num_hidden_layers"] in LITE:
+        return f"q_lora_rank = {str(rank)[:40]}", f"null with {layers} layers"
     return None
+
+
+def groups(config: Mapping[str, Any]) -> int | None:
+    """Return into how many groups experts fall, 1 where all groups are used; None where nothing is said."""
+    found: int | None = config.get("n_group")
+    return 1 if found is not None and found == config.get("topk_group") else found
+
+
+def used_groups(config: Mapping[str, Any]) -> int | None:
+    """Return of how many groups the experts of a token are; as `groups`."""
+    found: int | None = config.get("topk_group")
+    return 1 if found is not None and found == config.get("n_group") else found

@@ -48,6 +48,7 @@ ARCHITECTURE = replace(
         "shared": ("quantforge.architectures.ernie4_5_moe.shared",),
     },
     defaults={
+        "rope_theta": 500_000.0,
         "num_hidden_layers": 28,
         "num_attention_heads": 20,
         "num_key_value_heads": 4,
@@ -66,12 +67,10 @@ ARCHITECTURE = replace(
         "ernie4_5-moe",
         experts=True,
         used="moe_k",
-        sizes={
-            "expert_feed_forward_length": "inner",
-            "expert_shared_feed_forward_length": "shared*inner",
-        },
+        sizes={"expert_feed_forward_length": "inner"},
         numbers={
             "expert_shared_count": "moe_num_shared_experts",
+            "expert_shared_feed_forward_length": f"{__name__}.shared_width",
             "leading_dense_block_count": "moe_layer_start_index",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
@@ -111,6 +110,12 @@ def shared(config: Mapping[str, Any]) -> int:
     if type(count) is not int or count < 0:
         raise InputError(f"config.json: moe_num_shared_experts = {str(count)[:40]!r}", "a number")
     return max(count, 1)
+
+
+def shared_width(config: Mapping[str, Any]) -> int | None:
+    """Return the columns that all shared experts have together, None where there are none; errors as `shared`."""
+    width: int = config["moe_intermediate_size"]
+    return shared(config) * width if config["moe_num_shared_experts"] else None
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:

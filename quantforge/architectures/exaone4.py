@@ -3,7 +3,9 @@
 Layers that see everything do not rotate where others have a window.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quantforge.architectures import llama, olmo2
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
@@ -11,6 +13,7 @@ from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 
+_WINDOWED = 64  # layers of the release with windows
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -30,6 +33,14 @@ ARCHITECTURE = replace(
         class_name="Exaone4ForCausalLM",
         heads_fill=True,
         graph={"sliding_window": None},
+        obstacle=f"{__name__}.beyond_llama_cpp",
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: it tells windows by the number of layers."""
+    if config["num_hidden_layers"] == _WINDOWED:
+        return f"num_hidden_layers = {_WINDOWED} without windows", "another number"
+    return None

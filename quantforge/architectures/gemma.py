@@ -25,7 +25,7 @@ ARCHITECTURE = replace(
         norm_plus_one=True,
         head=False,
         class_name="GemmaForCausalLM",
-        activations=("gelu_pytorch_tanh",),
+        activations=("gelu_pytorch_tanh", "gelu"),  # to transformers one, as in the first releases
     ),
     windows=NONE,
 )

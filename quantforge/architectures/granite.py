@@ -5,9 +5,16 @@ from dataclasses import replace
 from quantforge.architectures import llama
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
 
+FACTORS = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}  # where a configuration leaves them out
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="granite",
+    defaults={**llama.ARCHITECTURE.defaults, **FACTORS},
     gguf=Family(
         "granite",
         interleaved=True,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import llama
+from quantforge.architectures import granite, llama
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 from quantforge.architectures.mixtures import experts_in_one, router
@@ -22,6 +22,7 @@ ARCHITECTURE = replace(
     kinds=(layer(*PARTS),),
     sizes={"experts": ("num_local_experts", "num_experts")},
     defaults={
+        **granite.FACTORS,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "intermediate_size": 11008,

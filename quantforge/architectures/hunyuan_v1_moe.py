@@ -30,6 +30,7 @@ ARCHITECTURE = replace(
         "num_attention_heads": 32,
         "intermediate_size": 11008,
         "num_experts": 1,
+        "moe_topk": 1,
     },
     gguf=Family(
         "hunyuan-moe",

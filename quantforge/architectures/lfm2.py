@@ -77,6 +77,7 @@ ARCHITECTURE = Architecture(
         sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
         lists={"attention.head_count_kv": f"{HERE}.kv_heads"},
         squeezed=("conv.conv.weight",),
+        heads_fill=True,
         obstacle=f"{HERE}.beyond_llama_cpp",
         is_read=False,
     ),
@@ -85,6 +86,8 @@ ARCHITECTURE = Architecture(
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what llama.cpp does not compute and what it does, or None: it ends where a kind has no layer."""
+    if config["conv_L_cache"] < 2:
+        return f"conv_L_cache = {config['conv_L_cache']}", "2 or more"
     if len(found := {*kinds(config)}) < len(ARCHITECTURE.kinds):
         return f"layers that are all {', '.join(found)}", "conv beside full_attention"
     return None

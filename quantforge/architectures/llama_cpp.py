@@ -61,6 +61,8 @@ class Family:
         divided_head: the dimension of a head of the layers without a window, where each of its frequencies is divided
             by a number in the file; "" where frequencies are those of the keys.
         yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
+        yarn_betas: whether llama.cpp reads by how many turns YaRN tells frequencies apart; else it takes the usual.
+        yarn_rounded: whether a range of frequencies that transformers does not round is an event, and not refused.
         scalings: kinds of scaling of rotary positions that its graph computes.
         base: dotted path of a function that returns the base of the frequencies for a configuration with the family's
             defaults, where its scaling changes nothing else; None elsewhere.
@@ -103,6 +105,8 @@ class Family:
     windowed: bool = False
     divided_head: str = ""
     yarn_multiplier: bool = False
+    yarn_betas: bool = False
+    yarn_rounded: bool = False
     scalings: tuple[str, ...] = SCALINGS
     base: str = ""
     window: int | None = None
@@ -136,3 +140,12 @@ LLAMA_BIASES = (
     "ffn_down.bias",
 )
 NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
+_EPSILON = 1e-5  # the largest of the releases, which does not show in what they compute
+
+
+def own_epsilon(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return an epsilon of norms that makes a difference where llama.cpp takes its own, and what it may be, or None."""
+    stated = config.get("rms_norm_eps")
+    if isinstance(stated, int | float) and stated > _EPSILON:
+        return f"rms_norm_eps = {stated:g}", f"up to {_EPSILON:g}"
+    return None

@@ -34,6 +34,7 @@ ARCHITECTURE = replace(
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
     defaults={
+        "rope_theta": 5_000_000.0,
         "num_hidden_layers": 62,
         "num_attention_heads": 48,
         "num_key_value_heads": 8,

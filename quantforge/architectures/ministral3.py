@@ -27,6 +27,7 @@ ARCHITECTURE = replace(
         },
         obstacle=f"{__name__}.beyond_llama_cpp",
         yarn_multiplier=True,
+        yarn_betas=True,
         is_read=False,
     ),
 )

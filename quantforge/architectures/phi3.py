@@ -28,6 +28,8 @@ ARCHITECTURE = replace(
     defaults={
         **llama.ARCHITECTURE.defaults,
         "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
         "partial_rotary_factor": 1.0,
     },
     graph=DecoderGraph(fused="qkv_proj", one_window=True),

@@ -43,6 +43,7 @@ ARCHITECTURE = replace(
         heads_fill=True,
         window=4096,
         lists={"rope.dimension_sections": "quantforge.architectures.qwen_tower.sections"},
+        obstacle="quantforge.architectures.llama_cpp.own_epsilon",  # it does not read that of the file
         is_read=False,
     ),
     windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 80)),

@@ -16,6 +16,7 @@ TEXT = replace(
     ),
     kind_of="quantforge.architectures.qwen3_next.mixers",
     sizes=SIZES,
+    gguf=None,
     defaults={
         **DEFAULTS,
         "num_hidden_layers": 32,

@@ -132,6 +132,10 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return what llama.cpp does not compute and what it does, or None: it puts attention in every n-th layer."""
     found = mixers(config)
+    if LINEAR not in found:
+        return "layers that are all full_attention", "linear_attention beside them"
+    if config["linear_conv_kernel_dim"] < 2:
+        return f"linear_conv_kernel_dim = {config['linear_conv_kernel_dim']}", "2 or more"
     runs = {"layer_types": None, "full_attention_interval": interval(config)}
     if found != mixers({**config, **runs}):
         return f"layer_types = {str(found)[:60]}", "full_attention at the end of equal runs"

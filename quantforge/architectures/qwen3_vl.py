@@ -13,6 +13,7 @@ from quantforge.architectures.qwen_tower import (
     common_keys,
     output_size,
     patches,
+    sections,
     side_of,
     tower_of,
 )
@@ -32,11 +33,21 @@ ARCHITECTURE = replace(
         "qwen3vl",
         numbers={"n_deepstack_layers": f"{__name__}.deep_count"},
         lists={"rope.dimension_sections": "quantforge.architectures.qwen_tower.sections"},
+        obstacle=f"{__name__}.beyond_llama_cpp",
         is_read=False,
     ),
     windows=NONE,
     projector={"qwen3_vl": f"{__name__}.projector"},
 )
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: it ends where layers or columns are too few."""
+    if config["num_hidden_layers"] <= (deep := deep_count(config)):
+        return f"num_hidden_layers = {config['num_hidden_layers']}", f"more than {deep}"
+    if config["head_dim"] < 2 * sum(sections(config)):
+        return f"mrope_section = {sections(config)[:3]}", f"half of head_dim, {config['head_dim']}"
+    return None
 
 
 def projector(config: Mapping[str, Any]) -> Projector:

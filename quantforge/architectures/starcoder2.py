@@ -32,6 +32,7 @@ ARCHITECTURE = replace(
         biases=(*LLAMA_BIASES, *NORM_BIASES),
         class_name="Starcoder2ForCausalLM",
         activations=("gelu_pytorch_tanh",),
+        heads_fill=True,
         epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
         graph={"use_bias": True},
         bias_keys={},

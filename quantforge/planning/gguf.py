@@ -118,7 +118,9 @@ def _with_tower(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[st
     if not isinstance(vision, Mapping):
         return text
     known = text if architecture_of(text) is not None else whole
-    return {**text, "model_type": known.get("model_type"), "vision_config": vision}
+    causal = whole.get("is_causal", True) and text.get("is_causal", True)
+    own = {"model_type": known.get("model_type"), "vision_config": vision, "is_causal": causal}
+    return {**text, **own}
 
 
 def _of_towers(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -52,6 +52,43 @@ def test_large_logits_are_capped_as_the_configuration_says(cap, tmp_path):
     assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.1
 
 
+def computes_the_same(model: Path, out: Path) -> bool:
+    """Return whether llama.cpp computes of the exported model what transformers does of the directory."""
+    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
+    found = LlamaCpp(export(model, out, "F32"), 64).top(IDS, 40)
+    return max(abs(value - expected[token].item()) for token, value in found.items()) < 1e-2
+
+
+ABSENT = object()
+
+
+@pytest.mark.parametrize(("name", "changes"), [
+    *((name, dict.fromkeys(("attention_multiplier", "residual_multiplier", "logits_scaling"), ABSENT))
+      for name in ("granite", "granitemoe")),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0}}),
+    ("phi3-long", {"original_max_position_embeddings": ABSENT}),
+    ("phi3-long", {"rope_parameters": {**gguf_models.FAMILIES["phi3-long"][1]["rope_parameters"], "factor": 3.0}}),
+    *((name, {"rope_parameters": {}}) for name in ("gpt_oss", "ernie4_5_moe", "minimax_m2")),
+    ("gemma4-equal", {"final_logit_softcapping": None}), ("deepseek_v3", {"topk_group": 2}),
+    ("deepseek_v2", {"n_group": 2}), ("deepseek_v3", {"num_key_value_heads": 2}), ("gemma", {"hidden_act": "gelu"}),
+    ("hunyuan_v1_moe", {"moe_topk": ABSENT}),
+], ids=str)  # fmt: skip
+def test_keys_that_are_left_out_or_null_are_what_transformers_takes_them_for(
+    name, changes, tmp_path
+):
+    config = gguf_models.make(name, tmp_path / "m") / "config.json"
+    stated = {**json.loads(config.read_text()), **changes}
+    kept = {key: value for key, value in stated.items() if value is not ABSENT}
+    config.write_text(json.dumps(kept))
+    assert computes_the_same(tmp_path / "m", tmp_path / "x.gguf")
+
+
+def test_experts_without_shared_ones_are_written(tmp_path):
+    model = gguf_models.make("ernie4_5_moe", tmp_path / "m", moe_num_shared_experts=0)
+    assert computes_the_same(model, tmp_path / "x.gguf")
+
+
 @pytest.mark.parametrize("name", ["qwen2_moe", "granitemoe", "gpt_oss", "deepseek_v2"])
 def test_quantized_experts_compute_what_they_did(name, tmp_path):
     """Experts of a stack are rounded one by one and stacked again, gate and up apart."""
@@ -132,9 +169,7 @@ def test_the_original_context_is_the_one_that_transformers_takes(changes, tmp_pa
     model = gguf_models.make("llama-yarn", tmp_path / "m")
     config = model / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    expected = torch.log_softmax(gguf_models.logits(model, IDS).double(), -1)
-    found = LlamaCpp(export(model, tmp_path / "x.gguf", "F32"), 64).top(IDS, 40)
-    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 1e-2
+    assert computes_the_same(model, tmp_path / "x.gguf")
 
 
 def test_a_window_in_every_layer_is_told_whatever_the_list_says(tmp_path):

@@ -16,6 +16,7 @@ In this folder:
     importance_records  Records of an importance matrix in the older form, read in order
     key_reader          Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
     layer_patterns      Patterns of layers that llama.cpp knows by heart: which ones slide
+    left_out            Events for what llama.cpp's graph of a family leaves out: windows
     metadata            The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture             Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
     modelfile           A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
@@ -38,6 +39,7 @@ In this folder:
     tokenizer_files     The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
     tokenizer_json      Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
     vocabulary          Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
+    yarn_range          The range of frequencies that YaRN interpolates, in transformers and in llama.cpp
 """
 
 from __future__ import annotations

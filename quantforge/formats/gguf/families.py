@@ -55,12 +55,12 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("gemma3", norm_plus_one=True, activations=_TANH, period=6, windowed=True),
     "gemma3_text": Family("gemma3", norm_plus_one=True, class_name="Gemma3ForCausalLM",
                           activations=_TANH, period=6, windowed=True),
-    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, windowed=True,
-                   scalings=("longrope",)),
+    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, scalings=("longrope",)),
     "smollm3": Family("smollm3", interleaved=True, class_name="SmolLM3ForCausalLM", no_rope_period=4),
     "gpt2": Family("gpt2", biases=("attn_qkv.bias", "attn_output.bias", "attn_norm.bias", "ffn_norm.bias",
                                    "ffn_up.bias", "ffn_down.bias", "output_norm.bias"),
-                   class_name="GPT2LMHeadModel", activations=("gelu_new", *_TANH)),
+                   class_name="GPT2LMHeadModel", activations=("gelu_new", *_TANH),
+                   graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}),
 }  # fmt: skip
 
 

@@ -12,8 +12,6 @@ from quantforge.formats.gguf.stated_keys import refused
 
 def check_windows(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
     """Raise `RefusedError` unless the last of every ``family.period`` layers alone has full attention."""
-    if config.get("sliding_window", 4096) is None:
-        raise refused("sliding_window = null", f"{family.arch}'s layers slide")
     period = family.period
     kinds = [
         "full_attention" if i % period == period - 1 else "sliding_attention"

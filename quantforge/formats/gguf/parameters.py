@@ -18,6 +18,7 @@ from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
 from quantforge.formats.gguf.layer_patterns import check_no_rope, check_windows
+from quantforge.formats.gguf.left_out import left_out
 from quantforge.formats.gguf.rope import Rope, rope_of
 from quantforge.formats.gguf.rope_keys import rope_keys, rope_tensors
 from quantforge.formats.gguf.stated_keys import check_graph, refused, stated_keys
@@ -30,8 +31,8 @@ _COMPUTED = (
     "norm_topk_prob",
     "partial_rotary_factor",
     "rope_parameters",
+    "original_max_position_embeddings",
 )
-ROUNDED = "llama.cpp rounds the range of frequencies that yarn interpolates; truncate = false in the source"
 _GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
@@ -60,9 +61,7 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     defaults = _defaults(config)
     declared = architecture_of(config)
     sizes = declared.dimensions(config) if declared else dimensions_of(config, defaults)
-    if config.get("rope_parameters") is None:  # null, too, asks for those of the family
-        config = {key: value for key, value in config.items() if key != "rope_parameters"}
-    config = {**{key: defaults[key] for key in _COMPUTED if key in defaults}, **config}
+    config = _stated(config, defaults)
     mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
     experts = _experts(sizes) if mixed else 0
     _check(config, family, sizes)
@@ -83,11 +82,11 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family, sizes)
     _check_part(rope, family, sizes, defaults)
-    found |= rope_keys(rope, multiplies=family.yarn_multiplier)
+    found |= rope_keys(rope, family)
     found |= _of_family(config, family, sizes, rope)
     if experts:
         found["expert_count"] = u32(experts)
-        found["expert_used_count"] = u32(_integer(config, family.used, 2))
+        found["expert_used_count"] = u32(_used({**defaults, **config}, family, experts))
         if family.arch == "qwen3moe":
             found["expert_feed_forward_length"] = u32(
                 _integer(config, "moe_intermediate_size", 768)
@@ -95,9 +94,20 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     found |= stated_keys({**defaults, **config}, family, sizes)
     return Parameters(
         _keyed(family, found), rope_tensors(rope), sizes, experts,
-        interleaved=family.interleaved, plus_one=family.norm_plus_one, events=_events(config, family, sizes),
+        interleaved=family.interleaved, plus_one=family.norm_plus_one,
+        events=left_out({**defaults, **config}, family, sizes, rope),
         plain_norms=family.plain_norms, decays=family.decays,
     )  # fmt: skip
+
+
+def _stated(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
+    """Return a configuration with what the family computes with where a key is left out."""
+    own = {key: defaults[key] for key in _COMPUTED if key in defaults}
+    if config.get("rope_parameters") is None:  # null, too, asks for those of the family
+        config = {key: value for key, value in config.items() if key != "rope_parameters"}
+        if config.get("rope_scaling"):
+            own.pop("rope_parameters", None)
+    return {**own, **config}
 
 
 def _keyed(family: Family, found: Mapping[str, Value]) -> dict[str, Value]:
@@ -160,12 +170,25 @@ def _experts(sizes: Dimensions) -> int:
     return count
 
 
+def _used(config: Mapping[str, Any], family: Family, experts: int) -> int:
+    count = _integer(config, family.used, 2)
+    groups, used = config.get("n_group"), config.get("topk_group")
+    most = experts
+    if "expert_group_count" in family.numbers and groups and used:
+        most = experts // groups * used
+    if not 1 <= count <= most:
+        raise refused(f"{family.used} = {count}", f"1 to {most}")
+    return count
+
+
 def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
     allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
-    stated = next((config[key] for key in keys if config.get(key)), allowed[0])
-    if stated not in allowed:
-        raise refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+    for stated in (config[key] for key in keys if config.get(key)):
+        if stated not in allowed:
+            raise refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+    if family.interleaved and sizes.head % 2:
+        raise refused(f"head_dim = {sizes.head}", "an even number")
     if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
         raise refused(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
@@ -218,33 +241,3 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
         config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
     ):
         raise refused("soft-capping", f"{family.arch} has none")
-
-
-def _events(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> tuple[Event, ...]:
-    """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have."""
-    stated = config.get("rope_parameters")
-    if isinstance(stated, Mapping) and stated.get("truncate") is False:
-        return (
-            Event("rope-rounded", "config.json", ROUNDED),
-            *_window_events(config, family, sizes),
-        )
-    return _window_events(config, family, sizes)
-
-
-def _window_events(
-    config: Mapping[str, Any], family: Family, sizes: Dimensions
-) -> tuple[Event, ...]:
-    window = config.get("sliding_window", family.window)
-    if window is None or sizes.positions <= window or family.windowed:
-        return ()
-    if not _slides(config, sizes.layers):
-        return ()
-    text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
-    return (Event("window-left-out", "config.json", text),)
-
-
-def _slides(config: Mapping[str, Any], layers: int) -> bool:
-    """Return whether a layer slides, if there is a window, as transformers reads the configuration."""
-    declared = architecture_of(config)
-    rule = declared.windows if declared else None
-    return rule is not None and any(rule.of_layers({**_defaults(config), **config}, layers))

@@ -13,9 +13,11 @@ import math
 import struct
 from collections.abc import Sequence
 
+from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
 from quantforge.formats.gguf.rope import Rope, number
+from quantforge.formats.gguf.yarn_range import BETAS, check_range
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -23,11 +25,8 @@ _PROPORTIONAL = "proportional"  # of a part of a head, by the frequencies of the
 _NEVER = 1e30  # divides a frequency to nothing
 
 
-def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
-    """Return the keys, without the name of the architecture; errors as `rope_of`.
-
-    ``multiplies``: as `Family.yarn_multiplier`.
-    """
+def rope_keys(rope: Rope, family: Family) -> dict[str, Value]:
+    """Return the keys, without the name of the architecture; errors as `rope_of`."""
     keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
     if rope.local_base is not None:
         keys["rope.freq_base_swa"] = f32(rope.local_base)
@@ -35,45 +34,29 @@ def rope_keys(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
         keys["rope.scaling.type"] = text("linear")
         keys["rope.scaling.factor"] = f32(number(rope.settings, "factor", None))
     if rope.kind == "yarn":
-        keys |= _yarn(rope, multiplies=multiplies)
+        keys |= _yarn(rope, family)
     if rope.kind == "longrope":
-        scale = rope.context / (rope.original or rope.context)
+        scale = number(rope.settings, "factor", rope.context / (rope.original or rope.context))
         factor = math.sqrt(1 + math.log(scale) / math.log(rope.original)) if scale > 1 else 1.0
         keys["rope.scaling.attn_factor"] = f32(number(rope.settings, "attention_factor", factor))
     return keys
 
 
-def _yarn(rope: Rope, *, multiplies: bool) -> dict[str, Value]:
+def _yarn(rope: Rope, family: Family) -> dict[str, Value]:
     keys: dict[str, Value] = {"rope.scaling.type": text("yarn")}
     keys["rope.scaling.factor"] = f32(number(rope.settings, "factor", None))
     keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
-    for name in ("beta_fast", "beta_slow"):
+    for name in BETAS:
         if rope.settings.get(name) is not None:
             keys[f"rope.scaling.yarn_{name}"] = f32(number(rope.settings, name, None))
-    fast, slow = (
-        number(rope.settings, f"beta_{name}", otherwise)
-        for name, otherwise in (("fast", 32.0), ("slow", 1.0))
-    )
-    if fast < slow:
-        raise InputError(
-            f"config.json: beta_fast = {fast:g}, beta_slow = {slow:g}", "exchange them"
-        )
-    original, turn = rope.original or rope.context, 2 * math.pi * slow
-    base = 2 * math.log(rope.base)
-    # A range that ends before it begins: transformers interpolates nothing then, and llama.cpp all.
-    if base > 0 and math.ceil(rope.width * math.log(original / turn) / base) < 0:
-        raise RefusedError(
-            f"config.json: yarn from {original} tokens, fewer than a turn of its slow frequencies,"
-            " is computed otherwise by llama.cpp",
-            "use --format compressed-tensors",
-        )
+    check_range(rope, family)
     whole = rope.settings.get("mscale_all_dim")
     if whole and rope.settings.get("mscale") != whole:
         raise RefusedError(
             "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
             "use --format compressed-tensors",
         )
-    if whole and not multiplies:
+    if whole and not family.yarn_multiplier:
         raise RefusedError(
             "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
             "use --format compressed-tensors",
@@ -112,7 +95,7 @@ def _llama3(rope: Rope) -> list[float]:
         number(rope.settings, "factor", 8.0),
         number(rope.settings, "low_freq_factor", 1.0),
         number(rope.settings, "high_freq_factor", 4.0),
-        rope.original or 8192,
+        rope.original or rope.context,
     )
 
 

@@ -31,6 +31,8 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
             found[key] = u32(_number(place, number, int))
     for key, place in family.reals.items():
         if (real := _found(place, config)) is not None:
+            if not real and place in config:  # to llama.cpp, 0 is as good as none
+                raise refused(f"{place} = {real}", "a number above 0")
             found[key] = f32(_number(place, real, float))
     for key, place in family.flags.items():
         stated = place if isinstance(place, bool) else config.get(place)
@@ -49,6 +51,8 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
     Raises:
         RefusedError: naming the key and the value.
     """
+    if not config.get("is_causal", True):
+        raise refused(f"is_causal = {str(config['is_causal'])[:40]}", "true")
     declared = architecture_of(config)
     for key, value in (declared.requires if declared else {}).items():
         if (config.get(key, value) or None) != (value or None):

@@ -63,17 +63,6 @@ def test_experts_that_are_not_normalised_are_refused_where_nothing_is_said(tiny:
         parameters(config, family_of(config))
 
 
-def test_rounded_frequencies_do_not_hide_the_window_that_is_left_out(tiny: Tiny) -> None:
-    config = config_of(tiny("qwen2"))
-    layers = config["num_hidden_layers"]
-    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "truncate": False,
-            "original_max_position_embeddings": 32}  # fmt: skip
-    config |= {"rope_parameters": rope, "use_sliding_window": True, "sliding_window": 16,
-               "layer_types": ["sliding_attention"] * layers}  # fmt: skip
-    found = parameters(config, family_of(config)).events
-    assert [event.kind for event in found] == ["rope-rounded", "window-left-out"]
-
-
 def declared(model_type: str) -> dict[str, Any]:
     """Return a tiny configuration as transformers completes it."""
     model_type, values = {**gguf_models.FAMILIES, **gguf_models.WRITTEN}[model_type]

@@ -193,6 +193,8 @@ ABSENT = object()
         ("mistral", {"use_sliding_window": False, "sliding_window": 16}, 1),
         ("mistral", {"sliding_window": 16, "max_position_embeddings": ABSENT}, 1),
         ("mistral", {"sliding_window": ABSENT, "max_position_embeddings": 32768}, 1),
+        ("phi3", {"sliding_window": 16}, 1),
+        ("phi3", {"sliding_window": 128}, 0),
         ("mistral", {"sliding_window": ABSENT, "max_position_embeddings": 4096}, 0),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ABSENT,
                    "max_window_layers": 100}, 0),
