@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantforge.grids import SUPERBLOCKS, PerTensor, Tile
+from quantforge.grids import GRIDS, SUPERBLOCKS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
@@ -139,7 +139,8 @@ def _no_row_is_worse(
     found = gptq.round_shared(weights, statistics, schemes, rounding)
     squares = statistics.importance if rounding.weighs else None
     plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, rounding)
-    factor = factorise(hessian, rounding.gptq.damping, torch.arange(len(hessian)))
+    shrinkage = max(GRIDS[scheme.grid].shrinkage for scheme in schemes.values())
+    factor = factorise(hessian, rounding.gptq.damping, torch.arange(len(hessian)), shrinkage)
     if factor is None:  # then it is plain rounding
         return
     totals: list[list[Tensor]] = [[], []]

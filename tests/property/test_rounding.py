@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantforge.grids import INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Zero
+from quantforge.grids import GRIDS, INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Zero
 from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
 from quantforge.quantizers import gptq
@@ -83,7 +83,8 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
             {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, rounding
         )
         results.append(rounded["w"].tensor)
-    factor = factorise(hessian, 0.01, torch.arange(len(hessian)))
+    shrinkage = GRIDS[scheme.grid].shrinkage
+    factor = factorise(hessian, 0.01, torch.arange(len(hessian)), shrinkage)
     if not bool(hessian.any()) or factor is None:
         return
 
