@@ -44,8 +44,14 @@ def _factor(value: Any) -> bool:
     return value is None or _number(value) or (isinstance(value, list) and all(map(_number, value)))
 
 
-def _name(value: Any) -> bool:
-    return isinstance(value, str)
+def _activation(value: Any) -> bool:
+    return isinstance(value, str) and _KNOWN.fullmatch(value) is not None
+
+
+def _other_activation(value: Any) -> bool:
+    return value is None or _activation(
+        value
+    )  # null where another key names it, as of the first Gemma
 
 
 def _flag(value: Any) -> bool:
@@ -56,32 +62,32 @@ def _mapping(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
-_ACTIVATION = "(mlp_|mamba_)?hidden_act|hidden_activation|activation_function"
-_RULES = tuple(
-    _Checked(re.compile(keys), holds, wanted)
-    for keys, holds, wanted in (
-        ("|".join((*FINAL_CAPS, "attn_logit_softcapping")), _above_zero, "null, or above 0"),
-        ("rms_norm_eps|norm_eps|layer_norm_epsilon", _not_below_zero, "a number, at least 0"),
-        (".*_multipliers?|routed_scaling_factor|logits_scaling", _factor, "a number"),
-        (_ACTIVATION, _name, "a name, such as 'silu'"),
-        ("tie_word_embeddings|attention_bias|mlp_bias|norm_topk_prob", _flag, "true or false"),
-        ("rope_parameters|rope_scaling", _mapping, "null, or an object"),
-    )
+def _checked(keys: str, holds: Callable[[Any], bool], wanted: str) -> _Checked:
+    return _Checked(re.compile(keys), holds, wanted)
+
+
+_RULES = (
+    _checked("|".join((*FINAL_CAPS, "attn_logit_softcapping")), _above_zero, "null, or above 0"),
+    _checked(".*_multipliers?|routed_scaling_factor|logits_scaling", _factor, "a number"),
+    _checked("tie_word_embeddings|attention_bias|mlp_bias|norm_topk_prob", _flag, "true or false"),
+    _checked("rope_parameters|rope_scaling", _mapping, "null, or an object"),
+)
+# Of families with declarations: the code of others may leave an epsilon out, or know other activations.
+_OF_DECLARED = (
+    _checked("rms_norm_eps|norm_eps|layer_norm_epsilon", _not_below_zero, "a number, at least 0"),
+    _checked("(mlp_|mamba_)?hidden_act|activation_function", _activation, "a name, such as 'silu'"),
+    _checked("hidden_activation", _other_activation, "a name, such as 'silu', or null"),
 )
 
 
 def check_values(config: Mapping[str, Any], *, declared: bool) -> None:
-    """Refuse values of a (text) configuration that nothing computes with.
-
-    Args:
-        config: the configuration.
-        declared: it is of a family with declarations, so that no code of its own can know other activations.
+    """Refuse values of a (text) configuration that nothing computes with; ``declared``: its family has declarations.
 
     Raises:
         InputError: naming the key.
     """
+    rules = (*_RULES, *_OF_DECLARED) if declared else _RULES
     for key, value in config.items():
-        known = not declared or not re.fullmatch(_ACTIVATION, key) or _KNOWN.fullmatch(str(value))
-        for rule in _RULES:
-            if rule.keys.fullmatch(key) and not (known and rule.holds(value)):
+        for rule in rules:
+            if rule.keys.fullmatch(key) and not rule.holds(value):
                 raise InputError(f"config.json: {key} = {str(value)[:40]!r}", rule.wanted)

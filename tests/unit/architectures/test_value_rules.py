@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from transformers.activations import ACT2FN
 
+from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.value_rules import check_values
 from quantforge.errors import InputError
+from scripts.tiny_families import configuration, families
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_what_nothing_computes_with_is_refused(key: str, value: Any) -> None:
         ("rms_norm_eps", 0),
         ("rms_norm_eps", 1e-5),
         ("layer_norm_eps", None),
+        ("hidden_activation", None),  # of the first Gemma, beside hidden_act
         ("rope_scaling", None),
         ("rope_parameters", {"rope_theta": 1e4}),
         ("mlp_multipliers", [1.0, 0.5]),
@@ -62,7 +65,13 @@ def test_the_rest_is_taken(key: str, value: Any) -> None:
     check_values({key: value}, declared=True)
 
 
-def test_a_model_with_code_of_its_own_may_name_its_own_activation() -> None:
-    check_values({"hidden_act": "silly"}, declared=False)
-    with pytest.raises(InputError, match="hidden_act"):
-        check_values({"hidden_act": None}, declared=False)
+def test_a_model_with_code_of_its_own_may_know_other_activations_and_leave_an_epsilon_out() -> None:
+    check_values({"hidden_act": "silly", "rms_norm_eps": None}, declared=False)
+    with pytest.raises(InputError, match="rope_scaling"):
+        check_values({"rope_scaling": "x"}, declared=False)
+
+
+def test_defaults_of_no_family_are_refused() -> None:
+    for family in families():
+        config = configuration(family).to_dict()
+        check_values(text_config(config), declared=architecture_of(config) is not None)
