@@ -72,7 +72,7 @@ def match(
     if architecture is not None:
         architecture = architecture.as_held(tensor.name for tensor in stored)
     tower = text_config(config)
-    check_values(tower, declared=architecture is not None)
+    check_values(tower, declared=architecture is not None and not found)
     if architecture is None:
         return match_by_names(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ARCH = "clip"
 _F16 = 1  # `general.file_type`
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
+_LEAST = 1e-3  # that colours are divided by
 _AS_THEY_ARE = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # colours that are not shifted, and divided by 1
 
 
@@ -44,10 +45,13 @@ def tower_keys(declared: Projector, source: Path) -> dict[str, container.Value]:
     """Return the keys of the tower, in which the processor's settings say how pictures are shifted and divided."""
     settings = _processor(source)
     mean, deviation = (
-        _three(settings, key, usual)
-        for key, usual in (("image_mean", declared.mean), ("image_std", declared.deviation))
+        _three(settings, key, usual, least)
+        for key, usual, least in (
+            ("image_mean", declared.mean, 0.0),
+            ("image_std", declared.deviation, _LEAST),
+        )
     )
-    if settings.get("do_normalize", declared.normalizes) is False:
+    if not _normalizes(settings, declared):
         mean, deviation = map(list, _AS_THEY_ARE)
     colours = {
         key: container.array(ValueType.F32, value)
@@ -79,9 +83,23 @@ def _processor(source: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _three(settings: Mapping[str, Any], key: str, otherwise: tuple[float, ...]) -> list[float]:
-    found = settings.get(key, otherwise)
+def _normalizes(settings: Mapping[str, Any], declared: Projector) -> bool:
+    stated = settings.get("do_normalize")
+    if stated is None:
+        return declared.normalizes
+    if not isinstance(stated, bool):
+        said = f"{_SETTINGS[0]}: do_normalize = {str(stated)[:40]!r}"
+        raise InputError(said, "true or false")
+    return stated
+
+
+def _three(
+    settings: Mapping[str, Any], key: str, otherwise: tuple[float, ...], least: float
+) -> list[float]:
+    stated = settings.get(key)
+    found = otherwise if stated is None else stated
     good = isinstance(found, list | tuple) and len(found) == 3
-    if not good or not all(type(one) in {int, float} and 0 <= one <= 1 for one in found):
-        raise InputError(f"{_SETTINGS[0]}: {key} = {str(found)[:40]}", "three numbers from 0 to 1")
+    if not good or not all(type(one) in {int, float} and least <= one <= 1 for one in found):
+        wanted = f"three numbers from {least:g} to 1"
+        raise InputError(f"{_SETTINGS[0]}: {key} = {str(found)[:40]}", wanted)
     return [float(one) for one in found]

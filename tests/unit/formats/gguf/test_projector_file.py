@@ -162,8 +162,14 @@ def test_colours_are_those_of_the_processor(models, tmp_path):
     file = read_gguf(written(model, tmp_path / "x.gguf"))
     assert file.metadata["clip.vision.image_mean"].value == pytest.approx([0.1, 0.2, 0.3])
     assert file.metadata["clip.vision.image_std"].value == [0.5, 0.5, 0.5]
-    (model / "preprocessor_config.json").write_text(json.dumps({"image_mean": [1, 2]}))
-    refused(InputError, "image_mean", model, tmp_path, mmproj=True)
+    for key, value in (
+        ("image_mean", [1, 2]),
+        ("image_std", [0, 0, 0]),
+        ("image_std", [-0.5, 0.5, 0.5]),
+        ("do_normalize", "false"),
+    ):
+        (model / "preprocessor_config.json").write_text(json.dumps({key: value}))
+        refused(InputError, key, model, tmp_path, mmproj=True)
 
 
 def test_names_of_published_files_are_known_too(models, tmp_path):
