@@ -37,7 +37,12 @@ def check_range(rope: Rope, family: Family) -> None:
     known = stated if family.yarn_betas else BETAS
     if _ends(rope, stated, whole=True) != _ends(rope, known, whole=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in BETAS.items())
-        raise refused(f"{said} of yarn scaling", usual)
+        flags = " ".join(
+            f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
+        )
+        raise refused(
+            f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
+        )
     if (said := rounding(rope)) and not family.yarn_rounded:
         raise refused(f"truncate = false of yarn scaling, by which {said},", "true")
 
