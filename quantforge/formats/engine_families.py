@@ -150,6 +150,8 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     found = verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
+    if model.unstacked and model.kept_experts and not (about.one_file or model.layers):
+        return tuple(EngineVerdict(verdict.engine, False, _UNSTACKED) for verdict in found)
     if about.one_file or not model.layers:
         return found
     return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)

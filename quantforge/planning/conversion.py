@@ -104,6 +104,7 @@ def plan_export(
     target = format_of(recipe.format)
     modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
     if recipe.format == DECODED:
+        _check_decoded(_loaded(checkpoint, modules))
         modules = {}  # nothing stays quantized
     mixture = target.check_model(modules)
     if mixture.verdict is Verdict.IMPOSSIBLE:
@@ -170,6 +171,16 @@ def _loaded(
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
         draft=_draft(checkpoint),
     )
+
+
+def _check_decoded(model: ModelToLoad) -> None:
+    """Refuse a model whose experts would stand one by one where loaders look for one tensor, and make it up."""
+    if model.unstacked and (model.experts or model.kept_experts):
+        raise RefusedError(
+            f"{DECODED}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
+            " would take random numbers for them",
+            "eval and verify read it as it is",
+        )
 
 
 def _draft(checkpoint: Checkpoint) -> str:

@@ -155,3 +155,11 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
     with pytest.raises(RefusedError, match="quantized embedding"):
         verbs.export(str(file), wanted, tmp_path / "no", Settings())
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("unstacked", [True, False])
+def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
+    kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
+    model = ModelToLoad({}, ("llama4_text",), unstacked=unstacked, kept=kept)
+    found = {one.engine: one.loads for one in judged(format_of("plain").ABOUT, model)}
+    assert found["transformers"] is not unstacked

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from quantforge import verbs
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import InputError, NotReadError
+from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.formats.decoded import decoded
 from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.container import Value, ValueType
@@ -21,7 +22,9 @@ from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import _places, open_gguf
 from quantforge.formats.opening import open_model
+from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
+from quantforge.settings import Settings
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.gguf_exports import export
@@ -237,3 +240,18 @@ def joined(file: Path, out: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "F16"])
+@pytest.mark.parametrize("name", ["gemma4-moe", "llama4"])
+def test_experts_that_loaders_look_for_in_one_tensor_are_not_decoded_one_by_one(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """Stock transformers would load random experts, and say so in a warning alone."""
+    model = gguf_models.make(name, tmp_path / "m")
+    export(model, tmp_path / "q.gguf", kind)
+    recipe = Recipe(format="plain")
+    out = tmp_path / "out"
+    with pytest.raises(RefusedError, match="experts in one tensor"):
+        verbs.export(str(tmp_path / "q.gguf"), recipe, out, Settings())
+    assert not out.exists()
