@@ -104,8 +104,7 @@ def plan_export(
     target = format_of(recipe.format)
     modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
     if recipe.format == DECODED:
-        _check_decoded(_loaded(checkpoint, modules))
-        modules = {}  # nothing stays quantized
+        modules = _none_left(_loaded(checkpoint, modules))
     mixture = target.check_model(modules)
     if mixture.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
@@ -173,14 +172,15 @@ def _loaded(
     )
 
 
-def _check_decoded(model: ModelToLoad) -> None:
-    """Refuse a model whose experts would stand one by one where loaders look for one tensor, and make it up."""
+def _none_left(model: ModelToLoad) -> dict[str, tuple[LayerScheme, tuple[int, int]]]:
+    """Return no modules: nothing stays quantized. Refuse experts one by one where loaders look for one tensor."""
     if model.unstacked and (model.experts or model.kept_experts):
         raise RefusedError(
             f"{DECODED}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
             " would take random numbers for them",
             "eval and verify read it as it is",
         )
+    return {}
 
 
 def _draft(checkpoint: Checkpoint) -> str:
