@@ -16,9 +16,9 @@ inner: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
     no_cpython_wrapper=True, **_OPTIONS
 )
 # Of arrays that their callers hold, and that they neither make nor return: counting references would take most of a
-# short loop's time.
+# short loop's time, and so would handing arrays over, each of them seven words: these loops are part of their callers.
 borrowing: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
-    no_cpython_wrapper=True, _nrt=False, **_OPTIONS
+    no_cpython_wrapper=True, _nrt=False, forceinline=True, **_OPTIONS
 )
 
 LINE = 16  # floats of a cache line, and the smallest group

@@ -18,7 +18,7 @@ from numba.np.arrayobj import make_array
 LANES = 8
 _WORD = ir.IntType(32)
 _WHOLE = ir.VectorType(ir.FloatType(), LANES)
-_PLACES = ir.VectorType(_WORD, LANES)
+_PLACES, _BYTES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(8), LANES)
 
 
 class Eight(types.Type):  # type: ignore[misc]
@@ -37,17 +37,21 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, _WHOLE)
 
 
-def _address(context: Any, build: Any, kind: Any, array: Any, place: Any) -> Any:
+def _address(context: Any, build: Any, kind: Any, array: Any, place: Any, whole: Any) -> Any:
     data = make_array(kind)(context, build, array).data
-    return build.bitcast(build.gep(data, [place]), _WHOLE.as_pointer())
+    return build.bitcast(build.gep(data, [place]), whole.as_pointer())
 
 
 @intrinsic
 def load(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 values of a contiguous float32 ``array`` from ``place`` on; nobody looks whether it has them."""
+    """Return 8 values of a contiguous float32 or int8 ``array`` from ``place`` on; nobody looks if it has them."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
-        where = _address(context, build, signature.args[0], arguments[0], arguments[1])
+        kind, (array, place) = signature.args[0], arguments
+        if kind.dtype == types.int8:
+            where = _address(context, build, kind, array, place, _BYTES)
+            return build.sitofp(build.sext(build.load(where, align=1), _PLACES), _WHOLE)
+        where = _address(context, build, kind, array, place, _WHOLE)
         return build.load(where, align=4)
 
     return EIGHT(array, types.intp), generate
@@ -58,8 +62,9 @@ def store(typing, array, place, value):  # type: ignore[no-untyped-def]  # noqa:
     """Write ``value`` into ``array`` from ``place`` on."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
-        where = _address(context, build, signature.args[0], arguments[0], arguments[1])
-        build.store(arguments[2], where, align=4)
+        array, place, value = arguments
+        where = _address(context, build, signature.args[0], array, place, _WHOLE)
+        build.store(value, where, align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, EIGHT), generate
@@ -121,6 +126,18 @@ _operation("fadd", operator.add, operator.iadd)
 _operation("fsub", operator.sub)
 _operation("fmul", operator.mul)
 _operation("fdiv", operator.truediv)
+
+
+@intrinsic
+def fused(typing, one, other, added):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Return ``one * other + added``, rounded once where the processor can, else twice: for bounds alone."""
+
+    def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
+        name = f"llvm.fmuladd.v{LANES}f32"
+        return build.call(build.module.declare_intrinsic(name, (), kind), arguments)
+
+    return EIGHT(EIGHT, EIGHT, EIGHT), generate
 
 
 @intrinsic
@@ -203,5 +220,17 @@ def first_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Return the place of the highest bit of ``bits``, which is not 0."""
+
+    def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
+        (given,) = arguments
+        above = build.ctlz(given, ir.Constant(ir.IntType(1), 1))
+        return build.sub(ir.Constant(given.type, 63), above)
 
     return types.int64(types.int64), generate

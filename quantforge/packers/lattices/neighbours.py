@@ -2,8 +2,8 @@
 
 A vector of digits is a number, its key (base 3, of the 4-vectors base 8). For each key that is a point there is its
 place; for each other one a run of points in the first few shells around it, by distance, then by place. Runs are
-padded to a multiple of `LANES` with points that are `FAR`, and lie digit by digit, so that one vector instruction
-measures many points.
+padded to a multiple of `LANES` with their last point, and lie digit by digit, so that one vector instruction measures
+many points; in bytes, since they do not fit the cache otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from quantforge.packers.lattices.lattice_points import digits
 from quantforge.packers.lattices.lattice_types import LATTICES
 
 LANES = 8
-FAR = numpy.float32(1e15)  # nearer than no point: its distance is greater, or 0 as are those of all
 _SHELLS = {"iq1_s": 3, "iq1_m": 3, "iq2_s": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq3_xxs": 2, "iq3_s": 3}
 
 
@@ -28,8 +27,8 @@ class Neighbours(NamedTuple):
     Attributes:
         place: int32 ``[keys]``, of the point that a key is, or -1.
         begin: int32 ``[keys]``, of the run of a key, in points.
-        many: int32 ``[keys]``, points of the run, padding included.
-        near: float32 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * many + j``.
+        many: int32 ``[keys]``, points of the run without padding.
+        near: int8 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * padded + j``.
             Digits are counted from the middle of ternary points, and by odd numbers of the others, as ggml does.
         places: int32 ``[points]``, the place of each in the table.
         digits: uint8 ``[points of the table, width]``.
@@ -38,7 +37,7 @@ class Neighbours(NamedTuple):
     place: NDArray[numpy.int32]
     begin: NDArray[numpy.int32]
     many: NDArray[numpy.int32]
-    near: NDArray[numpy.float32]
+    near: NDArray[numpy.int8]
     places: NDArray[numpy.int32]
     digits: NDArray[numpy.uint8]
 
@@ -71,19 +70,15 @@ def neighbours(grid: str) -> Neighbours:
     padded = -(-have // LANES) * LANES
     first = numpy.cumsum(padded) - padded
     index = numpy.empty(padded.sum(), numpy.int32)
-    near = numpy.empty(width * len(index), numpy.float32)
-    odd = (
-        table.astype(numpy.float32) - 1
-        if not lattice.signs
-        else 2 * table.astype(numpy.float32) + 1
-    )
+    near = numpy.empty(width * len(index), numpy.int8)
+    odd = (2 * table + 1 if lattice.signs else table - 1).astype(numpy.int8)
     taken = numpy.cumsum(have) - have
     for run, (begin, size, total) in enumerate(zip(first, have, padded, strict=True)):
         mine = column[taken[run] : taken[run] + size]
         index[begin : begin + size] = mine
         index[begin + size : begin + total] = mine[-1]
         lying = near[width * begin : width * (begin + total)].reshape(width, total)
-        lying[:, :size], lying[:, size:] = odd[mine].T, FAR
+        lying[:, :size], lying[:, size:] = odd[mine].T, odd[mine[-1:]].T
     start, count = numpy.zeros(keys, numpy.int32), numpy.zeros(keys, numpy.int32)
-    start[missing], count[missing] = first, padded
+    start[missing], count[missing] = first, have
     return Neighbours(place, start, count, near, index, digits(grid))

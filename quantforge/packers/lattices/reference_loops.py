@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy
 
 from quantforge.packers.ggml.panel_loops import borrowing, copy, fill, jit
-from quantforge.packers.lattices.eights import load, spread, store
+from quantforge.packers.lattices.eights import first_bit, load, spread, store
 from quantforge.packers.lattices.lattice_types import ALL_IF_ANY, ALWAYS, OFF_GRID
 from quantforge.packers.lattices.near_loops import nearest
 from quantforge.packers.lattices.sign_loops import non_negative, turned, whole
@@ -64,14 +64,15 @@ def _tried(values, w, form, count, tables, odd, scale, points, on_grid, scratch)
     parts, large = len(points), _ZERO
     for i in range(len(values)):
         large += abs(wx[i])
-    runs_of(values, w, roots, wx, form, count, tables, odd, scales, runs, sums)
-    limit, best, product, square = limit_of(sums, count, large), _ZERO, _ZERO, _ZERO
-    fill(mine, -1)
-    for t in range(count):
-        if sums[0, t] * sums[0, t] < limit * sums[1, t]:
+    begun = runs_of(values, w, roots, wx, form, count, tables, odd, scales, runs, sums)
+    limit, best = limit_of(sums, begun, large), _ZERO
+    while begun:  # the others have the points of the one before
+        t = first_bit(begun)
+        begun &= begun - 1
+        if sums[t, 0] * sums[t, 0] < limit * sums[t, 1]:
             continue
-        if points_at(runs, parts, t, mine, seen):
-            product, square = _fitted(wx, w, mine, odd, form[1])
+        points_at(runs, parts, t, mine, seen)
+        product, square = _fitted(wx, w, mine, odd, form[1])
         if square > _ZERO and product * product > best * square:
             scale = product / square
             best = scale * product
@@ -86,7 +87,7 @@ def _chosen(xs, ws, form, options, tops, least, tables, odd, points, mask, scrat
     size, _, base = form
     even, tries, positive, again = options
     values, codes, on_grid, inner_scratch = scratch
-    roots, wx, (inverses, scales, _) = inner_scratch[0], inner_scratch[1], inner_scratch[4]
+    roots, wx, (inverses, scales, _, _, _) = inner_scratch[0], inner_scratch[1], inner_scratch[4]
     top = numpy.float32(2 * base - 1)
     turned(xs, ws, size, even, values, mask)
     fill(points, tables[0][0])
@@ -185,15 +186,15 @@ def search(x, w, form, options, numbers, tables, odd, points, signs, scales, lev
         numpy.empty(count, numpy.float32),
         numpy.empty(count, numpy.float32),
         numpy.zeros(parts * STRIDE + 8, numpy.float32),
+        numpy.empty(size, numpy.float32),
+        numpy.empty(128, numpy.float32),
     )
     runs = (
         numpy.empty(parts, numpy.int64),
         numpy.empty((parts, count), numpy.int64),
-        numpy.empty((parts, count), numpy.int64),
-        numpy.empty((parts, count), numpy.int64),
         numpy.empty((parts, count), numpy.bool_),
     )
-    sums = numpy.empty((2, count + 1), numpy.float64)
+    sums = numpy.empty((count + 1, 2), numpy.float64)
     mine = numpy.empty(parts, numpy.int32)
     inner_scratch = (roots, wx, seen, mine, steps, runs, sums)
     scratch = (values, numpy.empty(size, numpy.uint8), on_grid, inner_scratch)

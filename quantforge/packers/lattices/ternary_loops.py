@@ -51,7 +51,9 @@ def _snap(x, w, scale, digits, lowered, tables, points, places, terms):  # type:
             missed = True
             shift = -_EIGHTH if lowered[part] else _EIGHTH
             run, many = start[key], count[key]
-            found = nearest_shifted(near, run * 8, many, scale, shift, x, w, 8 * part)
+            found = nearest_shifted(
+                near, run * 8, many, scale, shift, x, w, 8 * part, terms, (0,) * 8
+            )
             places[part] = index[run + found]
     if not missed:
         return scale

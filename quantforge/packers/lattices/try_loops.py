@@ -12,25 +12,33 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import borrowing, fill
+from quantforge.packers.ggml.panel_loops import borrowing
 from quantforge.packers.lattices.eights import (
     differing,
     first_bit,
     greater,
+    last_bit,
     lesser,
     load,
     spread,
     store,
     total,
 )
-from quantforge.packers.lattices.near_loops import nearest, nearest_for_both
+from quantforge.packers.lattices.near_loops import (
+    HUGE,
+    LEAST,
+    MARGIN,
+    SMALL,
+    measure,
+    nearest,
+    surely_nearest,
+)
 
 STRIDE = 48  # of the keys of a part: 8 before them
 REACH = 2e-5
-_MARGIN = numpy.float32(128 * 2.0**-24)  # of distances, by the greatest that they are made of
 _MAGIC = numpy.float32(12582912.0)
 _ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
-_SMALL, _TINY, _HUGE = numpy.float32(1e-25), numpy.float32(1e-14), numpy.float32(1e14)
+_TINY, _HUGE = numpy.float32(1e-14), numpy.float32(1e14)
 
 
 @borrowing
@@ -63,11 +71,10 @@ def _changes(keys, part, count):  # type: ignore[no-untyped-def]
 @borrowing
 def _note(runs, part, start, stop, point, on_grid, sums, wx, w, odd, lanes):  # type: ignore[no-untyped-def]
     """Write down a run of scales with one point, and add its sums where it begins, to be taken away where it ends."""
-    many, starts, stops, points, known = runs
-    number, first, product, square = many[part], part * len(lanes), _ZERO, _ZERO
-    many[part] = number + 1
-    starts[part, number], stops[part, number] = start, stop
-    points[part, number], known[part, number] = point, on_grid
+    marks, points, known = runs
+    first, product, square = part * len(lanes), _ZERO, _ZERO
+    marks[part] |= numpy.int64(1) << start
+    points[part, start], known[part, start] = point, on_grid
     if len(lanes) == 8:
         value = load(odd, 8 * point)
         product = total(load(wx, first) * value)
@@ -77,70 +84,89 @@ def _note(runs, part, start, stop, point, on_grid, sums, wx, w, odd, lanes):  # 
             q = odd[point, i]
             product += wx[first + i] * q
             square += w[first + i] * q * q
-    sums[0, start] += product
-    sums[0, stop] -= product
-    sums[1, start] += square
-    sums[1, stop] -= square
+    sums[start, 0] += product
+    sums[start, 1] += square
+    sums[stop, 0] -= product
+    sums[stop, 1] -= square
+
+
+@borrowing
+def _missed(  # type: ignore[no-untyped-def]
+    run, length, start, last, part, margin, x, roots, form, tables, odd, scratch, runs, sums, wx, w
+):
+    """Note the points of a run of scales whose key is no point."""
+    near, index = tables[3], tables[4]
+    _, scales, _, pulls, terms = scratch
+    lanes = form[1]
+    first, row = part * len(lanes), run * len(lanes)
+    sure = length <= 64 and SMALL < margin < HUGE
+    sure &= scales[-1] > LEAST and scales[0] < _ONE / LEAST
+    if sure:
+        measure(near, row, length, pulls, roots, first, lanes, terms)
+    while start <= last:
+        high, found = start, -1
+        if sure:
+            found = surely_nearest(terms, length, scales[start], margin)
+        if found < 0:
+            found = nearest(near, row, length, scales[start], x, roots, first, lanes)
+        else:
+            high = last
+            while high > start and surely_nearest(terms, length, scales[high], margin) != found:
+                high = (start + high) >> 1
+        _note(runs, part, start, high + 1, index[run + found], False, sums, wx, w, odd, lanes)
+        start = high + 1
 
 
 @borrowing
 def runs_of(values, w, roots, wx, form, count, tables, odd, scratch, runs, sums):  # type: ignore[no-untyped-def]
-    """Fill in the runs of all parts and the sums of all scales, float64 ``[2, scales]``."""
+    """Fill in the runs of all parts and where the sums change, and return bits: set for scales that begin a run."""
     size, lanes, base = form
-    inverses, scales, keys = scratch
-    place, begin, many, near, index = tables[0], tables[1], tables[2], tables[3], tables[4]
-    width = len(lanes)
+    inverses, scales, keys, pulls, _ = scratch
+    place, begin, many = tables[0], tables[1], tables[2]
+    marks, width, begun = runs[0], len(lanes), numpy.int64(0)
     _keys(values, size, lanes, base, inverses, count, keys)
-    fill(sums[0], 0.0)
-    fill(sums[1], 0.0)
+    for t in range(count + 1):
+        sums[t, 0] = sums[t, 1] = 0.0
     high = scales[0] * numpy.float32(2 * base - 1)
+    for first in range(0, size, 8):
+        value = load(roots, first) * load(values, first)
+        store(pulls, first, value + value)
     for part in range(size // width):
         first, bound = part * width, _ZERO
         for i in range(first, first + width):
             bound += roots[i] * (values[i] * values[i] + high * high)
-        runs[0][part] = 0
+        marks[part] = 0
         bits = _changes(keys, part, count)
         while bits:
             start = first_bit(bits)
             bits &= bits - 1
             last = (first_bit(bits) if bits else count) - 1
             key = int(keys[part * STRIDE + 8 + start])
-            if place[key] >= 0:
-                _note(runs, part, start, last + 1, place[key], True, sums, wx, w, odd, lanes)
-                continue
-            run, length = begin[key], many[key]
-            while start < last:  # from both ends inwards, until both have one point
-                one, other, alone = nearest_for_both(
-                    near, run * width, length, scales[start], scales[last], values, roots, first,
-                    lanes, bound * _MARGIN,
+            point = place[key]
+            if point >= 0:
+                _note(runs, part, start, last + 1, point, True, sums, wx, w, odd, lanes)
+            else:
+                _missed(
+                    begin[key], many[key], start, last, part, bound * MARGIN, values, roots, form,
+                    tables, odd, scratch, runs, sums, wx, w,
                 )  # fmt: skip
-                point = index[run + one]
-                if one == other and (start + 1 == last or (alone and bound > _SMALL)):
-                    _note(runs, part, start, last + 1, point, False, sums, wx, w, odd, lanes)
-                    start = last + 1
-                    break
-                _note(runs, part, start, start + 1, point, False, sums, wx, w, odd, lanes)
-                point = index[run + other]
-                _note(runs, part, last, last + 1, point, False, sums, wx, w, odd, lanes)
-                start, last = start + 1, last - 1
-            if start == last:
-                scale = scales[start]
-                found = nearest(near, run * width, length, scale, values, roots, first, lanes)
-                point = index[run + found]
-                _note(runs, part, start, start + 1, point, False, sums, wx, w, odd, lanes)
-    for t in range(1, count):
-        sums[0, t] += sums[0, t - 1]
-        sums[1, t] += sums[1, t - 1]
+        begun |= marks[part]
+    return begun
 
 
 @borrowing
-def limit_of(sums, count, large):  # type: ignore[no-untyped-def]
-    """Return the least ``product^2 / square`` to be tried; ``large``: sum of the sizes of ``w x``."""
-    best, under = 0.0, 1.0
-    for t in range(count):
-        squared = sums[0, t] * sums[0, t]
-        if squared * under > best * sums[1, t]:
-            best, under = squared, sums[1, t]
+def limit_of(sums, begun, large):  # type: ignore[no-untyped-def]
+    """Sum up, and return the least ``product^2 / square`` to be tried; ``large``: sum of the sizes of ``w x``."""
+    best, under, product, square = 0.0, 1.0, 0.0, 0.0
+    while begun:
+        t = first_bit(begun)
+        begun &= begun - 1
+        product += sums[t, 0]
+        square += sums[t, 1]
+        sums[t, 0], sums[t, 1] = product, square
+        squared = product * product
+        if squared * under > best * square:
+            best, under = squared, square
     in_range = min(large, under) > _TINY and max(large, under) < _HUGE
     clear = best > 0.25 * large * large
     return best / under * (1 - REACH) if in_range and clear else -1.0
@@ -148,13 +174,9 @@ def limit_of(sums, count, large):  # type: ignore[no-untyped-def]
 
 @borrowing
 def points_at(runs, parts, t, points, on_grid):  # type: ignore[no-untyped-def]
-    """Fill in the points of all parts for scale ``t``, and which of them are on the grid; say if any is another."""
-    many, starts, stops, found, known = runs
-    changed = False
+    """Fill in the points of all parts for scale ``t``, and which of them are on the grid."""
+    marks, found, known = runs
+    until = (numpy.int64(2) << t) - 1
     for part in range(parts):
-        number = many[part] - 1
-        while not starts[part, number] <= t < stops[part, number]:
-            number -= 1
-        changed |= points[part] != found[part, number]
-        points[part], on_grid[part] = found[part, number], known[part, number]
-    return changed
+        start = last_bit(marks[part] & until)
+        points[part], on_grid[part] = found[part, start], known[part, start]

@@ -21,7 +21,9 @@ from quantforge.packers.lattices.eights import (
     below,
     differing,
     first_bit,
+    fused,
     greater,
+    last_bit,
     least,
     lesser,
     load,
@@ -46,24 +48,38 @@ def _operations(a, b, out):  # type: ignore[no-untyped-def]
         store(out, 8 * place, value)
     store(out, 40, greater(one, other))
     store(out, 48, pick(one, other, other, spread(numpy.float32(2))))
+    store(out, 56, fused(one, other, other))
     folded = least(one), most(one), total(one)
-    return folded, below(one, other), differing(one, other), first_bit(numpy.int64(40))
+    bits = first_bit(numpy.int64(40)), last_bit(numpy.int64(40))
+    return folded, below(one, other), differing(one, other), bits
+
+
+@jit
+def _widened(array, out):  # type: ignore[no-untyped-def]
+    store(out, 0, load(array, 1))
+
+
+def test_eight_bytes_are_loaded_as_floats() -> None:
+    array, out = numpy.arange(-5, 5, dtype=numpy.int8), numpy.empty(8, numpy.float32)
+    _widened(array, out)
+    assert numpy.array_equal(out, array[1:9])
 
 
 def test_eight_floats_are_computed_with_as_single_ones() -> None:
     draw = numpy.random.default_rng(0)
     a, b = draw.normal(size=9).astype("f"), draw.normal(size=8).astype("f")
     b[3], x = a[4], a[1:]
-    out = numpy.empty(56, numpy.float32)
+    out = numpy.empty(64, numpy.float32)
     folded, under, other, bit = _operations(a, b, out)
     wanted = [x + b, x - b, x * b, x / b, numpy.minimum(x, b), numpy.maximum(x, b)]
     assert numpy.array_equal(out[:48], numpy.concatenate(wanted))
-    assert numpy.array_equal(out[48:], numpy.where(x < b, b, numpy.float32(2)))
+    assert numpy.array_equal(out[48:56], numpy.where(x < b, b, numpy.float32(2)))
+    assert out[56:] == pytest.approx(x * b + b, rel=1e-5, abs=1e-6)
     assert folded[:2] == (x.min(), x.max())
     assert folded[2] == pytest.approx(x.sum(), rel=1e-5)
     assert [under >> lane & 1 for lane in range(8)] == list(x < b)
     assert [other >> lane & 1 for lane in range(8)] == list(x != b)
-    assert bit == 3
+    assert bit == (3, 5)
 
 
 @jit
