@@ -17,16 +17,8 @@ from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
 
-WORDS = (
-    "method",
-    "effort",
-    "format",
-    "engine",
-    "scales",
-    "inputs",
-    "kv_cache",
-    "mtp",
-)  # in small letters
+# Keys whose values are in small letters.
+WORDS = ("method", "effort", "format", "engine", "scales", "inputs", "kv_cache", "mtp")
 IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
 
@@ -92,6 +84,9 @@ class CalibrationOptions:
     samples: int = 128  # rows
     length: int = 512  # tokens of a row
     seed: int = 0
+    random: float | None = (
+        None  # share of the rows whose tokens are drawn at random, see `planning.calibration_rows`
+    )
     chat_template: bool = False  # render `messages` documents through the model's chat template
     propagate: str = "source"  # what the next block reads: outputs of the source's blocks | of the quantized ones
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it

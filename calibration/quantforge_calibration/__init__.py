@@ -19,6 +19,7 @@ In this folder:
     image_rows       Rows of one length from documents with images: whole documents as long as their images fit
     images           Images of calibration rows, read with Pillow: files of few formats
     opening          The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
+    random_rows      Rows of tokens drawn evenly from the vocabulary, in the place of a few rows of a text
     readers          Reading documents out of files, never more of them than asked for
     row_count        Rows that texts give a model, counted without drawing them, and so without torch
     row_processor    The processor of a model: token ids of a text with images, pixel values

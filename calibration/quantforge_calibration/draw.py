@@ -18,6 +18,7 @@ from torch import Tensor
 from quantforge_calibration.chat import ChatTemplate, render
 from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
 from quantforge_calibration.image_rows import pack_images
+from quantforge_calibration.random_rows import with_random_rows
 from quantforge_calibration.row_count import BYTES_PER_TOKEN, share_rows
 from quantforge_calibration.row_processor import load_processor
 from quantforge_calibration.sampler import (
@@ -48,6 +49,8 @@ class Request:
     column: str = "text"
     corpus: Corpus = "calibration"
     allow_fewer: bool = False  # of other sources too; builtin always may
+    random: float = 0.0  # share of the rows whose tokens are drawn at random
+    vocabulary: int = 1 << 62  # ids that may be drawn are below it
     offline: bool = False
 
 
@@ -85,7 +88,8 @@ def draw(
         else _read(source, rows, request, tokenizer, chat)
         for source, rows in zip(sources, shares, strict=True)
     ]
-    return samples[0] if len(samples) == 1 else combine(samples)
+    sample = samples[0] if len(samples) == 1 else combine(samples)
+    return with_random_rows(sample, request.random, tokenizer, request.vocabulary, request.seed)
 
 
 def _own(source: Source, rows: int, length: int, own_rows: OwnRows | None) -> Sample:

@@ -41,7 +41,7 @@ class DrawReport:
 
     ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail behind the last full
     window, ``tokens_used`` the ids of the chosen windows; ids put at the beginning of rows are in
-    none of them.
+    none of them, nor are those of ``random_rows``, which are drawn at random.
     """
 
     sources: tuple[str, ...]
@@ -53,6 +53,7 @@ class DrawReport:
     tokens_truncated: int
     duplicated_rows: int
     digest: str
+    random_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +122,7 @@ def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the
             tokens_available=len(stream),
             tokens_used=taken * payload,
             tokens_truncated=len(stream) - windows * payload,
-            duplicated_rows=_duplicated(ids),
+            duplicated_rows=duplicated(ids),
             digest=digest(ids),
         ),
     )
@@ -141,7 +142,7 @@ def given_rows(ids: Tensor, source: str = "self") -> Sample:
     ids = ids.cpu()
     rows, length = ids.shape
     tokens = rows * length
-    counts = (rows, rows, length, tokens, tokens, 0, _duplicated(ids), digest(ids))
+    counts = (rows, rows, length, tokens, tokens, 0, duplicated(ids), digest(ids))
     return Sample(ids, DrawReport((source,), *counts))
 
 
@@ -160,7 +161,7 @@ def combine(samples: Sequence[Sample]) -> Sample:
             tokens_available=sum(report.tokens_available for report in reports),
             tokens_used=sum(report.tokens_used for report in reports),
             tokens_truncated=sum(report.tokens_truncated for report in reports),
-            duplicated_rows=_duplicated(ids, images),
+            duplicated_rows=duplicated(ids, images),
             digest=digest(ids, images),
         ),
         images,
@@ -179,7 +180,7 @@ def sample_of_images(packed: PackedImages, asked: int, source: str) -> Sample:
         tokens_available=packed.available,
         tokens_used=rows * length - images.filled,
         tokens_truncated=packed.dropped,
-        duplicated_rows=_duplicated(ids, images),
+        duplicated_rows=duplicated(ids, images),
         digest=digest(ids, images),
     )
     return Sample(ids, report, images)
@@ -222,7 +223,8 @@ def _spread(windows: int, count: int, seed: int) -> list[int]:
     return [low + int(generator.random() * (high - low)) for low, high in pairwise(edges)]
 
 
-def _duplicated(ids: Tensor, images: ImageRows | None = None) -> int:
+def duplicated(ids: Tensor, images: ImageRows | None = None) -> int:
+    """Return how many rows repeat another."""
     seen = images.rows if images is not None else [None] * len(ids)
     pairs = zip(ids, seen, strict=True)
     return len(ids) - len({(row.numpy().tobytes(), has and has.digest) for row, has in pairs})

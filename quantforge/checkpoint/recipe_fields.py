@@ -28,6 +28,7 @@ LIMITS = {
     "awq.rows": (1, 2**40),
     "calibration.samples": (1, 2**32),
     "calibration.length": (2, 2**32),
+    "calibration.random": (0, 1),
     "calibration.seed": (-(2**63), 2**63 - 1),
     "calibration.micro_batch": (1, 2**32),
     "calibration.min_expert_tokens": (0, 2**32),

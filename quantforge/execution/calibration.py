@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantforge.architectures.match import declared
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
@@ -46,6 +47,7 @@ def calibrate(
     plan: Plan,
     place: str = "",
     *,
+    vocabulary: int,
     offline: bool = False,
     own_rows: Callable[[int, int], Tensor] | None = None,
 ) -> Calibrated:
@@ -56,6 +58,7 @@ def calibrate(
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
         place: the source with the paths that ``options`` do not say (see `quantforge.planning.cited_files`).
+        vocabulary: how many ids the model has.
         offline: never ask the hub for a dataset.
         own_rows: samples text from the model itself, for the source ``self``.
 
@@ -65,7 +68,8 @@ def calibrate(
     source = place or options.source
     request = Request(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
-        column=options.column, offline=offline,
+        column=options.column, offline=offline, random=options.random or 0.0,
+        vocabulary=vocabulary,
     )  # fmt: skip
     try:
         tokenizer = load_tokenizer(model)
@@ -109,6 +113,7 @@ def calibrated_for(
     check_towers(named_image(options, settings.calibration), checkpoint.config)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
+        vocabulary=declared(planned.matched)[1].vocab,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
     )  # fmt: skip
     settings.policy.check([*planned.plan.substitutions, *found.events])

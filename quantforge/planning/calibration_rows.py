@@ -7,7 +7,7 @@ as there are, up to 128. Whoever asks for another number, or for a part of a mix
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.planning.peak_memory import whole_model
 from quantforge.planning.run_sizes import RunSizes
+from quantforge.plans import TensorPlan
+from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions
+
+RANDOM_ROWS = 1 / 16
 
 
 def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
@@ -29,6 +33,31 @@ def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
         f"{given} rows of {options.length} tokens, {asked} asked for: the builtin text has no more; "
         f"--samples {given}, or --calibration FILE with more text"
     )
+
+
+def random_share(
+    options: CalibrationOptions,
+    words: Sequence[str],
+    tensors: Sequence[TensorPlan],
+    *,
+    pruned: bool,
+) -> float:
+    """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.random_rows`).
+
+    Where none is named, error feedback takes `RANDOM_ROWS`: it relies on how activations go together. Nothing else is
+    measured to gain, and scales of inputs would have to hold what no text holds.
+
+    Args:
+        options: of the calibration.
+        words: the transforms and the rounder.
+        tensors: what becomes of each.
+        pruned: the rows decide which experts are left out; what no text sends to them is not to count.
+    """
+    if options.random is not None:
+        return options.random
+    inputs = any(tensor.scheme is not None and tensor.scheme.input for tensor in tensors)
+    elsewhere = words[-1] != ERROR_FEEDBACK or inputs or pruned or options.importance_file
+    return 0.0 if elsewhere else RANDOM_ROWS
 
 
 def own_text(run: RunSizes, matched: Matched) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from quantforge.errors import QuantForgeError
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
+from quantforge.planning.calibration_rows import random_share
 from quantforge.planning.guidance import guided, refuse_guide
 from quantforge.planning.tunable import refuse_tune
 from quantforge.plans import TensorPlan
@@ -43,6 +44,7 @@ class Dials(NamedTuple):
     calibration: CalibrationOptions = CalibrationOptions()
     gptq: GptqOptions = GptqOptions()
     awq: AwqOptions = AwqOptions()
+    prune_experts: str | None = None  # no dial, but it decides on the rows
 
     def having(self, key: str, value: int) -> Dials:
         """Return the dials with another value of a key, ``gptq.refine`` for instance."""
@@ -97,6 +99,10 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(dials)
+    share = random_share(
+        dials.calibration, asked.words, asked.tensors, pruned=bool(dials.prune_experts)
+    )
+    dials = dials._replace(calibration=replace(dials.calibration, random=share))
     done: list[str] = []
     left_out: list[str] = []
     named: list[str] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from quantforge.architectures.match import declared
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
@@ -199,8 +200,10 @@ class _Run:
             self.settings,
             self.recipe.calibration,
         )
+        planned = make_plan(self.recipe, source)
         calibrated = calibrate(
-            source.path, options, make_plan(self.recipe, source).plan, settings.calibration,
+            source.path, options, planned.plan, settings.calibration,
+            vocabulary=declared(planned.matched)[1].vocab,
             offline=settings.offline, own_rows=own_rows(source.path, options, settings.device),
         )  # fmt: skip
         settings.policy.check(calibrated.events)

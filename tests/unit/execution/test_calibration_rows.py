@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from quantforge import verbs
+from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
 from quantforge.planning.calibration_rows import coming_rows
+from quantforge.planning.planner import make_plan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.plan import planned_for
@@ -31,7 +33,7 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
     plan = verbs.plan(DEMO, method="gptq", bits=4, samples=samples)
     notes = [note for note in plan.notes if "asked for" in note]
     options = CalibrationOptions(samples=samples)
-    found = calibrate(DEMO, options, plan)
+    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
     events = [event for event in found.events if event.kind == "calibration-rows"]
     assert found.sample.report.rows == min(samples, THERE) == builtin_rows(DEMO, LENGTH, samples)
     assert (len(notes), len(events)) == ((0, 0) if comes else (1, 1))
@@ -48,7 +50,7 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("word and word\n" * 60_000)
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
-    found = calibrate(DEMO, options, verbs.plan(DEMO, method="gptq", bits=4))
+    found = calibrate(DEMO, options, verbs.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
     assert found.sample.report.rows < found.sample.report.rows_asked == 128
     assert "calibration-rows" in {event.kind for event in found.events}
     assert "calibration-duplicates" in {event.kind for event in found.events}
@@ -84,7 +86,7 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
     asked = {"method": "gptq", "bits": 4, "calibration": source}
     plan = verbs.plan(DEMO, method="gptq", bits=4)
     with pytest.raises(InputError) as refused_by_run:
-        calibrate(DEMO, CalibrationOptions(source=source), plan)
+        calibrate(DEMO, CalibrationOptions(source=source), plan, vocabulary=1 << 20)
     for again in range(2):  # what is remembered is that a text is long enough
         with pytest.raises(InputError) as refused:
             verbs.plan(DEMO, **asked)
@@ -137,3 +139,33 @@ def read(planned, name):
         return int.from_bytes(header[at : at + 4], "little")
     size = int.from_bytes(header[at : at + 8], "little")
     return header[at + 8 : at + 8 + size].decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"method": "gptq", "bits": 4}, 1 / 16),
+        ({"bits": 3}, 1 / 16),  # awq+gptq
+        ({"method": "gptq", "type": "Q2_K"}, 1 / 16),
+        ({"method": "rtn", "bits": 4}, 0),
+        ({"method": "awq", "bits": 4}, 0),
+        ({"method": "gptq", "scheme": "int8:row+int8:token"}, 0),  # scales of inputs
+        ({"method": "gptq", "bits": 4, "calibration": CalibrationOptions(random=0.0)}, 0),
+        ({"method": "rtn", "type": "Q2_K", "calibration": CalibrationOptions(random=0.5)}, 0.5),
+    ],
+)
+def test_error_feedback_takes_random_rows(options, share):
+    found = make_plan(Recipe(**options), open_checkpoint(DEMO))
+    assert found.recipe.calibration.random == share
+    assert make_plan(found.recipe, open_checkpoint(DEMO)).recipe == found.recipe
+
+
+def test_random_tokens_are_those_of_the_model():
+    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    plain, found = (
+        calibrate(DEMO, CalibrationOptions(random=share), plan, vocabulary=300).sample
+        for share in (0.0, 0.5)
+    )
+    drawn = found.ids[found.ids.ne(plain.ids).any(1)]
+    assert len(drawn) == found.report.random_rows == THERE // 2
+    assert drawn.amax() < 300

@@ -55,7 +55,12 @@ def test_every_level_has_its_keys() -> None:
 def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
     found = planned(tiny, Recipe(method=method, bits=4))
     assert found.recipe == Recipe(
-        method=method or "awq+gptq", bits=4, format=found.recipe.format, guide=0, tune=1
+        method=method or "awq+gptq",
+        bits=4,
+        format=found.recipe.format,
+        guide=0,
+        tune=1,
+        calibration=CalibrationOptions(random=1 / 16),
     )
     assert said(found) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
     assert planned(tiny, found.recipe).recipe == found.recipe
@@ -145,7 +150,7 @@ def test_low_rounds_plainly_where_no_method_is_named(tiny: Tiny) -> None:
 
 def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
-    assert found.recipe.calibration == CalibrationOptions(samples=32)
+    assert found.recipe.calibration == CalibrationOptions(samples=32, random=1 / 16)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
     read = Recipe(
         method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions(source="imatrix:a")
