@@ -134,16 +134,9 @@ def best_cuts(x, w, order, ways, scratch):  # type: ignore[no-untyped-def]
     stop, top = (size + 1) * ways, spread(_ZERO)
     for i1 in range(size + 1):
         moved, raised = spread(sums[0][i1]), load(over, i1 * 8)
-        squared, below_it = spread(_ZERO), spread(_ONE)  # of the best way: division is slow
+        row = spread(_ZERO)
         for place in range(i1 * ways, stop, 8):
-            product, square = load(rise, place) - moved, load(under, place) + raised
-            product = product * product
-            one, other = squared * square, product * below_it
-            squared, below_it = (
-                pick(one, other, product, squared),
-                pick(one, other, square, below_it),
-            )
-        row = squared / below_it
+            row = greater(_value(rise, under, place, moved, raised), row)
         store(rows, i1 * 8, row)
         top = greater(row, top)
     limit = most(top) * (_ONE - REACH * numpy.float32(size) / numpy.float32(32))
