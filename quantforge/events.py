@@ -21,6 +21,7 @@ KINDS: Mapping[str, str] = {
     "router-rounded": "a matrix that decides which experts compute is quantized",
     "pair-skipped": "a declared pair could not absorb a scale",
     "calibration-rows": "fewer calibration rows than were asked for: the builtin text has no more",
+    "calibration-random": "no rows of random tokens: the tokenizer has none but special tokens",
     "calibration-short": "fewer than 8 calibration tokens per input column",
     "expert-few-tokens": "experts to which the router sent few calibration tokens, or none",
     "calibration-duplicates": "calibration rows repeat each other",

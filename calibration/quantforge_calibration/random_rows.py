@@ -29,16 +29,17 @@ def with_random_rows(
         seed: decides which tokens are drawn.
 
     Returns:
-        The sample with the first id of each row as it was, where rows begin with one of their own.
+        The sample with the first id of each row as it was, where all rows begin with the same.
     """
     images = sample.images
     of_text = [i for i in range(len(sample.ids)) if images is None or images.rows[i] is None]
     count = int(len(of_text) * share)
-    drawn = torch.tensor(tokenizer.ordinary_ids(vocabulary))
-    if not count or not len(drawn):
+    drawn = torch.tensor(tokenizer.ordinary_ids(vocabulary) if count else [])
+    if not len(drawn):
         return sample
     rows = [of_text[-(-(2 * i + 1) * len(of_text) // (2 * count)) - 1] for i in range(count)]
-    first = int(tokenizer.bos_id is not None)
+    alike = len(sample.ids) > 1 and bool((sample.ids[:, 0] == sample.ids[0, 0]).all())
+    first = int(alike or tokenizer.bos_id is not None)
     shape = count, sample.ids.shape[1] - first
     generator = torch.Generator().manual_seed(seed)
     ids = sample.ids.clone()

@@ -64,10 +64,11 @@ class TextTokenizer:
         return _encoded(self.tokenizer, text, special=False)
 
     def ordinary_ids(self, vocabulary: int) -> list[int]:
-        """Return the ids below ``vocabulary`` of tokens that are neither special nor added to the vocabulary."""
+        """Return the ids below ``vocabulary`` of tokens that are neither special nor added, nor mean unknown text."""
         added = self.tokenizer.get_added_tokens_decoder()
-        ids = self.tokenizer.get_vocab(with_added_tokens=False).values()
-        return sorted(one for one in set(ids) if one < vocabulary and one not in added)
+        tokens = self.tokenizer.get_vocab(with_added_tokens=False)
+        tokens.pop(getattr(self.tokenizer.model, "unk_token", None) or "", None)
+        return sorted(one for one in set(tokens.values()) if one < vocabulary and one not in added)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens; bytes that are no UTF-8 become U+FFFD.

@@ -40,23 +40,24 @@ def random_share(
     words: Sequence[str],
     tensors: Sequence[TensorPlan],
     *,
-    pruned: bool,
+    counted: bool,
 ) -> float:
     """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.random_rows`).
 
     Where none is named, error feedback takes `RANDOM_ROWS`: it relies on how activations go together. Nothing else is
-    measured to gain, and scales of inputs would have to hold what no text holds.
+    measured to gain, and static scales of inputs would have to hold what no text holds.
 
     Args:
         options: of the calibration.
         words: the transforms and the rounder.
         tensors: what becomes of each.
-        pruned: the rows decide which experts are left out; what no text sends to them is not to count.
+        counted: the rows decide which experts are left out, or the scales of a cache: what no text has is not to count.
     """
     if options.random is not None:
         return options.random
-    inputs = any(tensor.scheme is not None and tensor.scheme.input for tensor in tensors)
-    elsewhere = words[-1] != ERROR_FEEDBACK or inputs or pruned or options.importance_file
+    inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
+    measured = any(one is not None and one.measured for one in inputs)
+    elsewhere = words[-1] != ERROR_FEEDBACK or measured or counted or options.importance_file
     return 0.0 if elsewhere else RANDOM_ROWS
 
 
@@ -158,12 +159,15 @@ def with_images(
 
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
-    """Return the note of a plan on rows that will not come; none where only the run knows."""
+    """Return the notes of a plan on rows of random tokens, and on rows that will not come if that is known."""
+    drawn: tuple[str, ...] = ()
+    if options.random:
+        drawn = (f"calibration: {options.random:.4g} of the rows hold random tokens, not text",)
     if options.source != CalibrationOptions().source or _takes_what_there_is(options):
-        return ()
+        return drawn
     there = _builtin_rows(options, model)
     said = "" if there is None else few_rows(options, there, options.samples)
-    return (f"calibration: {said}",) if said else ()
+    return (*drawn, f"calibration: {said}") if said else drawn
 
 
 def coming_rows(options: CalibrationOptions, model: Path) -> int:

@@ -44,7 +44,8 @@ class Dials(NamedTuple):
     calibration: CalibrationOptions = CalibrationOptions()
     gptq: GptqOptions = GptqOptions()
     awq: AwqOptions = AwqOptions()
-    prune_experts: str | None = None  # no dial, but it decides on the rows
+    prune_experts: str | None = None  # no dials, but they decide on the rows
+    kv_cache: str = "none"
 
     def having(self, key: str, value: int) -> Dials:
         """Return the dials with another value of a key, ``gptq.refine`` for instance."""
@@ -99,9 +100,8 @@ def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(dials)
-    share = random_share(
-        dials.calibration, asked.words, asked.tensors, pruned=bool(dials.prune_experts)
-    )
+    counted = bool(dials.prune_experts) or dials.kv_cache != DEFAULTS.kv_cache
+    share = random_share(dials.calibration, asked.words, asked.tensors, counted=counted)
     dials = dials._replace(calibration=replace(dials.calibration, random=share))
     done: list[str] = []
     left_out: list[str] = []

@@ -176,9 +176,11 @@ def _calibration(document: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(found, Mapping):
             rows, length, sources, digest = map(found.get, ("rows", "length", "sources", "digest"))
             named = ", ".join(map(str, sources)) if isinstance(sources, list | tuple) else "a text"
+            drawn = found.get("random_rows")
+            random = f", {code(str(drawn))} of them of random tokens" if drawn else ""
             yield ""
             yield (
-                f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(named)};"
+                f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(named)}{random};"
                 f" SHA-256 of the token ids {code(str(digest))}."
             )
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.image_rows import ImageRow, ImageRows
@@ -35,6 +36,7 @@ def rows_of_text(rows: int, length: int = 64) -> Sample:
 
 def test_a_share_of_the_rows_is_drawn_from_ordinary_tokens(tmp_path):
     sample = rows_of_text(32, 512)
+    sample.ids[1, 0] = 6  # rows do not begin alike
     found = with_random_rows(sample, 1 / 16, tokenizer(tmp_path), 200, 0)
     assert replaced(sample, found) == [7, 23]
     drawn = found.ids[[7, 23]]
@@ -75,6 +77,19 @@ def test_the_token_that_begins_rows_stays(tmp_path):
     assert (found.ids[:, 0] == 0).all()
     assert (found.ids[:, 1:] > 1).any(1).all()
     assert found.report.tokens_used == plain.report.tokens_used - 4 * 31
+
+
+def test_what_all_rows_begin_with_stays(tmp_path):
+    words = load_tokenizer(write_model(tmp_path / "m", bos_token=None))
+    assert words.bos_id is None
+    found = with_random_rows(rows_of_text(8), 1.0, words, IDS, 0)
+    assert (found.ids[:, 0] == TEXT).all()
+    assert (found.ids[:, 1:] != TEXT).any(1).all()
+
+
+def test_the_token_for_unknown_ones_is_not_drawn():
+    model = models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>")
+    assert TextTokenizer(Tokenizer(model), None, None).ordinary_ids(9) == [1, 2]
 
 
 def test_the_seed_decides_what_is_drawn(tmp_path):

@@ -149,7 +149,9 @@ def read(planned, name):
         ({"method": "gptq", "type": "Q2_K"}, 1 / 16),
         ({"method": "rtn", "bits": 4}, 0),
         ({"method": "awq", "bits": 4}, 0),
-        ({"method": "gptq", "scheme": "int8:row+int8:token"}, 0),  # scales of inputs
+        ({"method": "gptq", "scheme": "int8:row+int8:token"}, 1 / 16),
+        ({"method": "gptq", "scheme": "int8:row+int8:tensor:static"}, 0),  # scales of inputs
+        ({"method": "gptq", "bits": 4, "kv_cache": "fp8"}, 0),
         ({"method": "gptq", "bits": 4, "calibration": CalibrationOptions(random=0.0)}, 0),
         ({"method": "rtn", "type": "Q2_K", "calibration": CalibrationOptions(random=0.5)}, 0.5),
     ],
