@@ -1,5 +1,7 @@
 """Rows of lattice types quantized as ggml's own quantizers do, to the last bit.
 
+Of IQ1_M both shifts of a half that holds nothing but zeros lose the same, and ggml may take the other one.
+
 One difference is meant: where a group of IQ3_S is all zero and others of its block are not, ggml writes the indices of
 the groups after it into the places of the group before. Such a block does not hold the weights; here it does.
 """
