@@ -19,17 +19,19 @@ from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.join_variants import _Vacancies, join_variants
 from quantforge.verbs.quantize_variants import asked_variants, quantize_variants
-from tests.runs import StopError, quantize, swift, tree
+from tests.runs import CALIBRATION, StopError, quantize, swift, tree
 
 
 def _recipes():
-    return {
+    found = {
         "int4": swift("gptq", bits=4),
         "int3": swift("gptq", bits=3),
         "both": swift("awq+gptq", bits=3),
         "plain": swift("rtn", bits=4),
         "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
     }
+    text = replace(CALIBRATION, random=0.0)  # rows of gptq are others by default
+    return {name: replace(one, calibration=text) for name, one in found.items()}
 
 
 def _variants(folder):
