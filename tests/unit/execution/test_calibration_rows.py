@@ -171,3 +171,22 @@ def test_random_tokens_are_those_of_the_model():
     drawn = found.ids[found.ids.ne(plain.ids).any(1)]
     assert len(drawn) == found.report.random_rows == THERE // 2
     assert drawn.amax() < 300
+
+
+def test_a_plan_tells_of_random_rows():
+    for method, told in (("gptq", True), ("rtn", False)):
+        plan = verbs.plan(DEMO, method=method, bits=4)
+        said = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
+        assert bool(said) is told
+
+
+def test_a_model_without_tokens_to_draw_is_an_event():
+    options = CalibrationOptions(random=0.5)
+    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    found = calibrate(DEMO, options, plan, vocabulary=0)
+    (event,) = [one for one in found.events if one.kind == "calibration-random"]
+    assert f"{THERE // 2} asked for" in event.detail
+    with pytest.raises(RefusedError):
+        Policy(strict=True).check(found.events)
+    events = calibrate(DEMO, options, plan, vocabulary=1 << 20).events
+    assert "calibration-random" not in {one.kind for one in events}

@@ -7,6 +7,7 @@ import html
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from quantforge.results.front_matter import base_model, carried_fields
 from quantforge.settings import Settings
 from quantforge.verbs import export
 from tests.conftest import Tiny
-from tests.runs import command, copied, quantize, recipe
+from tests.runs import CALIBRATION, command, copied, quantize, recipe
 
 
 def card_of(directory: Path) -> ModelCard:
@@ -96,7 +97,8 @@ def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: P
 
 
 def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = recipe("gptq", scheme="int4:g32:sym:f16")
+    rows = replace(CALIBRATION, random=0.5)
+    wanted = recipe("gptq", scheme="int4:g32:sym:f16", calibration=rows)
     quantize(tiny("llama-wide"), tmp_path / "a", wanted, base_model="org/name")
     export(tmp_path / "a", format="gptq", out=tmp_path / "b")
     export(tmp_path / "b", format="compressed-tensors", out=tmp_path / "c")
@@ -105,7 +107,7 @@ def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
         "[org/name](https://huggingface.co/org/name), quantized by `gptq`",
         f"1. `{tiny('llama-wide').name}`: quantized by `gptq` into `compressed-tensors`",
         "2. `a`: exported to `gptq`", "3. `b`: exported to `compressed-tensors`",
-        'method = "gptq"', "Calibrated on `6` rows of `24` tokens",
+        'method = "gptq"', "Calibrated on `6` rows of `24` tokens", ", `3` of them of random tokens; SHA-256",
     ):  # fmt: skip
         assert line in text, line
     assert card_of(tmp_path / "c").data.base_model == "org/name"
