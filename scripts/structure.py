@@ -1,10 +1,11 @@
-"""Print the figures of the project's structure; fail where one is over its limit (`LIMITS`), naming what is.
+"""Print figures about the project's structure; fail on imports that go up the order of folders or in a cycle.
 
     python scripts/structure.py [--json]
-    python scripts/structure.py --write     # the tables at the head of folders, from what files say of themselves
+    python scripts/structure.py --write     # rewrite the table of files at the head of every folder
 
-The order, from top to bottom, is `ORDER`: a module imports from its own folder and from those below. Counted are the
-packages, not their tests; product lines are those that are neither blank, nor comment, nor docstring.
+The order, from top to bottom, is `ORDER`: a module imports from its own folder and from folders below it. The figures
+cover the packages, not their tests. Product lines are lines that are not blank, a comment or a docstring. Figures about
+form (lengths, repeated names) are printed for information and have no limit.
 """
 
 from __future__ import annotations
@@ -36,19 +37,11 @@ ORDER = (
     "architectures", "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
-# The most that is accepted of each figure; the product lines have no limit.
-LIMITS = {
-    "modules at the top of quantforge/": 8,
-    "folders against the order": 0,
-    "circles between files": 0,
-    "functions that take a whole Recipe": 12,
-    "files over 250 lines": 0,
-    "classes over 200 lines": 0,
-    "functions over 60 lines": 0,
-    "file names that occur twice": 8,
-    "class names that occur twice": 4,
-    'docstrings that begin with "What", "Whether" or "See"': 0,
-}
+ENFORCED = ("imports against the order of folders", "import cycles")
+FIGURES = (
+    *ENFORCED, "modules at the top of quantforge/", "functions that take a whole Recipe", "files over 250 lines",
+    "classes over 200 lines", "functions over 60 lines", "file names that occur twice", "class names that occur twice",
+)  # fmt: skip
 SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -229,34 +222,27 @@ def folders() -> list[Path]:
 
 
 def findings() -> dict[str, list[str]]:
-    """Return what counts towards each figure that has a limit, by the name of the figure."""
+    """Return what counts toward each figure, by the figure's name."""
     defined = [(name, node) for name in modules() for node in definitions(parsed(name))]
     functions = [(name, node) for name, node in defined if not isinstance(node, ast.ClassDef)]
     classes = [(name, node) for name, node in defined if isinstance(node, ast.ClassDef)]
-    documented = [*functions, *classes, *((name, parsed(name)) for name in modules())]
     apart = [name for name in modules() if folder(name) not in SAME_NAMES_APART]
     files = Counter(modules()[name].stem for name in apart if modules()[name].name != "__init__.py")
     top = [
         path.name for path in PACKAGES["quantforge"].glob("*.py") if not path.name.startswith("__")
     ]
     found = (
-        top,
         [f"{name} imports {other}" for name, other in upwards()],
         [" ".join(group) for group in circles()],
+        top,
         [f"{name}.{node.name}" for name, node in functions if takes_recipe(node)],
         [name for name, path in modules().items() if len(path.read_text().splitlines()) > 250],
         [f"{name}.{node.name}" for name, node in classes if length(node) > 200],
         [f"{name}.{node.name}" for name, node in functions if length(node) > 60],
         twice(files),
         twice(Counter(node.name for name, node in classes if name in apart)),
-        [
-            f"{name}: {told}"
-            for name, node in documented
-            if (told := (ast.get_docstring(node) or "").partition("\n")[0]).partition(" ")[0]
-            in {"What", "Whether", "See"}
-        ],
     )
-    return dict(zip(LIMITS, found, strict=True))  # fmt: skip
+    return dict(zip(FIGURES, found, strict=True))
 
 
 def takes_recipe(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -275,7 +261,7 @@ def twice(counts: Counter[str]) -> list[str]:
 
 
 def main() -> int:
-    """Print the table; return 1 if a figure is over its limit."""
+    """Print the figures; return 1 if an import goes up the order or in a cycle."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true")
@@ -290,11 +276,11 @@ def main() -> int:
         print(json.dumps(figures, indent=1))
     else:
         for name, value in figures.items():
-            print(f"{value:7}  {name}{f' (at most {LIMITS[name]})' if name in LIMITS else ''}")
-    over = [name for name, items in found.items() if len(items) > LIMITS[name]]
-    for name in over:
-        print(f"{len(found[name])} {name}:", *found[name], sep="\n  ", file=sys.stderr)
-    return int(bool(over))
+            print(f"{value:7}  {name}{' (must be 0)' if name in ENFORCED else ''}")
+    broken = {name: found[name] for name in ENFORCED if found[name]}
+    for name, items in broken.items():
+        print(f"{len(items)} {name}:", *items, sep="\n  ", file=sys.stderr)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

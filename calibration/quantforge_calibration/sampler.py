@@ -70,7 +70,7 @@ class Sample:
         return replace(self, ids=self.ids[rows].contiguous(), images=images)
 
 
-def pack_rows(  # noqa: PLR0913 - a pure function of everything that decides the rows
+def pack_rows(
     documents_of_ids: Iterable[Sequence[int]],
     rows: int,
     length: int,

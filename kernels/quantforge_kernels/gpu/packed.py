@@ -82,7 +82,7 @@ def operator() -> Callable[..., Tensor]:
     return operation
 
 
-def _packed_matmul(  # noqa: PLR0913, PLR0917 (schemas of operators know no records)
+def _packed_matmul(
     x: Tensor,
     planes: Sequence[Tensor],
     parameters: Sequence[Tensor],
