@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,20 @@ def _same_numbers() -> None:
         torch.manual_seed(0)
     else:  # without a GPU that would note a whole traceback for one, for every test
         torch.default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Hold tests that compare generated tokens to what `tests.choices` asks."""
+    if pyfuncitem.get_closest_marker("tokens") is None:
+        return (yield)
+    from tests.choices import float32_verbs, plain_choices
+
+    with float32_verbs(), plain_choices() as choices:
+        try:
+            return (yield)
+        finally:
+            choices.check()
 
 
 @pytest.fixture(autouse=True, scope="session")

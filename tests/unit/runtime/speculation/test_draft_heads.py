@@ -261,6 +261,7 @@ def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, e
     assert read_eagle3(open_heads(head), model.get_input_embeddings().weight, 12).seen == (2, 6, 9)
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_verb_recognises_heads(request, kind):
     path = request.getfixturevalue(kind)

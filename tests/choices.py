@@ -1,0 +1,103 @@
+"""Generated tokens that are compared: computed in float32, and each one clear, so that every processor chooses it.
+
+The last bits of logits depend on the processor, on the program that computes them and on how many rows it is given.
+Where they decide, two right computations generate different texts. A test that compares tokens is marked ``tokens``
+(a fixture in `tests.conftest`): the verbs then load their models in float32, and the test fails, naming the place, if
+a choice of a plain loop, with which the other text is compared, would be another one with slightly other logits. Take
+another prompt, seed or length then.
+
+``python -m tests.choices serve MODEL`` is the command line with models in float32, for tests of other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantforge.runtime import generate, load, token_stream
+from quantforge.runtime.sampling import Chosen, RowSampler, choose_rows
+from quantforge.runtime.token_distribution import drawn, weigh
+from quantforge.runtime.token_penalties import adjust
+
+NOISE = 1e-3  # of logits: a hundred times what float32 computations differ by
+DISTURBED = 8  # times that each choice is made anew, with other noise
+# Keys and values in fewer bits: last bits move a code to the next one, whose step is as coarse as the code.
+NOISE_OF_CACHE = {"": NOISE, "16bit": NOISE, "int8": 5e-3, "fp8": 5e-2, "int4": 0.1}
+
+
+def noise_of(kind: str) -> float:
+    """Return by how much logits of two computations with a kind of cache may differ."""
+    return max(NOISE_OF_CACHE[part.split("=")[-1]] for part in kind.split(","))
+
+
+def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
+    """Return whether logits ``[vocabulary]`` with noise make a sampler choose the same; it is not advanced."""
+    (row,) = adjust(logits[None], [sampler.options], [sampler.counts])
+    random = torch.Generator().manual_seed(len(row))
+    noisy = row + noise * torch.randn(DISTURBED, len(row), generator=random)
+    rows = torch.cat((row[None], noisy))
+    if sampler.options.greedy:
+        tokens = rows.argmax(-1)
+    else:
+        uniform = torch.full((len(rows),), sampler.fork().uniform(), dtype=torch.float64)
+        tokens = drawn(weigh(rows, [sampler.options] * len(rows)), uniform)
+    return bool((tokens == tokens[0]).all())
+
+
+class PlainChoices(list[bool]):
+    """Whether each choice that plain loops made is clear, in their order."""
+
+    @property
+    def clear(self) -> int:
+        """How many choices are clear, up to the first that is not."""
+        return self.index(False) if False in self else len(self)
+
+    def check(self) -> None:
+        """Fail where a choice is not clear."""
+        assert all(self), (
+            f"{self.count(False)} of {len(self)} tokens, first number {self.clear}, are nearly a tie: "
+            "last bits decide, so take another prompt, seed or length (tests/choices.py)"
+        )
+
+
+@contextmanager
+def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
+    """Record the choices of plain loops, `quantforge.generate` without a draft among them; the innermost records."""
+    found = PlainChoices()
+
+    def choose(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
+        assert not logits.equal(logits.bfloat16().float()), "tokens that are compared, in 16 bits"
+        found.extend(is_clear(row, one, noise) for row, one in zip(logits, samplers, strict=True))
+        return choose_rows(samplers, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (generate, token_stream):
+            patch.setattr(module, "choose_rows", choose)
+        yield found
+
+
+@contextmanager
+def float32_verbs() -> Iterator[None]:
+    """Let verbs load models that answer in float32, not in 16 bits."""
+
+    def loaded(
+        path: Any, device: str = "cpu", _dtype: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        return original(path, device, torch.float32, *more, **options)
+
+    original = load.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "load", loaded)
+        yield
+
+
+if __name__ == "__main__":
+    from quantforge.cli.app import main
+
+    with float32_verbs():
+        main()
