@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quantforge.errors import named_fields
@@ -28,11 +28,15 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file: name, safetensors dtype name, shape."""
+    """One tensor of a safetensors file: name, safetensors dtype name, shape.
+
+    ``data`` holds the content of a small tensor that describes another (its shape, how it is packed), if read.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    data: bytes = field(default=b"", compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -43,6 +43,9 @@ MAX_RANK = 64
 MAX_NAME_BYTES = 4096
 MAX_BYTES = 2**63 - 1
 METADATA = "__metadata__"
+# Names of small tensors that describe a packed weight (its shape, in JSON also its type): read along with the header.
+DESCRIBING = (".weight_shape", ".weight.quant_state.bitsandbytes__")
+_DESCRIPTION_BYTES = 1 << 16
 
 TORCH_NAMES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8",
@@ -70,6 +73,8 @@ class TensorEntry:
     stamp: Stamp | None = field(default=None, repr=False, compare=False)
     # of the file when it was digested
     seal: Seal | None = field(default=None, repr=False, compare=False)
+    # content of a small tensor that describes another
+    data: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -77,8 +82,8 @@ class TensorEntry:
         return self.end - self.start
 
     def stored(self) -> StoredTensor:
-        """Return name, dtype and shape, without the place in a file."""
-        return StoredTensor(self.name, self.dtype, self.shape)
+        """Return name, dtype, shape and known content, without the place in a file."""
+        return StoredTensor(self.name, self.dtype, self.shape, self.data)
 
     def held(self) -> HeldTensor:
         """Return it as its file describes it."""
@@ -112,13 +117,20 @@ def read_header(path: Path, root: Path | None = None) -> Header:
         if length > MAX_HEADER_BYTES:
             raise _error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
         text = system.read_at(descriptor, length, 8)
-    if len(text) != length:
-        raise changed(path)
-    # The reference library skips any whitespace around the object; its description does not.
-    if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
-        raise _error(path, "the header is not a JSON object padded with spaces")
-    with uncollected():
-        return _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
+        if len(text) != length:
+            raise changed(path)
+        # The reference library skips any whitespace around the object; its description does not.
+        if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
+            raise _error(path, "the header is not a JSON object padded with spaces")
+        with uncollected():
+            header = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
+        for name, entry in header.entries.items():
+            if entry.nbytes <= _DESCRIPTION_BYTES and any(part in name for part in DESCRIBING):
+                data = system.read_at(descriptor, entry.nbytes, entry.start)
+                if len(data) != entry.nbytes:
+                    raise changed(path, name)
+                header.entries[name] = replace(entry, data=data)
+        return header
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:

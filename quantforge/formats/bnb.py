@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
 from quantforge.formats.bnb_engines import ENGINES
-from quantforge.formats.bnb_layouts import STATE, native, stored, unpack
+from quantforge.formats.bnb_layouts import STATE, native, recorded_shape, stored, unpack
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -215,17 +215,24 @@ def _blocks(
 ) -> ModuleLayout:
     weight, name = f"{module}.weight", module + STATE + grid
     octets, _ = matrix(tensors, weight)
-    shape = declared_shape(config, module)
-    absmax = tensors.get(f"{weight}.absmax")
+    declared = declared_shape(config, module)
+    shape = recorded_shape(tensors[name]) if tensors[name].data else declared
     if shape is None:
         raise InputError(
-            f"{weight}: {2 * octets} packed weights, and no header says in which shape",
-            "shapes of 4-bit files are known for declared architectures only; bitsandbytes reads them", tensor=weight,
+            f"{name}: no shape of two sizes, and config.json does not determine it",
+            "the checkpoint is damaged, or the weight is not a matrix", tensor=name,
         )  # fmt: skip
-    if shape[0] * shape[1] != 2 * octets or absmax is None:
+    if shape[0] * shape[1] != 2 * octets or declared not in {None, shape}:
         raise InputError(
-            f"{weight}: {2 * octets} packed weights, config.json asks for {shape}",
-            "quantization_config and the tensors disagree",
+            f"{weight}: {2 * octets} packed weights, recorded as {shape}, config.json asks for {declared or shape}",
+            "config.json and the tensors disagree",
+            tensor=weight,
+        )
+    absmax = tensors.get(f"{weight}.absmax")
+    if absmax is None:
+        raise InputError(
+            f"{weight}.absmax: missing, the scales of {2 * octets} packed weights",
+            "the checkpoint is damaged: fetch it again",
             tensor=weight,
         )
     size = 2 * octets // max(1, math.prod(absmax.shape))

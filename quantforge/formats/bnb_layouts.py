@@ -219,6 +219,15 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     return sound(Quantized(codes, parameters, scheme), f"{weight}.absmax")
 
 
+def recorded_shape(state: StoredTensor) -> tuple[int, int] | None:
+    """Return the shape that the JSON of a weight records; None where it records none of two sizes."""
+    shape = parse_object(state.data, state.name).get("shape")
+    if not isinstance(shape, list) or len(shape) != 2:
+        return None
+    sizes = [size for size in shape if type(size) is int and size > 0]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else None
+
+
 def _read_state(name: str, blob: Tensor) -> Mapping[str, Any]:
     if blob.numel() > _STATE_BYTES:
         raise InputError(f"{name}: {blob.numel()} bytes, more than {_STATE_BYTES}", tensor=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from quantforge.formats.ct_layouts import PACKED, PLAIN_CODES, WEIGHT, input_ten
 from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import Tile, words_per_row
 from quantforge.plans import StoredTensor
-from quantforge.scheme import LayerScheme
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +27,7 @@ _OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed 
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back.
-
-    The number of columns of a packed module is that of ``weight_shape``: headers alone do not always tell it for one
-    scale per row.
-    """
+    """Read codes and parameters back."""
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     if layout.turned:
@@ -88,9 +85,9 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     from quantforge.packers.bits import signed, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
-    module, scheme = layout.module, layout.scheme.weight
-    shape = _shape(layout, tensors)
+    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     require(described(tensors), stored(module, layout.scheme, shape, plain=False), _OLD)
+    _check_shape(f"{module}.weight_shape", tensors, (layout.rows or shape[0], shape[1]))
     codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
     parameters = {"scales": tensors[f"{module}.weight_scale"]}
     zeros = tensors.get(f"{module}.weight_zero_point")
@@ -108,21 +105,42 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     return by_group_index(tensor, index, f"{module}.weight_g_idx", scattered=layout.scattered)
 
 
-def _shape(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    name = f"{layout.module}.weight_shape"
+def _check_shape(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
     require(described(tensors), [StoredTensor(name, "I64", (2,))])
-    out_features, in_features = tensors[name].tolist()
-    bits, (rows, columns) = layout.scheme.weight.bits, layout.shape
-    same = out_features == (layout.rows or rows) and words_per_row(
-        in_features, bits
-    ) == words_per_row(columns, bits)
-    if not same or in_features < 1 or in_features % layout.scheme.weight.group_size(in_features):
-        raise InputError(
-            f"{name}: {out_features}x{in_features}, the other tensors say {layout.rows or rows}x{columns}",
-            "the checkpoint is damaged",
-            tensor=name,
-        )
-    return rows, in_features
+    if (recorded := tuple(tensors[name].tolist())) != shape:
+        raise _wrong_shape(name, recorded, shape)
+
+
+def _columns(
+    module: str, scheme: Scheme, tensors: Mapping[str, StoredTensor], packed: tuple[int, int]
+) -> int:
+    """Return the columns of a module packed into ``packed`` rows x words, as ``weight_shape`` records them.
+
+    Words alone do not tell them: the last word of a row may hold padding. Where its values were not read, whole groups
+    tell them, and with one scale per row the words are taken to be full.
+
+    Raises:
+        InputError: the recorded shape does not fit the other tensors.
+    """
+    (rows, words), size, name = packed, scheme.group_size(0), f"{module}.weight_shape"
+    groups = matrix(tensors, f"{module}.weight_scale")[1]
+    columns = groups * size if size else words * 32 // scheme.bits
+    require(tensors, [StoredTensor(name, "I64", (2,))])
+    if not tensors[name].data:
+        return columns
+    recorded = struct.unpack("<2q", tensors[name].data)
+    fits = recorded[1] == columns if size else words_per_row(recorded[1], scheme.bits) == words
+    if recorded[0] != rows or recorded[1] < 1 or not fits:
+        raise _wrong_shape(name, recorded, (rows, columns))
+    return recorded[1]
+
+
+def _wrong_shape(name: str, recorded: tuple[int, ...], shape: tuple[int, int]) -> InputError:
+    return InputError(
+        f"{name}: {'x'.join(map(str, recorded))}, but the other tensors hold {shape[0]}x{shape[1]}",
+        "the checkpoint is damaged",
+        tensor=name,
+    )
 
 
 def layout_of(
@@ -145,9 +163,7 @@ def layout_of(
     if scheme.grid in {"nvfp4", "mxfp4"}:
         columns *= 2
     elif packed:
-        columns = columns * 32 // scheme.bits
-        if scheme.group_size(0):
-            columns = matrix(tensors, scale_name)[1] * scheme.group_size(0)
+        columns = _columns(module, scheme, tensors, (rows, columns))
     if not packed and (scheme.grid not in PLAIN_CODES or not scheme.symmetric):
         raise InputError(
             f"{module}: {scheme} in codes that are not packed is not read",

@@ -100,19 +100,6 @@ def test_compressed_tensors_refuses_a_shape_that_contradicts_the_words():
             form.unpack(layout, wrong)
 
 
-def test_compressed_tensors_takes_the_columns_of_a_row_scale_from_the_file():
-    form, _, packed, tensor = written("compressed-tensors", "int3:row:sym", (32, 50))
-    config = {
-        "quantization_config": {
-            "quant_method": "compressed-tensors", "format": "pack-quantized",
-            "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "strategy": "channel"}}},
-        }
-    }  # fmt: skip
-    (layout,) = form.layouts(config, described(packed))
-    assert layout.shape == (32, 53)  # five words hold up to 53 codes: headers cannot tell
-    assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
-
-
 def gptq_config(**values):
     base = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     return {"quantization_config": base | values}

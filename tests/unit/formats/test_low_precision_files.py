@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
 from quantforge.formats.headers import described
@@ -37,10 +41,12 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-def quantized(layer: LayerScheme, scale: ScaleType) -> QuantizedTensor:
+def quantized(
+    layer: LayerScheme, scale: ScaleType, shape: tuple[int, int] = SHAPE
+) -> QuantizedTensor:
     """A rounded random matrix, with a range of its input where that is static."""
     scheme = layer.weight.stored_as(scale)
-    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.03
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.03
     parameters = dict(packer_of(scheme).fit(weight, scheme))
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     if layer.input is not None and not layer.input.dynamic:
@@ -52,13 +58,13 @@ def quantized(layer: LayerScheme, scale: ScaleType) -> QuantizedTensor:
     return QuantizedTensor(codes, parameters, scheme, layer.input)
 
 
-def written(key: str, text: str):
+def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     """A module of a format: the format, its configuration, its tensors, and what they were made of."""
     form, layer = format_of(key), parse_layer(text)
-    tensor = quantized(layer, form.scale_type("BF16"))
+    tensor = quantized(layer, form.scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
-    stored = form.stored(MODULE, layer, SHAPE)
-    plan = TensorPlan(f"{MODULE}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, 0)
+    stored = form.stored(MODULE, layer, shape)
+    plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
     packed = form.pack(MODULE, tensor)
     files = form.side_files(plan_of(form, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG)
     assert {item.name: item for item in stored} == described(packed)
@@ -86,6 +92,51 @@ def test_what_is_written_is_read_back_to_the_bit(key, text):
     assert same(found, tensor) or torch.equal(found.decode(), tensor.decode())
     assert found.input == tensor.input
     assert torch.equal(found.decode(), tensor.decode())
+
+
+KINDS = [
+    ("compressed-tensors", *(f"int{bits}:row:{zero}" for bits in (2, 3, 4, 5, 6, 7) for zero in ("sym", "asym")),
+     "int3:g10:sym", "int4:g10:asym", "int4:g2:sym", "W8A8", "fp8:row", "fp8:128x128", "nvfp4", "mxfp4", "mxfp8"),
+    ("gptq", *(f"int{bits}:{size}:{zero}:f16" for bits in (2, 3, 4, 8) for size in ("row", "g10")
+               for zero in ("sym", "asym"))),
+    ("gptq_v2", "int3:row:sym:f16", "int4:g10:asym:f16"),
+    ("awq", "int4:g10:asym:f16", "int4:g32:sym:f16"),
+    ("bnb", "nf4:g32", "fp4", "int8:row:sym+int8:token:dynamic"), ("fp8", "FP8_BLOCK"),
+    ("mlx", "int3:g32:min", "int4:g64:min", "mxfp4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: kinds[0])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, tmp_path_factory):
+    """The shape that the file records decides, where words or blocks do not tell the columns."""
+    key, *texts = kinds
+    text = data.draw(st.sampled_from(texts))
+    size = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 160, 1090]))
+    shape = (data.draw(size), data.draw(size))
+    layer, form = parse_layer(text), format_of(key)
+    layer = LayerScheme(layer.weight.stored_as(form.scale_type("BF16")), layer.input)
+    if form.check(layer, shape).verdict is Verdict.IMPOSSIBLE:
+        return
+    form, config, packed, tensor = written(key, text, shape)
+    config |= {"model_type": "of no known family"}
+    file = tmp_path_factory.mktemp("odd") / "model.safetensors"
+    save_file({name: value.contiguous() for name, value in packed.items()}, file)
+    headers = {name: entry.stored() for name, entry in read_header(file).entries.items()}
+    (layout,) = form.layouts(config, headers)
+    assert layout.shape == shape
+    assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
+
+
+def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
+    form, config, packed, _ = written("compressed-tensors", "int4:row", (6, 30))
+    file = tmp_path / "model.safetensors"
+    for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
+        save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
+        headers = {name: entry.stored() for name, entry in read_header(file).entries.items()}
+        with pytest.raises(InputError, match=f"weight_shape: {wrong[0]}x{wrong[1]}, but"):
+            form.layouts(config, headers)
 
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
@@ -248,10 +299,27 @@ def test_kept_columns_have_to_be_rising_columns(columns):
         form.unpack(layout, packed)
 
 
-def test_shapes_of_4_bit_files_need_a_declared_architecture():
+@pytest.mark.parametrize(
+    ("recorded", "family", "message"),
+    [
+        ("[256,  256]", "of no known family", ""), ("[128,  512]", "llama", "asks for .256, 256."),
+        ("[256]      ", "of no known family", "no shape of two sizes"), ("[0, 256]   ", "llama", "no shape of two"),
+    ],
+)  # fmt: skip
+def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
     form, config, packed, _ = written("bnb", "nf4")
-    with pytest.raises(InputError, match="no header says in which shape"):
-        form.layouts({**config, "model_type": "unheard-of"}, described(packed))
+    (state,) = [name for name in packed if "quant_state" in name]
+    text = bytes(packed[state].tolist()).replace(b"[256, 256]", recorded.encode())
+    packed[state] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    save_file(packed, file := tmp_path / "model.safetensors")
+    headers = {name: entry.stored() for name, entry in read_header(file).entries.items()}
+    config |= {"model_type": family}
+    if message:
+        with pytest.raises(InputError, match=message):
+            form.layouts(config, headers)
+        return
+    (layout,) = form.layouts(config, headers)
+    assert layout.shape == SHAPE
 
 
 @pytest.mark.parametrize(
