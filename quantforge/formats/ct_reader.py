@@ -128,7 +128,7 @@ def _columns(
     require(tensors, [StoredTensor(name, "I64", (2,))])
     if not tensors[name].data:
         return columns
-    recorded = struct.unpack("<2q", tensors[name].data)
+    recorded: tuple[int, int] = struct.unpack("<2q", tensors[name].data)
     fits = recorded[1] == columns if size else words_per_row(recorded[1], scheme.bits) == words
     if recorded[0] != rows or recorded[1] < 1 or not fits:
         raise _wrong_shape(name, recorded, (rows, columns))
