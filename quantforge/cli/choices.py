@@ -63,7 +63,10 @@ RECIPE: Mapping[str, Choice] = {
     "format": Choice("{words} (default: what holds the scheme).", "FORMAT"),
     "engine": Choice("What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"),
     "tensor_parallel": Choice("Devices that --for's engine splits it over."),
-    "type": Choice("GGUF: the mixture, by default the one of --bits: {words}.", "TYPE"),
+    "type": Choice(
+        "GGUF: the mixture, by default the one of --bits: {words}. `export --format plain`: F32, F16 or BF16.",
+        "TYPE",
+    ),
     "pre": Choice("GGUF: llama.cpp's name of a pre-tokenizer that is not recognised.", "NAME"),
     "ignore": Choice("Leave matching layers alone (repeatable).", "PATTERN"),
     "rules": Choice(

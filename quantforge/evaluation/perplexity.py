@@ -103,6 +103,7 @@ def finite(values: Tensor, what: str) -> Tensor:
         window, token = values.isfinite().logical_not().nonzero()[0].tolist()
         raise InputError(
             f"{what} is {values[window, token].item()} at token {token + 1} of window {window}",
-            "the weights are damaged, or activations overflow this type: try --dtype float32",
+            "the weights are damaged, or activations overflow the model's type: try a float32 copy,"
+            " `quantforge export MODEL --format plain --type F32`",
         )
     return values

@@ -1,7 +1,7 @@
 """A planned conversion carried out: every tensor settled before the first byte is written, then written.
 
-A format never quantizes: what was rounded stays as it was, in other words. ``plain`` takes the decoded weights, which
-are exact only if the model's type can hold each of them.
+A format never quantizes: what was rounded stays as it was, in other words. ``plain`` takes the decoded weights in one
+floating-point type: the one that is asked for, else the model's own if it holds every weight, else float32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.progress import tell
 from quantforge.formats import Fit, Verdict, format_of
+from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, settle
 from quantforge.formats.storage import storage_of
 from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
-from quantforge.plans import Action
+from quantforge.plans import Action, TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,10 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
     for done, layer in enumerate(conversion.layers.values()):
         tell(layer.layout.module, done, len(conversion.layers))
         verdicts[_settled(conversion, layer, allow_inexact)] += 1
+    for tensor in conversion.plan.tensors:
+        if tensor.name not in conversion.layers and _is_cast(tensor):
+            fit = _cast(tensor, conversion.checkpoint.read(tensor.name))[1]
+            verdicts[_accepted(conversion, tensor.name, fit, allow_inexact=allow_inexact)] += 1
     return "inexact" if verdicts[Verdict.INEXACT] else "exact"
 
 
@@ -69,6 +74,7 @@ def write_all(
             value = conversion.checkpoint.read(tensor.name)
             scan_finite(tensor.name, value)
             (stored,) = tensor.stored
+            value = _cast(tensor, value)[0] if _is_cast(tensor) else value
             found = {stored.name: storage.keep(tensor, value)}
         elif conversion.plan.format == DECODED:
             found = {tensor.name: _decoded(conversion, layer)[0]}
@@ -84,6 +90,19 @@ def write_all(
                 wrote(name)
 
 
+def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
+    """Return the type in which decoded weights lose nothing, and why it is not the model's own.
+
+    Returns:
+        ``(None, "")`` where the types that the plan has hold every weight, else ``("F32", reason)``.
+    """
+    for layer in conversion.layers.values():
+        fit = _decoded(conversion, layer)[1]
+        if fit.verdict is not Verdict.EXACT:
+            return "F32", f"{layer.layout.module}: {fit.reason}"
+    return None, ""
+
+
 def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool) -> Verdict:
     fit = layer.fit
     if fit.verdict is Verdict.EXACT:
@@ -95,14 +114,17 @@ def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool)
         fit = settle(_unpacked(conversion, layer), layer.wanted.weight, target.LEAST_ZERO)
         if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
             fit = Fit(Verdict.INEXACT, layer.fit.reason)
-    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allow_inexact):
-        raise RefusedError(
-            f"{layer.layout.module}: {fit.reason}",
-            fit.nearest or "accept rounding with --allow-inexact",
-            tensor=layer.layout.module,
-        )
+    return _accepted(conversion, layer.layout.module, fit, allow_inexact=allow_inexact)
+
+
+def _accepted(conversion: Conversion, name: str, fit: Fit, *, allow_inexact: bool) -> Verdict:
+    """Record accepted rounding as an event and return the verdict; raise RefusedError for what is not accepted."""
+    allowed = allow_inexact or conversion.asked_type
+    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
+        hint = fit.nearest or "accept rounding with --allow-inexact"
+        raise RefusedError(f"{name}: {fit.reason}", hint, tensor=name)
     if fit.verdict is Verdict.INEXACT:
-        conversion.events.append(Event("inexact", layer.layout.module, fit.reason))
+        conversion.events.append(Event("inexact", name, fit.reason))
     return fit.verdict
 
 
@@ -112,11 +134,34 @@ def _unpacked(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
 
 
 def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:
-    exact = _unpacked(conversion, layer).decode()
-    value = exact.to(torch_dtype(layer.plan.stored[0].dtype))
-    changed = int((value.float() != exact).sum())
-    fit = Fit(Verdict.EXACT)
-    if changed:
-        reason = f"{changed} of {exact.numel()} decoded weights are no {layer.plan.stored[0].dtype} numbers"
-        fit = Fit(Verdict.INEXACT, reason)
+    value, fit = _cast(layer.plan, _unpacked(conversion, layer).decode())
     return (value.T.contiguous() if layer.plan.transposed else value), fit
+
+
+def _is_cast(tensor: TensorPlan) -> bool:
+    """Return whether a kept tensor is stored in another floating-point type than it has."""
+    return (
+        tensor.action is Action.KEEP
+        and len(tensor.stored) == 1
+        and tensor.dtype in NUMBERS
+        and tensor.dtype != tensor.stored[0].dtype
+    )
+
+
+def _cast(tensor: TensorPlan, exact: Tensor) -> tuple[Tensor, Fit]:
+    """Return numbers in the type in which they are stored, and how exactly that type holds them."""
+    dtype = tensor.stored[0].dtype
+    value = exact.to(torch_dtype(dtype))
+    back = value.to(exact.dtype)
+    changed = int((back != exact).sum())
+    if not changed:
+        return value, Fit(Verdict.EXACT)
+    if not bool(value.isfinite().all()) and bool(exact.isfinite().all()):
+        largest = float(exact.abs().max())
+        reason = f"weights up to {largest:.4g} are outside of the range of {dtype}"
+        return value, Fit(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
+    error = float((back - exact).double().norm() / exact.double().norm())
+    reason = (
+        f"{changed} of {exact.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
+    )
+    return value, Fit(Verdict.INEXACT, reason)

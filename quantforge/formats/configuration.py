@@ -16,6 +16,7 @@ from quantforge.formats.auto_round import translated
 from quantforge.plans import Action, Plan, TensorPlan
 
 FLOATS = ("F16", "BF16", "F32")
+NUMBERS = (*FLOATS, "F64")  # types of a source that may be restated in one of `FLOATS`
 LOADED_FROM = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}

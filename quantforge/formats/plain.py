@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import RefusedError
 from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
-from quantforge.formats.configuration import config_json, model_dtype, quantization_config
+from quantforge.formats.configuration import NUMBERS, config_json, model_dtype, quantization_config
 from quantforge.formats.engines import Engine, by_engine
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
@@ -79,8 +80,15 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json`` without any quantization."""
-    return {"config.json": config_json(config, model_dtype(plan, config))}
+    """Return ``config.json`` without any quantization; of a cast model its ``dtype`` is that of the numbers."""
+    cast = {
+        stored.dtype
+        for tensor in plan.tensors
+        for stored in tensor.stored
+        if tensor.dtype in NUMBERS and stored.dtype != tensor.dtype
+    }
+    dtype = TORCH_NAMES[min(cast)] if cast else model_dtype(plan, config)
+    return {"config.json": config_json(config, dtype)}
 
 
 def claims(config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal.
 
 Headers settle most pairs (`formats.convert.express`); where the values decide, `execution.relayout` looks at them. The
-format ``plain`` takes the decoded weights.
+format ``plain`` takes the decoded weights, in the type of floating-point numbers that ``type`` names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.draft_kinds import is_draft, type_of
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import RefusedError, UsageError
+from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
     PLAIN,
@@ -26,7 +26,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.agreement import express_layer
-from quantforge.formats.configuration import EMBEDDINGS
+from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.matching import match_quantized
@@ -74,6 +74,7 @@ class Conversion:
     files: tuple[FilePlan, ...]
     layers: dict[str, ConvertedLayer]
     events: list[Event] = field(default_factory=list)
+    asked_type: str | None = None  # of decoded weights: rounding to it is accepted
 
     @property
     def coverage(self) -> Coverage | None:
@@ -97,10 +98,13 @@ def plan_export(
             "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
         )
     check_alone(_draft(checkpoint), recipe.format, recipe.engine)
+    asked_type = _number_type(recipe)
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
-    layers = {layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format)}
+    layers = {
+        layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format, asked_type)
+    }
     target = format_of(recipe.format)
     modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
     if recipe.format == DECODED:
@@ -112,7 +116,7 @@ def plan_export(
         )
     own = draft_of(recipe.format)
     if own is None:
-        draft = _relaid(checkpoint, layers.values(), recipe.format, recipe.max_shard_bytes)
+        draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
     else:
         matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
         schemes = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
@@ -140,7 +144,24 @@ def plan_export(
         left_behind=left_behind(checkpoint),
     )
     lost = _lost(checkpoint, recipe.format, draft)
-    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost)
+    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost, asked_type)
+
+
+def _number_type(recipe: Recipe) -> str | None:
+    """Return the type that is asked for of decoded weights, None where none is or the format has types of its own.
+
+    Raises:
+        UnknownNameError: it is none of `FLOATS`.
+    """
+    if recipe.format != DECODED or recipe.type is None:
+        return None
+    kind = recipe.type.upper()
+    if kind not in FLOATS:
+        raise UnknownNameError(
+            f"--type {recipe.type}: with --format {DECODED} it names the type of the numbers",
+            f"one of {', '.join(FLOATS)}; the types of GGUF are of --format gguf",
+        )
+    return kind
 
 
 def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
@@ -194,27 +215,28 @@ def _family(checkpoint: Checkpoint) -> Architecture | None:
 
 
 def _relaid(
-    checkpoint: Checkpoint, layers: Iterable[ConvertedLayer], key: str, max_shard_bytes: int | None
+    checkpoint: Checkpoint, layers: Iterable[ConvertedLayer], recipe: Recipe, asked_type: str | None
 ) -> Draft:
     """Return the tensors and files of a result that is stored module by module."""
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layers = tuple(layers)
     used = {name for layer in layers for name in layer.layout.stored}
-    if not format_of(key).ABOUT.holds_kv_scales:
+    if not format_of(recipe.format).ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(
-            item.name, item.dtype, item.shape, Action.KEEP, "kept", stored=(item,), part=_part(item.name)
+            item.name, item.dtype, item.shape, Action.KEEP, "kept", part=_part(item.name),
+            stored=(replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,),
         )
         for name, item in headers.items()
         if name not in used
     ]  # fmt: skip
     tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
-    return Draft(tensors, files_of(tensors, max_shard_bytes), ())
+    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
 
 
 def _layers(
-    checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str
+    checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str, asked_type: str | None
 ) -> Iterator[ConvertedLayer]:
     target = format_of(key)
     family = _family(checkpoint)
@@ -226,7 +248,9 @@ def _layers(
         shape = layout.shape[::-1] if transposed else layout.shape
         if key == DECODED:
             fit, wanted = Fit(Verdict.READ, "decoded weights"), layout.scheme
-            stored: tuple[StoredTensor, ...] = (StoredTensor(name, checkpoint.dtype, shape),)
+            stored: tuple[StoredTensor, ...] = (
+                StoredTensor(name, asked_type or checkpoint.dtype, shape),
+            )
         else:
             fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
             if fit.verdict is Verdict.IMPOSSIBLE:

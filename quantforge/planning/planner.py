@@ -224,7 +224,7 @@ def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> 
     if not whole and of_gguf is not None:
         raise UsageError(
             f"--type and --pre belong to GGUF files, not to {key}",
-            "add --format gguf, or say --bits or --scheme",
+            "add --format gguf, or say --bits or --scheme; `export --format plain --type F16` sets the type of numbers",
         )
     if kv_cache != kv_scales.NONE and not format_of(key).ABOUT.holds_kv_scales:
         raise RefusedError(

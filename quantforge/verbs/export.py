@@ -13,6 +13,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
 from quantforge.execution.progress import followed
+from quantforge.execution.relayout import lossless_type
 from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
@@ -37,6 +38,8 @@ from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.move_codes import Exported, move
 from quantforge.verbs.quantize import quantize_opened
 from quantforge.verbs.requantize import quantize_again
+
+_SMALLER = "--type F16 or --type BF16 rounds them, in half the bytes"
 
 
 @checks_options(RecipeOptions)
@@ -89,7 +92,8 @@ def export(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
-        if quantized and (source is not None or requantize or chosen.type is not None):
+        again = chosen.type is not None and chosen.format != DECODED
+        if quantized and (source is not None or requantize or again):
             with _goes_on():
                 return quantize_again(
                     checkpoint, chosen, place, settings, source, requantize=requantize
@@ -98,6 +102,15 @@ def export(
         check_device(settings.device)  # though codes are moved on the processor
         asked, before = chosen.to_toml(), small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
+        if chosen.format == DECODED and chosen.type is None and not allow_inexact:
+            kind, reason = lossless_type(conversion)
+            if kind is not None:
+                chosen = replace(chosen, type=kind)
+                conversion = plan_export(checkpoint, chosen, settings.serving)
+                said = (
+                    *said,
+                    f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}",
+                )
         conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
         move_tower(conversion, wanted=settings.mmproj)
         return move(conversion, asked, before, place, settings, allow_inexact=allow_inexact)

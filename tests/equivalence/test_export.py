@@ -104,12 +104,18 @@ def test_every_pair_is_exact_or_refused(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_decoded_weights_need_a_flag_and_are_counted(made, tiny, tmp_path, scheme):
-    """A bfloat16 scale times an integer has more digits than bfloat16 holds."""
+def test_decoded_weights_are_exact_or_counted(made, tiny, tmp_path, scheme):
+    """A bfloat16 scale times an integer has more digits than bfloat16 holds: float32 takes it, BF16 by a flag."""
     model = made(scheme, "compressed-tensors")
-    with pytest.raises(RefusedError, match="decoded weights are no BF16") as refused:
-        export(model, "plain", tmp_path / "plain")
-    assert "--allow-inexact" in refused.value.hint
+    lossless = export(model, "plain", tmp_path / "lossless")
+    assert (lossless.verdict, lossless.events) == ("exact", ())
+    assert "stored as F32" in lossless.notes[0]
+    assert "weights are not BF16 numbers" in lossless.notes[0]
+    exact = load_file(tmp_path / "lossless" / "model.safetensors")
+    assert {value.dtype for value in exact.values()} == {torch.float32}
+    assert equal({f"{k}.weight": v for k, v in decoded(model).items()},
+                 {k: v for k, v in exact.items() if "proj" in k})  # fmt: skip
+    assert json.loads((tmp_path / "lossless" / "config.json").read_text())["dtype"] == "float32"
     settings = Settings(policy=Policy(strict=True))
     with pytest.raises(RefusedError, match="inexact"):
         verbs.export(
@@ -128,6 +134,41 @@ def test_decoded_weights_need_a_flag_and_are_counted(made, tiny, tmp_path, schem
         assert torch.equal(plain[f"{module}.weight"], exact.bfloat16())
         assert not torch.equal(plain[f"{module}.weight"].float(), exact)
     assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("F16", torch.float16), ("bf16", torch.bfloat16), ("F32", torch.float32)]
+)
+def test_decoded_weights_in_a_type_that_is_asked_for(made, tmp_path, kind, dtype):
+    """Every tensor has that type, and the configuration says so; what is rounded is an event with its share."""
+    model, out = made("int4:g128:sym", "compressed-tensors"), tmp_path / "out"
+    result = verbs.export(str(model), None, out, format="plain", type=kind)
+    assert isinstance(result, Exported)
+    assert (result.verdict == "exact") == (kind == "F32") == (not result.events)
+    assert all("weights are not" in event.detail for event in result.events)
+    found = load_file(out / "model.safetensors")
+    assert {value.dtype for value in found.values()} == {dtype}
+    assert all(torch.equal(found[f"{k}.weight"], v.to(dtype)) for k, v in decoded(model).items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
+
+
+def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
+    source = copied(tiny("llama-wide"), tmp_path / "large")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for options in ({}, {"allow_inexact": True}):
+        with pytest.raises(
+            RefusedError, match=r"model\.norm\.weight: .*outside of the range of F16"
+        ) as refused:
+            verbs.export(str(source), None, tmp_path / "out", format="plain", type="F16", **options)
+        assert "--type BF16 or --type F32" in refused.value.hint
+    with pytest.raises(UsageError, match="--type Q4_0: with --format plain"):
+        verbs.export(str(source), None, tmp_path / "out", format="plain", type="Q4_0")
+    assert not (tmp_path / "out").exists()
+    verbs.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
 
 
 def test_scales_that_do_not_fit_need_a_flag_and_are_counted(tiny, tmp_path):
