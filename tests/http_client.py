@@ -34,7 +34,7 @@ def fake_side(template: str | None = None) -> TextSide:
     tokenizer.add_special_tokens(["<end>"])
     assert tokenizer.token_to_id("<end>") == END
     chat = None if template is None else ChatTemplate(template, {})
-    return TextSide(TextTokenizer(tokenizer, None, END), chat, frozenset({END}), 400)
+    return TextSide(TextTokenizer(tokenizer, None, END, VOCABULARY), chat, frozenset({END}), 400)
 
 
 def ids(text: str) -> list[int]:

@@ -50,7 +50,6 @@ class Request:
     corpus: Corpus = "calibration"
     allow_fewer: bool = False  # of other sources too; builtin always may
     random: float = 0.0  # share of the rows whose tokens are drawn at random
-    vocabulary: int = 1 << 62  # ids that may be drawn are below it
     offline: bool = False
 
 
@@ -89,7 +88,7 @@ def draw(
         for source, rows in zip(sources, shares, strict=True)
     ]
     sample = samples[0] if len(samples) == 1 else combine(samples)
-    return with_random_rows(sample, request.random, tokenizer, request.vocabulary, request.seed)
+    return with_random_rows(sample, request.random, tokenizer, request.seed)
 
 
 def _own(source: Source, rows: int, length: int, own_rows: OwnRows | None) -> Sample:
@@ -144,8 +143,12 @@ def _read(
         render=partial(render, chat) if chat else None,
         offline=request.offline,
     )
+    ids = (
+        tokenizer.encode(text, f"{source.name}, document {number}")
+        for number, text in enumerate(texts, 1)
+    )
     return pack_rows(
-        map(tokenizer.encode, texts),
+        ids,
         rows,
         request.length,
         tokenizer.bos_id,

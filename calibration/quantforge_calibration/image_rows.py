@@ -166,6 +166,8 @@ def pack_images(
     ids, made_rows = [], []
     for each in done:
         values = made(each, processor, length)
+        of_text = ~processor.seen(values)[:length]
+        tokenizer.check(values[IDS][0, of_text].tolist(), each.where)
         ids.append(values[IDS])
         made_rows.append(replace(each, digest=digest_of(values)))
     images = ImageRows(tuple(made_rows), processor, length, filled)
@@ -207,7 +209,8 @@ def _measured(
     """Return how many tokens a document has, and how many to the end of its last image."""
     text = str(document.record)
     processor.check(text, len(document.images), document.where)
-    tokenizer.encode(text)  # within its time: the processor's own has no end to it
+    # Within its time: the processor's own has no end to it. The model looks no places of images up.
+    replace(tokenizer, rows=None).encode(text)
     pictures = [read_image(path, document.where) for path in document.images]
     values = processor(text, pictures, document.where)
     places = processor.seen(values).nonzero()

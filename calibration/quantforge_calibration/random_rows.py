@@ -16,16 +16,13 @@ from quantforge_calibration.sampler import Sample, digest, duplicated
 from quantforge_calibration.tokenizer import TextTokenizer
 
 
-def with_random_rows(
-    sample: Sample, share: float, tokenizer: TextTokenizer, vocabulary: int, seed: int
-) -> Sample:
+def with_random_rows(sample: Sample, share: float, tokenizer: TextTokenizer, seed: int) -> Sample:
     """Replace some rows by random tokens, spread evenly over the sample; rows with images stay.
 
     Args:
         sample: rows of text.
         share: of its rows, from 0 to 1; a part of a row is none.
-        tokenizer: of the model; its special and added tokens are not drawn.
-        vocabulary: how many ids the model has.
+        tokenizer: of the model; its special and added tokens, and those past the embedding, are not drawn.
         seed: decides which tokens are drawn.
 
     Returns:
@@ -34,7 +31,7 @@ def with_random_rows(
     images = sample.images
     of_text = [i for i in range(len(sample.ids)) if images is None or images.rows[i] is None]
     count = int(len(of_text) * share)
-    drawn = torch.tensor(tokenizer.ordinary_ids(vocabulary) if count else [])
+    drawn = torch.tensor(tokenizer.ordinary_ids() if count else [])
     if not len(drawn):
         return sample
     rows = [of_text[-(-(2 * i + 1) * len(of_text) // (2 * count)) - 1] for i in range(count)]

@@ -39,7 +39,8 @@ def builtin_rows(model: Path, length: int, most: int) -> int:
 
 
 def check_rows(
-    text: str, model: Path, rows: int, length: int, column: str = "text", *, chat_template: bool = False
+    text: str, model: Path, rows: int, length: int, column: str = "text", *, chat_template: bool = False,
+    vocabulary: int | None = None,
 ) -> None:  # fmt: skip
     """Refuse what `draw` would refuse of the local texts of a SOURCE; no more of them is read than tells it.
 
@@ -50,13 +51,14 @@ def check_rows(
         length: ids per row, at least 2.
         column: the field to read where a source names none.
         chat_template: render conversations through the model's template.
+        vocabulary: rows of the model's embedding.
 
     Raises:
-        SourceError: a source is missing, malformed or too short.
+        SourceError: a source is missing, malformed or too short, or names a token past the embedding.
     """
     sources = parse_sources(text)
     shares = share_rows(rows, [source.weight for source in sources])
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, vocabulary)
     chat = load_chat_template(model) if chat_template else None
     for source, share in zip(sources, shares, strict=True):
         if source.kind not in _ONLY_THE_RUN_KNOWS:
@@ -72,15 +74,18 @@ def _check_source(
     chat: ChatTemplate | None,
 ) -> None:  # fmt: skip
     payload, tokens = payload_of(length, tokenizer), 0
-    for each in (_FIRST, BYTES_PER_TOKEN):
+    wanted_tokens = wanted * payload
+    # All of the text that `draw` reads may have a token past the embedding, where there are such tokens.
+    enough = _WHOLE if tokenizer.exceeds_rows else wanted_tokens
+    for each in (BYTES_PER_TOKEN,) if tokenizer.exceeds_rows else (_FIRST, BYTES_PER_TOKEN):
         texts = documents(
             source,
             share * length * each,
             column=column,
             render=partial(render, chat) if chat else None,
         )
-        tokens = _tokens(texts, tokenizer, wanted * payload)
-        if tokens >= wanted * payload:
+        tokens = _tokens(texts, tokenizer, enough, source.name)
+        if tokens >= wanted_tokens:
             return
     raise too_short(source.name, tokens, wanted, payload)
 
@@ -119,11 +124,13 @@ def too_short(source: str, tokens: int, rows: int, payload: int) -> SourceError:
     )
 
 
-def _tokens(texts: Iterable[str], tokenizer: TextTokenizer, enough: int) -> int:
+def _tokens(
+    texts: Iterable[str], tokenizer: TextTokenizer, enough: int, source: str = BUILTIN
+) -> int:
     """Count the ids of joined texts, as the sampler joins them, until there are ``enough``."""
     tokens, between = 0, tokenizer.eos_id is not None
-    for text in texts:
-        count = len(tokenizer.encode(text))
+    for number, text in enumerate(texts, 1):
+        count = len(tokenizer.encode(text, f"{source}, document {number}"))
         tokens += count + (between and tokens > 0 and count > 0)
         if tokens >= enough:
             break

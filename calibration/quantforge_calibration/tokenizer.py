@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,38 +37,78 @@ SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """Encoder of text; ``bos_id`` begins one and ``eos_id`` ends one, where there is such a token."""
+    """Encoder of text.
+
+    Attributes:
+        tokenizer: of the library.
+        bos_id: begins a text, where there is such a token.
+        eos_id: ends a text, where there is such a token.
+        rows: of the model's embedding; None where they are not known, and ids are not checked.
+    """
 
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None
+    rows: int | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, place: str = "") -> list[int]:
         """Return the ids of a document, without a special token at either end.
 
         A beginning-of-text token in the text itself, as chat templates write it, is dropped: the
         sampler puts one at the beginning of every row.
 
+        Args:
+            text: the document.
+            place: where it comes from, for errors; the beginning of the text where left out.
+
         Raises:
-            SourceError: the tokenizer fails on the text, or does not come to an end.
+            SourceError: the tokenizer fails on the text, or does not come to an end; or as `check`.
         """
-        ids = self.encode_all(text)
+        ids = self.encode_all(text, place)
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
 
-    def encode_all(self, text: str) -> list[int]:
+    def encode_all(self, text: str, place: str = "") -> list[int]:
         """Return the ids of a text with every token that it names, as of one that a chat template wrote.
 
         Raises:
             SourceError: as `encode`.
         """
-        return _encoded(self.tokenizer, text, special=False)
+        ids = _encoded(self.tokenizer, text, special=False)
+        self.check(ids, place or f"the text that begins with {text[:40]!a}")
+        return ids
 
-    def ordinary_ids(self, vocabulary: int) -> list[int]:
-        """Return the ids below ``vocabulary`` of tokens that are neither special nor added, nor mean unknown text."""
+    @property
+    def exceeds_rows(self) -> bool:
+        """Return whether some text could have a token that `check` refuses."""
+        ids = self.tokenizer.get_vocab().values()
+        return self.rows is not None and max(ids, default=0) >= self.rows
+
+    def check(self, ids: Iterable[int], place: str) -> None:
+        """Refuse ids for which the model's embedding has no row; whatever reaches a model passes here.
+
+        Raises:
+            SourceError: naming the token, the rows, and the ``place`` where the ids come from.
+        """
+        if self.rows is None:
+            return
+        past = next((number for number in ids if number >= self.rows), None)
+        if past is not None:
+            text = self.tokenizer.id_to_token(past) if past < 1 << 31 else None
+            named = f"token id {past}" if text is None else f"token {text!a:.60} (id {past})"
+            raise SourceError(
+                f"{place}: {named} has no row in the model's embedding, which has {self.rows} rows",
+                "the tokenizer has this token and the model does not: leave it out of the text"
+                if text is not None
+                else "encode the text with the model's own tokenizer",
+            )
+
+    def ordinary_ids(self) -> list[int]:
+        """Return the ids that the model has of tokens that are neither special nor added, nor mean unknown text."""
         added = self.tokenizer.get_added_tokens_decoder()
         tokens = self.tokenizer.get_vocab(with_added_tokens=False)
         tokens.pop(getattr(self.tokenizer.model, "unk_token", None) or "", None)
-        return sorted(one for one in set(tokens.values()) if one < vocabulary and one not in added)
+        found = sorted(one for one in set(tokens.values()) if one not in added)
+        return found if self.rows is None else [one for one in found if one < self.rows]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens; bytes that are no UTF-8 become U+FFFD.
@@ -88,11 +128,16 @@ class TextTokenizer:
         return text
 
 
-def load_tokenizer(model: Path) -> TextTokenizer:
+def load_tokenizer(model: Path, rows: int | None = None) -> TextTokenizer:
     """Load ``tokenizer.json`` of a model directory.
 
+    Args:
+        model: the directory.
+        rows: of the model's embedding. An end-of-text token past them is none: the model can neither read nor write it.
+
     Raises:
-        SourceError: the file is missing or malformed, or ``tokenizer_config.json`` is.
+        SourceError: the file is missing or malformed, or ``tokenizer_config.json`` is; or the token that begins every
+            text is past the embedding.
     """
     path = model / "tokenizer.json"
     if not path.is_file():
@@ -116,9 +161,12 @@ def load_tokenizer(model: Path) -> TextTokenizer:
     tokenizer.no_truncation()  # the file may store both, for single prompts
     tokenizer.no_padding()
     config = read_tokenizer_config(model)
-    return TextTokenizer(
-        tokenizer, _bos_id(tokenizer, config), _token_id(tokenizer, config, "eos_token")
-    )
+    bos, eos = _bos_id(tokenizer, config), _token_id(tokenizer, config, "eos_token")
+    if eos is not None and rows is not None and eos >= rows:
+        eos = None
+    found = TextTokenizer(tokenizer, bos, eos, rows)
+    found.check([] if bos is None else [bos], f"{path}, the token that begins every text")
+    return found
 
 
 @contextmanager

@@ -79,7 +79,10 @@ class Answering:
     def __init__(self, prompts: Prompts, side: TextSide) -> None:
         tokenizer = side.tokenizer
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        self.prompts = [begin + tokenizer.encode(text) for text in prompts.texts]
+        self.prompts = [
+            begin + tokenizer.encode(text, f"--generated: prompt {number}")
+            for number, text in enumerate(prompts.texts, 1)
+        ]
         self.new_tokens = prompts.new_tokens
         self._tokenizer = tokenizer
         self._ends = side.stop

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.runtime.text_side import as_input_errors
 from quantforge_calibration.tokenizer import TextTokenizer
 
 LENGTH = 512  # tokens of a window where nobody says
@@ -103,10 +104,12 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
     """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
 
     Raises:
-        InputError: the text is empty or has fewer tokens than one window, or ``length`` is less than 2.
+        InputError: the text is empty or has fewer tokens than one window, or ``length`` is less than 2; it cannot be
+            encoded, or has a token that the model has no embedding for.
     """
     bos = tokenizer.bos_id
-    ids = tokenizer.encode(text)
+    with as_input_errors():
+        ids = tokenizer.encode(text, "the text that is scored")
     step = length if bos is None else length - 1
     count = min(windows, len(ids) // step)
     if length < 2 or count < 1:

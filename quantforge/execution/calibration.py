@@ -58,7 +58,7 @@ def calibrate(
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
         place: the source with the paths that ``options`` do not say (see `quantforge.planning.cited_files`).
-        vocabulary: how many ids the model has.
+        vocabulary: rows of the model's embedding.
         offline: never ask the hub for a dataset.
         own_rows: samples text from the model itself, for the source ``self``.
 
@@ -69,10 +69,9 @@ def calibrate(
     request = Request(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
         column=options.column, offline=offline, random=options.random or 0.0,
-        vocabulary=vocabulary,
     )  # fmt: skip
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, vocabulary)
         chat = load_chat_template(model) if options.chat_template else None
         sample = draw(request, tokenizer, chat=chat, own_rows=own_rows, model=model)
         names = titles(source, options.sha256)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from quantforge.errors import InputError
 from quantforge.http_api.api_error import ApiError, refusal
@@ -14,20 +15,30 @@ RENDERING = ChatLimits(cpu_seconds=10, wall_seconds=20.0)
 
 
 def prompt_ids(side: TextSide, asked: AskedAnswers) -> list[tuple[int, ...]]:
-    """Return the tokens of every prompt.
+    """Return the tokens of every prompt; those that have a bias are checked likewise.
 
     Raises:
-        ApiError: a prompt cannot be encoded or rendered, or has no token; the model has no chat template.
+        ApiError: a prompt cannot be encoded or rendered, or has no token; the model has no chat template, or no
+            embedding for a token.
     """
-    return [_ids(side, prompt) for prompt in asked.prompts]
+    with _refusals("logit_bias"):
+        side.tokenizer.check(asked.sampling.get("logit_bias", ()), "logit_bias")
+    several = len(asked.prompts) > 1
+    return [
+        _ids(side, prompt, f"prompt[{number}]" if several else "prompt")
+        for number, prompt in enumerate(asked.prompts)
+    ]
 
 
-def _ids(side: TextSide, prompt: str | tuple[int, ...] | list[Turn]) -> tuple[int, ...]:
+def _ids(side: TextSide, prompt: str | tuple[int, ...] | list[Turn], place: str) -> tuple[int, ...]:
     tokenizer = side.tokenizer
     if isinstance(prompt, tuple):
+        with _refusals("prompt"):
+            tokenizer.check(prompt, place)
         return prompt
     if isinstance(prompt, str):
-        ids = _encoded(side, prompt, "prompt")
+        with _refusals("prompt"):
+            ids = tokenizer.encode(prompt, place)
         first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         ids = first + ids or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
         param = "prompt"
@@ -38,12 +49,14 @@ def _ids(side: TextSide, prompt: str | tuple[int, ...] | list[Turn]) -> tuple[in
     return tuple(ids)
 
 
-def _encoded(side: TextSide, text: str, param: str) -> list[int]:
+@contextmanager
+def _refusals(param: str, code: str | None = None, hint: str = "") -> Iterator[None]:
+    """Turn a `SourceError` into the refusal of a field."""
     try:
-        with as_input_errors():
-            return side.tokenizer.encode(text)
+        with as_input_errors(hint):
+            yield
     except InputError as error:
-        raise refusal(error, param) from error
+        raise refusal(error, param, code) from error
 
 
 def _rendered(side: TextSide, turns: Sequence[Turn]) -> list[int]:
@@ -53,11 +66,7 @@ def _rendered(side: TextSide, turns: Sequence[Turn]) -> list[int]:
             param="messages",
             code="no_chat_template",
         )
-    try:
-        with as_input_errors("/v1/completions takes a text as it is"):
-            (text,) = render(
-                side.template, [[dict(turn) for turn in turns]], RENDERING, answer=True
-            )
-            return side.tokenizer.encode_all(text)
-    except InputError as error:
-        raise refusal(error, "messages", "chat_template") from error
+    with _refusals("messages", "chat_template", "/v1/completions takes a text as it is"):
+        (text,) = render(side.template, [[dict(turn) for turn in turns]], RENDERING, answer=True)
+    with _refusals("messages"):
+        return side.tokenizer.encode_all(text, "messages, in the model's chat template")

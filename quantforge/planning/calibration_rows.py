@@ -89,8 +89,10 @@ def check_length(options: CalibrationOptions, config: Mapping[str, Any]) -> tupl
 
 
 @lru_cache(maxsize=64)  # by the digests that the options hold: a search plans for many candidates
-def check_source(options: CalibrationOptions, place: str, model: Path) -> None:
-    """Refuse a calibration text that a run would refuse at its start; ``place`` is as of `calibrate`.
+def check_source(
+    options: CalibrationOptions, place: str, model: Path, vocabulary: int | None = None
+) -> None:
+    """Refuse a calibration text that a run would refuse at its start; arguments are as of `calibrate`.
 
     Raises:
         InputError: the source is missing, malformed or too short, or the model has no tokenizer.
@@ -101,7 +103,7 @@ def check_source(options: CalibrationOptions, place: str, model: Path) -> None:
     try:
         check_rows(
             place or options.source, model, options.samples, options.length, options.column,
-            chat_template=options.chat_template,
+            chat_template=options.chat_template, vocabulary=vocabulary,
         )  # fmt: skip
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error

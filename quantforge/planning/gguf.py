@@ -97,7 +97,7 @@ def draft(
         files=split(keys, tensors, recipe.max_shard_bytes),
         engines=verdicts(ABOUT.engines, ()),
         label=label,
-        substitutions=(*choices.substitutions, *found.events),
+        substitutions=(*choices.substitutions, *found.events, *tokens.events),
         notes=(
             f"{label}: {_summary(targets)}",
             *choices.notes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from quantforge.architectures.positions import embedding_rows
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.planning.beside_towers import with_tower
 from quantforge.planning.calibration_rows import (
@@ -60,7 +61,7 @@ def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> 
     if planned.plan.needs or planned.recipe.prune_experts is not None:
         options, place = planned.recipe.calibration, settings.calibration
         check_towers(named_image(options, place), checkpoint.config)
-        check_source(options, place, checkpoint.path)
+        check_source(options, place, checkpoint.path, embedding_rows(checkpoint.config))
 
 
 def _with_images(planned: Planned, settings: Settings) -> Planned:

@@ -90,14 +90,15 @@ class Speaker:
         tokenizer = self._side.tokenizer
         if template is None:
             with as_input_errors():
-                ids = tokenizer.encode(str(prompt))
+                ids = tokenizer.encode(str(prompt), "the prompt")
             first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
             ids = first + ids or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
         else:
             talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             with as_input_errors(RAW):
                 (text,) = render(template, [[dict(turn) for turn in talk]], answer=True)
-                ids = tokenizer.encode_all(text)
+            with as_input_errors():
+                ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
         if not ids:
             raise InputError("the prompt has no token", "say something")
         return ids

@@ -14,12 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantforge.architectures import text_config
-from quantforge.architectures.positions import positions_in
+from quantforge.architectures.positions import embedding_rows, positions_in
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge.formats.opening import open_model
 from quantforge_calibration.chat import ChatTemplate, find_chat_template
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
@@ -53,7 +54,7 @@ def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
         InputError: no tokenizer that can be read, or a damaged file.
     """
     with _folder(path) as (folder, file), as_input_errors():
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, embedding_rows(config))
         template = find_chat_template(folder)
         stated = _listed(text_config(config).get("eos_token_id"))
         if file is not None:
@@ -70,10 +71,11 @@ def tokenizer_of(path: Path) -> TextTokenizer:
     """Load the tokenizer of a model directory, or that of a GGUF file.
 
     Raises:
-        InputError: there is none that can be read.
+        InputError: there is none that can be read, or no model.
     """
+    rows = embedding_rows(open_model(path).config)
     with _folder(path) as (folder, _), as_input_errors():
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, rows)
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def _requests(side: TextSide, text: str, options: LoadOptions) -> list[TimedRequ
     from quantforge.runtime.text_side import as_input_errors
 
     with as_input_errors():
-        ids = side.tokenizer.encode(text)
+        ids = side.tokenizer.encode(text, "the text of the requests")
     if options.trace is not None:
         found = read_trace(options.trace, ids, options.stream.seed)
     else:

@@ -13,6 +13,7 @@ from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
 from quantforge.verification.artifact import Artifact
@@ -103,25 +104,37 @@ def _check_siblings(report: Report, artifact: Artifact) -> None:
 
 
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:
-    """Check the largest id of the tokenizer against the rows of the embedding."""
-    tokens = largest_token(report.path, artifact)
-    if tokens is None:
+    """Check the ids of the tokenizer against the rows of the embedding.
+
+    Added tokens past the rows are a warning: models are published so, and no text has these tokens unless it names
+    them. Pieces of the vocabulary past the rows are of another model.
+    """
+    found_tokens = _tokens(report.path, artifact)
+    if found_tokens is None:
         report.skip("there is no tokenizer.json", "vocabulary")
         return
+    pieces, added = found_tokens
     known = artifact.matched.architecture is not None
     found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
     most = max((tensor.stored.shape[0] for tensor in found), default=0)
     for tensor in found:
         # By names alone, tables of segments and positions are taken for embeddings too.
-        if tensor.stored.shape[0] <= tokens and (known or tensor.stored.shape[0] == most):
-            rows = tensor.stored.shape[0]
-            report.add(
-                "vocabulary", tensor.stored.name, f"{rows} rows, the tokenizer has id {tokens}"
+        rows = tensor.stored.shape[0]
+        past = sorted((number, text) for text, number in pieces.items() if number >= rows)
+        more = sorted((number, text) for text, number in added.items() if number >= rows)
+        if (past or more) and (known or rows == most):
+            shown = ", ".join(f"{text!a:.60} (id {number})" for number, text in (past or more)[:3])
+            count = len(past) + len(more)
+            say = report.add if past else report.warn
+            say(
+                "vocabulary",
+                tensor.stored.name,
+                f"{rows} rows, and {count} token(s) of the tokenizer past them: {shown}",
             )
 
 
-def largest_token(path: Path, artifact: Artifact) -> int | None:
-    """Return the largest token id of ``tokenizer.json``, or None without one that can be read."""
+def _tokens(path: Path, artifact: Artifact) -> tuple[dict[str, int], dict[str, int]] | None:
+    """Return pieces and added tokens of ``tokenizer.json`` with their ids, or None without one that can be read."""
     file = path / "tokenizer.json"
     if path.is_dir():
         if not file.is_file():
@@ -134,7 +147,9 @@ def largest_token(path: Path, artifact: Artifact) -> int | None:
         data = found
     try:
         document = parse_object(data, file, TOKENIZER)
-        return max(tokens_of(document).values(), default=None)
+        tokens = tokens_of(document)
+        added = {item["content"]: item["id"] for item in added_tokens(document)}
+        return {text: tokens[text] for text in tokens.keys() - added.keys()}, added
     except (InputError, ValueError, AttributeError, TypeError, KeyError):
         return None
 
@@ -148,7 +163,10 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # unigram: pieces with their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    added = {item["content"]: item["id"] for item in tokenizer.get("added_tokens") or ()}
+    try:
+        added = {item["content"]: item["id"] for item in added_tokens(tokenizer)}
+    except InputError as error:
+        raise ValueError(error.message) from error
     tokens = {**vocabulary, **added}
     if not all(type(number) is int for number in tokens.values()):
         raise TypeError("an id is no number")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantforge.errors import InputError
+from quantforge.events import Event
 from quantforge.formats.gguf.container import Value
 from quantforge.formats.gguf.parsing import read_gguf
 
@@ -19,6 +20,7 @@ class Carried:
     tokens: list[str]
     found: dict[str, Value]
     notes: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
 
     def keys(self) -> dict[str, Value]:
         """Return the metadata."""

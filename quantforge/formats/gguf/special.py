@@ -6,7 +6,7 @@ What is done counts: whether a text begins with the beginning-of-sequence token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,9 @@ def special_ids(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
     root: Path,
+    past: Container[str] = (),
 ) -> dict[str, int]:
-    """Return ids of special tokens by role, of a vocabulary given as ids by piece.
+    """Return ids of special tokens by role, of a vocabulary given as ids by piece; those in ``past`` are left out.
 
     Raises:
         InputError: a special token is not in the vocabulary.
@@ -62,14 +63,20 @@ def special_ids(
         content = stated.get("content") if isinstance(stated, Mapping) else stated
         number = config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) and number else number
-        if isinstance(content, str):
+        if isinstance(content, str) and content in past:
+            if (
+                role != "eos"
+            ):  # a model that cannot write the tokenizer's ends texts by the one of its configuration
+                continue
+        elif isinstance(content, str):
             if content not in numbers:
                 raise InputError(
                     f"tokenizer_config.json: {role}_token {content!r} is not in the vocabulary",
                     "the added tokens are missing from tokenizer.json: save the tokenizer again",
                 )
             ids[role] = numbers[content]
-        elif type(number) is int and 0 <= number < len(numbers):
+            continue
+        if type(number) is int and 0 <= number < len(numbers):
             ids[role] = number
     ends = [number for number in _ends(root) if 0 <= number < len(numbers)]
     if "eos" not in ids and ends:

@@ -40,10 +40,20 @@ def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the added tokens, each with an id and a content."""
-    found = tokenizer.get("added_tokens")
-    added = found if isinstance(found, list) else []
-    for item in added:
+    """Return the added tokens, each with a content and the id that it has.
+
+    The ``tokenizers`` library reads no id of an added token: one that is a piece of the vocabulary has its id, and
+    others follow, in the order of the file, after the number of pieces. So an id that the file says may be another.
+    """
+    stated = tokenizer.get("added_tokens")
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocab, list):  # unigram: pieces with their scores
+        vocab = {piece: number for number, (piece, _) in enumerate(vocab)}
+    vocab = vocab if isinstance(vocab, Mapping) else {}
+    found: dict[str, Mapping[str, Any]] = {}
+    last = -1
+    for item in stated if isinstance(stated, list) else ():
         good = (
             isinstance(item, Mapping)
             and type(item.get("id")) is int
@@ -53,7 +63,12 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             raise InputError(
                 "tokenizer.json: an added token without id or content", "the file is damaged"
             )
-    return added
+        content = item["content"]
+        if content and content not in found:
+            number = vocab.get(content, max(last + 1, len(vocab)))
+            found[content] = {**item, "id": number}
+            last = max(last, number)
+    return list(found.values())
 
 
 def check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -5,8 +5,8 @@ its pre-tokenizer. BPE as sentencepiece does it (``llama``) has scores instead: 
 give the piece of the highest score, so the score of a piece is minus the rank of the merge that makes it. That is the
 same only if every way to cut a piece into two pieces is a merge, which is checked.
 
-The list of tokens is exactly as long as the embedding: a shorter vocabulary is filled up with unused tokens, a longer
-one is refused.
+The list of tokens is exactly as long as the embedding. A shorter vocabulary is filled up with unused tokens. Tokens
+past the embedding that no ordinary text has are left out, as an event; with others the tokenizer is of another model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from typing import Any
 
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError, RefusedError
+from quantforge.events import Event
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.pretokenizer import recognised
 from quantforge.formats.gguf.sentencepiece import BYTE, SPACE, check_merges, space_before
-from quantforge.formats.gguf.special import added_around, chat_templates, read_settings, special_ids
+from quantforge.formats.gguf.special import (
+    added_around,
+    chat_templates,
+    read_settings,
+    special_ids,
+    template_ends,
+)
 from quantforge.formats.gguf.tokenizer_json import (
     added_tokens,
     check_added,
@@ -66,7 +73,8 @@ class Vocabulary:
         special: ids by role.
         flags: ``add_bos_token``, ``add_eos_token``, ``add_space_prefix``.
         templates: chat templates by name; "" is the default.
-        notes: what llama.cpp does otherwise.
+        notes: what is carried of several things that differ.
+        events: what llama.cpp does otherwise, and tokens that are left out.
     """
 
     model: str
@@ -79,6 +87,7 @@ class Vocabulary:
     flags: dict[str, bool] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def keys(self) -> dict[str, Value]:
         """Return the metadata."""
@@ -119,7 +128,7 @@ def vocabulary(
             llama.cpp does otherwise are accepted.
 
     Raises:
-        InputError: no tokenizer, damaged, or it has more tokens than the embedding has rows.
+        InputError: no tokenizer, damaged, or ordinary text has tokens for which the embedding has no row.
         RefusedError: a kind of tokenizer, or a step of one, that llama.cpp is not known to have.
     """
     path = root / "tokenizer.json"
@@ -151,9 +160,10 @@ def vocabulary(
         else _byte_level(tokenizer, pre)
     )
     check_added(tokenizer, settings)
+    past = _past(path, tokenizer, pieces, rows)
     _fill(path, found, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
-    found.special = special_ids(numbers, settings, config, root)
+    found.special = special_ids(numbers, settings, config, root, past)
     found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
     found.templates, notes = chat_templates(root, settings)
     found.notes += notes
@@ -197,6 +207,36 @@ def _sentencepiece(
     return found
 
 
+def _past(
+    path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], rows: int
+) -> dict[str, int]:
+    """Return tokens past the embedding by text, which are left out.
+
+    Raises:
+        InputError: ordinary text has one, or every text begins or ends with one.
+    """
+    model = tokenizer["model"]
+    added = {item["content"]: item["id"] for item in added_tokens(tokenizer)}
+    past = {text: number for number, text in pieces.items() if number >= rows}
+    past |= {text: number for text, number in added.items() if number >= rows}
+    if not past:
+        return past
+    made = {left + right for left, right in merged_pairs(model)}
+    whole = bool(model.get("ignore_merges")) or model.get("unk_token") in past
+    around = {piece for piece in template_ends(tokenizer) if piece is not None}
+    for piece, number in past.items():
+        ordinary = piece not in added and (
+            whole or piece in made or len(piece) == 1 or BYTE.fullmatch(piece)
+        )
+        if ordinary or piece in around:
+            raise InputError(
+                f"{path}: token {piece!r} has id {number}, the embedding has {rows} rows",
+                "tokenizer and weights are not of one model, or the embedding was not resized",
+                file=str(path),
+            )
+    return past
+
+
 def _fill(
     path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
 ) -> None:
@@ -212,16 +252,29 @@ def _fill(
     for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
         content = item["content"] if special else item["content"].replace(SPACE, " ")
+        if pieces.get(item["id"], item["content"]) != item["content"]:
+            raise InputError(
+                f"{path}: tokens {pieces[item['id']]!r} and {content!r} both have id {item['id']}",
+                "ids of its vocabulary are missing, and added tokens get the ids after the number of pieces: save the "
+                "tokenizer again with every id in use",
+                file=str(path),
+            )
         added[item["id"]] = pieces[item["id"]] = content
         if kinds.get(item["id"]) is not Kind.UNKNOWN:
             kinds[item["id"]] = Kind.CONTROL if special else Kind.USER_DEFINED
-    last = max(pieces, default=-1)
-    if last >= rows:
-        raise InputError(
-            f"{path}: token {pieces[last]!r} has id {last}, the embedding has {rows} rows",
-            "tokenizer and weights are not of one model, or the embedding was not resized",
-            file=str(path),
+    past = {number: piece for number, piece in pieces.items() if number >= rows}
+    if past:
+        shown = ", ".join(f"{past[number]!a:.60} (id {number})" for number in sorted(past)[:3])
+        found.events.append(
+            Event(
+                "token-left-out",
+                path.name,
+                f"{len(past)} token(s) past the {rows} rows of the embedding, {shown}: "
+                "llama.cpp takes their names in a text for ordinary text",
+            )
         )
+        gone = set(past.values())
+        found.merges = [pair for pair in found.merges if pair.replace(" ", "", 1) not in gone]
     scores = (
         dict(zip(sorted(model["vocab"].values()), found.scores, strict=True))
         if found.scores

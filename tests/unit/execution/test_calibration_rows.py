@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,9 @@ def test_a_huge_text_is_counted_only_as_far_as_it_is_needed(tmp_path, monkeypatc
     (tmp_path / "huge.txt").write_text("some words of a long text\n" * 100_000)
     encoded = []
     monkeypatch.setattr(
-        TextTokenizer, "encode", lambda _, text: encoded.append(len(text)) or [0] * len(text)
+        TextTokenizer,
+        "encode",
+        lambda _, text, place: encoded.append(len(text)) or [0] * len(text),
     )
     check_rows(str(tmp_path / "huge.txt"), DEMO, 4, 64)
     assert sum(encoded) <= 4 * 64 * 8
@@ -162,14 +165,17 @@ def test_error_feedback_takes_random_rows(options, share):
     assert make_plan(found.recipe, open_checkpoint(DEMO)).recipe == found.recipe
 
 
-def test_random_tokens_are_those_of_the_model():
+def test_random_tokens_are_those_of_the_model(tmp_path):
+    text = tmp_path / "letters.txt"
+    text.write_text("qzxkvjw" * 2000)  # no two are one token: all ids are below 300
     plan = verbs.plan(DEMO, method="gptq", bits=4)
+    options = CalibrationOptions(source=str(text), random=0.0, length=64)
     plain, found = (
-        calibrate(DEMO, CalibrationOptions(random=share), plan, vocabulary=300).sample
+        calibrate(DEMO, replace(options, random=share), plan, vocabulary=300).sample
         for share in (0.0, 0.5)
     )
     drawn = found.ids[found.ids.ne(plain.ids).any(1)]
-    assert len(drawn) == found.report.random_rows == THERE // 2
+    assert len(drawn) == found.report.random_rows == options.samples // 2
     assert drawn.amax() < 300
 
 
@@ -180,12 +186,16 @@ def test_a_plan_tells_of_random_rows():
         assert bool(said) is told
 
 
-def test_a_model_without_tokens_to_draw_is_an_event():
+def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
     options = CalibrationOptions(random=0.5)
     plan = verbs.plan(DEMO, method="gptq", bits=4)
-    found = calibrate(DEMO, options, plan, vocabulary=0)
+    words = load_tokenizer(DEMO)
+    words.tokenizer.add_special_tokens([*words.tokenizer.get_vocab(with_added_tokens=False)])
+    monkeypatch.setattr("quantforge.execution.calibration.load_tokenizer", lambda *_: words)
+    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
+    monkeypatch.undo()
     (event,) = [one for one in found.events if one.kind == "calibration-random"]
-    assert f"{THERE // 2} asked for" in event.detail
+    assert f"{found.sample.report.rows // 2} asked for" in event.detail
     with pytest.raises(RefusedError):
         Policy(strict=True).check(found.events)
     events = calibrate(DEMO, options, plan, vocabulary=1 << 20).events

@@ -37,8 +37,8 @@ WRONG = [
     (COMPLETE, {**GOOD, "prompt": [[1, "a"]]}, 400, "prompt", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": [1, True]}, 400, "prompt", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": [-1]}, 400, "prompt", "invalid_value"),
-    (COMPLETE, {**GOOD, "prompt": [61]}, 400, None, None),
-    (COMPLETE, {**GOOD, "prompt": [1 << 70]}, 400, None, None),
+    (COMPLETE, {**GOOD, "prompt": [61]}, 400, "prompt", None),
+    (COMPLETE, {**GOOD, "prompt": [1 << 70]}, 400, "prompt", None),
     (COMPLETE, {**GOOD, "prompt": "\ud800"}, 400, "prompt", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": "a" * 400}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {**GOOD, "max_tokens": 298}, 400, "max_tokens", "context_length_exceeded"),
@@ -58,7 +58,7 @@ WRONG = [
     (COMPLETE, {**GOOD, "seed": -1}, 400, "seed", "invalid_value"),
     (COMPLETE, {**GOOD, "logit_bias": {"5": 101}}, 400, "logit_bias[5]", "invalid_value"),
     (COMPLETE, {**GOOD, "logit_bias": {"five": 1}}, 400, "logit_bias", "invalid_value"),
-    (COMPLETE, {**GOOD, "logit_bias": {"61": 1}}, 400, None, None),
+    (COMPLETE, {**GOOD, "logit_bias": {"61": 1}}, 400, "logit_bias", None),
     (COMPLETE, {**GOOD, "logprobs": 21}, 400, "logprobs", "invalid_value"),
     (COMPLETE, {**GOOD, "logprobs": True}, 400, "logprobs", "invalid_value"),
     (COMPLETE, {**GOOD, "stop": MEGABYTE}, 400, "stop", "string_too_long"),
@@ -116,6 +116,31 @@ def test_what_is_wrong_is_said():
                 )
                 check_error(await client.post(COMPLETE, nested), 400)
             assert (await client.complete(prompt="abc", max_tokens=297)).status == 200
+
+    asyncio.run(work())
+
+
+PAST = [
+    (COMPLETE, {**GOOD, "prompt": "ab<image>"}, "prompt", "prompt: token '<image>' (id 61)"),
+    (COMPLETE, {**GOOD, "prompt": ["a", "<image>"]}, "prompt", "prompt[1]: token '<image>' (id 61)"),
+    (COMPLETE, {**GOOD, "prompt": [[1], [2, 61]]}, "prompt", "prompt[1]: token '<image>' (id 61)"),
+    (COMPLETE, {**GOOD, "prompt": [62]}, "prompt", "prompt: token id 62"),
+    (COMPLETE, {**GOOD, "logit_bias": {"61": 1}}, "logit_bias", "token '<image>' (id 61)"),
+    (TALK, {**CHATTING, "messages": [{"role": "user", "content": "<image>"}]}, "messages", "chat template: token"),
+]  # fmt: skip
+
+
+def test_tokens_past_the_embedding_are_refused_by_name():
+    async def work():
+        async with served(template=TEMPLATE) as client:
+            assert client.model.side.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
+            for path, body, param, said in PAST:
+                error = check_error(await client.post(path, body), 400)
+                assert said in error["message"], error
+                assert "which has 61 rows" in error["message"]
+                assert error["param"] == param
+            good = await client.complete(prompt="ab", stop="<image>", max_tokens=3)
+            assert good.status == 200  # a string that never comes
 
     asyncio.run(work())
 

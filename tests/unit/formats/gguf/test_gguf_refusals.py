@@ -62,8 +62,9 @@ def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
     refused(RefusedError, r"unknown pre-tokenizer: \\d\+", odd, tmp_path)
     export(odd, tmp_path / "named.gguf", pre="qwen2")
     assert read_gguf(tmp_path / "named.gguf").value("tokenizer.ggml.pre", str) == "qwen2"
-    more = with_change("more", lambda it: it["model"]["vocab"].update(zzz=320))
-    refused(InputError, "'zzz' has id 320, the embedding has 320 rows", more, tmp_path)
+    more = with_change("more", lambda it: it["model"]["vocab"].update({"\u00e9\u00e9": 320}))
+    more = edited(more, tmp_path / "z", lambda it: it["model"]["merges"].append(["\u00e9"] * 2))
+    refused(InputError, "'\u00e9\u00e9' has id 320, the embedding has 320 rows", more, tmp_path)
     kind = with_change("kind", lambda it: it["model"].update(type="WordPiece"))
     refused(RefusedError, "'WordPiece' is not written", kind, tmp_path)
     normal = with_change("normal", lambda it: it.update(normalizer={"type": "Lowercase"}))

@@ -1,0 +1,172 @@
+"""A tokenizer with a token for which the model has no embedding, as Gemma 3's have: named wherever it would be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantforge import verbs
+from quantforge.errors import InputError
+from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.requests import Answers
+from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.runtime.load import load
+from quantforge.runtime.text_side import tokenizer_of
+from quantforge.settings import Settings
+from quantforge.verbs import quantize
+from quantforge.verbs.imatrix import make_imatrix
+from quantforge.verbs.plan import plan
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import VOCABULARY
+from tests.evaluations import TEXT, options
+from tests.gguf_exports import edited, export
+
+PAST = f"'<image>' \\(id {VOCABULARY}\\) has no row .* which has {VOCABULARY} rows"
+NAMED = "look at <image> and at that"
+
+
+def add_token(tokenizer: dict, **values: object) -> None:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    flags = {"id": VOCABULARY, **flags, "special": True, **values}
+    for number in range(len(tokenizer["model"]["vocab"]), VOCABULARY):  # added tokens have no gaps
+        tokenizer["added_tokens"].append({**flags, "id": number, "content": f"<{number}>"})
+    tokenizer["added_tokens"].append({**flags, "content": "<image>"})
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory) -> Path:
+    return edited(tiny("llama-tied"), tmp_path_factory.mktemp("past") / "m", add_token)
+
+
+@pytest.fixture(scope="module")
+def rounded(model, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("rounded") / "m"
+    quantize(str(model), Recipe(scheme="int8:g32:sym", scales="absmax"), out, Settings())
+    return out
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    rows = [{"text": TEXT}, {"text": TEXT + NAMED}] + [{"text": TEXT}] * 40
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "t.jsonl")
+
+
+def calibrating(text: str) -> Recipe:
+    rows = CalibrationOptions(source=text, samples=4, length=32)
+    return Recipe(method="gptq", scheme="int8:g32:sym", calibration=rows)
+
+
+def calibrated(model, text, out, *, run):
+    recipe = calibrating(text)
+    settings = Settings(calibration=text)
+    return (
+        quantize(str(model), recipe, out, settings) if run else plan(str(model), recipe, settings)
+    )
+
+
+ENTRANCES = {
+    "generate": (lambda m, t, out: verbs.generate(m, NAMED, raw=True), "the prompt: "),
+    "chat": (lambda m, t, out: verbs.generate(m, NAMED), "the prompt in the model's chat template: "),
+    "eval": (lambda m, t, out: evaluate(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
+    "eval --generated": (
+        lambda m, t, out: evaluate(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
+        "--generated: prompt 2: "),
+    "tasks": (
+        lambda m, t, out: evaluate_tasks(m, [("a", "b"), (NAMED, " b")]),
+        "the text that begins with 'look at <image> "),
+    "plan": (lambda m, t, out: calibrated(m, t, out, run=False), "t.jsonl, document 2: "),
+    "quantize": (lambda m, t, out: calibrated(m, t, out, run=True), "t.jsonl, document 2: "),
+    "imatrix": (
+        lambda m, t, out: make_imatrix(m, calibrating(t), out, Settings(calibration=t)),
+        "t.jsonl, document 2: "),
+}  # fmt: skip
+
+
+def evaluate_tasks(model, pairs):
+    from quantforge.runtime.text_side import as_input_errors
+
+    with as_input_errors():  # as `evaluate`
+        return Answers(load(model).model, tokenizer_of(model), 64).continuations(pairs)
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_every_entrance_names_the_token_the_rows_and_the_place(name, model, text, tmp_path):
+    call, place = ENTRANCES[name]
+    with pytest.raises(InputError, match=PAST) as refused:
+        call(model, text, tmp_path / "out")
+    assert place in refused.value.message
+    assert "leave it out" in refused.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_token_all_is_as_ever_and_verify_warns(model, rounded):
+    report = verify(rounded, VerificationOptions(model))
+    assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
+    assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
+    assert verbs.generate(rounded, "the weights", raw=True, max_tokens=2)
+
+
+def test_a_template_that_writes_the_token(model, tmp_path):
+    always = edited(model, tmp_path / "m", lambda it: None)
+    (always / "chat_template.jinja").write_text("<image>{{ messages[0].content }}")
+    with pytest.raises(InputError, match=PAST):
+        verbs.generate(always, "hello")
+    assert verbs.generate(always, "hello", raw=True, max_tokens=1)
+
+
+def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_none(model, tmp_path):
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    both = edited(model, tmp_path / "m", lambda it: None)
+    ends = {**config, "eos_token": "<image>"}
+    (both / "tokenizer_config.json").write_text(json.dumps(ends))
+    assert tokenizer_of(both).eos_id is None
+    begins = {**config, "bos_token": "<image>", "add_bos_token": True}
+    (both / "tokenizer_config.json").write_text(json.dumps(begins))
+    with pytest.raises(InputError, match="the token that begins every text"):
+        tokenizer_of(both)
+
+
+@pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
+def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
+    source = edited(tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values))
+    found = verbs.export(
+        str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
+    )
+    (event,) = [one for one in found.events if one.kind == "token-left-out"]
+    assert "'<image>'" in event.detail
+    assert f"past the {VOCABULARY} rows" in event.detail
+    assert verify(tmp_path / "x.gguf", VerificationOptions(source)).findings == []
+    pytest.importorskip("xllamacpp")
+    from quantforge.evaluation.llama_cpp import LlamaCpp
+
+    ids = LlamaCpp(tmp_path / "x.gguf", 32).tokenize(NAMED, special=True)
+    assert ids == tokenizer_of(tmp_path / "x.gguf").encode(NAMED)
+    assert max(ids) < VOCABULARY
+
+
+def test_roles_of_tokens_that_are_left_out(tiny, tmp_path):
+    """One that pads or ends texts has no key; one that is put before every text is refused."""
+    source = edited(tiny("llama-tied"), tmp_path / "m", add_token)
+    place = source / "tokenizer_config.json"
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps({**config, "pad_token": "<image>"}))
+    file = read_gguf(export(source, tmp_path / "x.gguf", "F32"))
+    assert "tokenizer.ggml.padding_token_id" not in file.metadata
+
+    def begin(tokenizer: dict) -> None:
+        ids = {"<image>": {"id": "<image>", "ids": [VOCABULARY], "tokens": ["<image>"]}}
+        single = [
+            {"SpecialToken": {"id": "<image>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ids}  # fmt: skip
+
+    begins = edited(source, tmp_path / "b", begin)
+    with pytest.raises(InputError, match=f"'<image>' has id {VOCABULARY}"):
+        export(begins, tmp_path / "y.gguf", "F32")
