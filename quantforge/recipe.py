@@ -146,7 +146,7 @@ class LayerChoices:
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     head: str = "keep"
-    embedding: str = "keep"
+    embedding: str = ""
     mtp: str = "keep"
 
 
@@ -172,7 +172,7 @@ class Recipe:
     engine: str | None = None  # that has to load the result
     tensor_parallel: int = 1  # devices that it is split over
     head: str = "keep"  # scheme of the output projection, or keep
-    embedding: str = "keep"
+    embedding: str = ""  # its scheme, or keep; "": as the tool of the format has it
     mtp: str = "keep"  # heads that predict further tokens: keep | quantize (plainly) | drop
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M

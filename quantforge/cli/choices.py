@@ -81,7 +81,10 @@ RECIPE: Mapping[str, Choice] = {
         "Measure scales of an fp8 KV cache, per tensor or per head: {words}.", "KIND"
     ),
     "head": Choice("Quantize the output projection too.", "SCHEME"),
-    "embedding": Choice("Quantize the token embedding too.", "SCHEME"),
+    "embedding": Choice(
+        "Quantize the token embedding too; keep: not, where the format's own tool does.",
+        "SCHEME|keep",
+    ),
     "mtp": Choice("What becomes of heads that predict further tokens: {words}.", "WHICH"),
     "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
     "guide": Choice(

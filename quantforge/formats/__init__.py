@@ -144,6 +144,7 @@ class About:
         published: whether models are published in it, so that it may be what a run begins with.
         turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
         tunable: whether scales are numbers of their own, which may be learned.
+        embedding_tool: the tool that rounds a tied embedding by default, since its engine multiplies by codes; "" for none.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -161,6 +162,7 @@ class About:
     published: bool = False
     turned: str = ""
     tunable: bool = False
+    embedding_tool: str = ""
 
     @property
     def one_file(self) -> bool:

@@ -94,7 +94,7 @@ def _holds_all(wanted: LayerChoices, key: str) -> bool:
         return False
     places = {"model.layers.0.base": base, "lm_head": wanted.head, "embed_tokens": wanted.embedding}
     places |= {f"model.layers.0.rule{n}": rule.scheme for n, rule in enumerate(wanted.rules)}
-    layers = {place: parse_layer(text) for place, text in places.items() if text != KEEP}
+    layers = {place: parse_layer(text) for place, text in places.items() if text not in ("", KEEP)}
     if not layers or not all(_holds(form, layer) for layer in layers.values()):
         return False
     sized = {place: (layer, _shape_for(layer)) for place, layer in layers.items()}

@@ -57,6 +57,7 @@ ABOUT = About(
     specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
     joined=False,
     engines=ENGINES,
+    embedding_tool="mlx_lm.convert",
 )
 LEAST_ZERO = 0
 OWN_BITS = 4

@@ -2,7 +2,7 @@
 
 The order of decision is that of `choice`, the schemes are those of `layer_schemes`; linears that read one activation
 get one scheme, because engines load them as one matrix. A tied head is stored on its own as soon as it or the embedding
-is quantized.
+is quantized, unless the engine multiplies by the codes of the embedding (`About.embedding_tool`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.storage import turned_of
 from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
+from quantforge.planning.embedding_choice import tied_note, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
@@ -80,7 +81,15 @@ def draft_by_module(
         files=files_of(tensors, max_shard_bytes),
         engines=judged(form.ABOUT, model),
         substitutions=tuple(builder.choices.substitutions),
-        notes=(*builder.choices.notes, *([UNTIED] if builder.unties else [])),
+        notes=(
+            *builder.choices.notes,
+            *([UNTIED] if builder.unties else []),
+            *(
+                tied_note(item)
+                for item in tensors
+                if item.scheme and item.rule.startswith(tied_rule(form))
+            ),
+        ),
         late=tuple(
             tensor.name for tensor in tensors if tensor.scheme and tensor.name in builder.heads
         ),
@@ -139,16 +148,23 @@ class _ModuleDraft:
         self._head = _tied_head(matched)
         once = [self._head] if self._head and not matched.tied_twice else []
         self._layers = [*matched.tensors, *once]
-        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype)
+        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
         self.rounds = self._schemes.base is not None
         self.choices = Choices(wanted, self._layers, self._schemes, together=True)
         self.heads = {item.stored.name for item in self._layers if item.role is Role.HEAD}
         rounded = {
-            tensor.role
+            tensor.role: scheme
             for tensor in self._layers
-            if tensor.role in {Role.HEAD, Role.EMBEDDING} and self.choices.chosen(tensor).form
+            if tensor.role in {Role.HEAD, Role.EMBEDDING}
+            and (scheme := self.choices.chosen(tensor).form)
         }
         self.rounds_embedding = Role.EMBEDDING in rounded
+        if (
+            form.ABOUT.embedding_tool
+        ):  # one tensor for both, unless the head is to have another scheme
+            shared = rounded.get(Role.EMBEDDING)
+            self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared
+            return
         if self.rounds_embedding and matched.tied and self._head is None:
             embedding = next(item for item in self._layers if item.role is Role.EMBEDDING)
             raise RefusedError(

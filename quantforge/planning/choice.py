@@ -84,10 +84,11 @@ class Choices(Generic[Form]):
         self._rules = Rules(wanted, tensors)
         self.notes = self._rules.notes
         self.substitutions: list[Event] = []
-        self._outside = {Role.HEAD: wanted.head, Role.EMBEDDING: wanted.embedding}
+        head = "" if wanted.head == KEEP else wanted.head
+        self._outside = {Role.HEAD: head, Role.EMBEDDING: wanted.embedding}
         roles = {tensor.role for tensor in tensors}
         for role, text in self._outside.items():
-            if text != KEEP and role not in roles:
+            if text not in {"", KEEP} and role not in roles:
                 raise InputError(
                     f"--{role.value} {text}: the model has no {role.value} that could be told by its name",
                     f"drop --{role.value}",
@@ -102,10 +103,10 @@ class Choices(Generic[Form]):
 
     def decided(self, tensor: MatchedTensor) -> Decision[Form]:
         """Decide on a tensor; a substitution is noted."""
-        choice = self._ruled(tensor)
+        choice = self._asked(tensor)
         chosen = self._wanted(tensor, choice)
-        # what a rule asks for by name is rounded or refused
-        left = self._left(tensor, chosen) if choice is None and tensor.role is Role.LINEAR else None
+        # what is asked for by name is rounded or refused
+        left = self._left(tensor, chosen) if choice is None else None
         fitted = left or self._terms.fitted(tensor, chosen.form)
         if not fitted.reason:
             return Decision(fitted.form, chosen.rule)
@@ -128,12 +129,17 @@ class Choices(Generic[Form]):
 
     def chosen(self, tensor: MatchedTensor) -> Decision[Form]:
         """Return what is wanted for a tensor, whether its shape can hold it or not."""
-        return self._wanted(tensor, self._ruled(tensor))
+        return self._wanted(tensor, self._asked(tensor))
+
+    def _asked(self, tensor: MatchedTensor) -> Choice | None:
+        """Return what a rule says of a tensor, else ``--head`` or ``--embedding``."""
+        wanted = self._outside.get(tensor.role, "")
+        if (ruled := self._ruled(tensor)) is not None or not wanted:
+            return ruled
+        scheme = None if wanted == KEEP else parse_layer(wanted)
+        return Choice(scheme, f"--{tensor.role.value} {wanted}")
 
     def _wanted(self, tensor: MatchedTensor, choice: Choice | None) -> Decision[Form]:
-        wanted = self._outside.get(tensor.role, KEEP)
-        if choice is None and wanted != KEEP:
-            choice = Choice(parse_layer(wanted), f"--{tensor.role.value} {wanted}")
         if choice is None:
             return self._terms.default(tensor)
         return Decision(self._terms.stated(tensor, choice), choice.rule)

@@ -3,6 +3,7 @@
 What lies outside of the blocks stays in 16 bits unless that is asked for, and is most of a small model with a large
 vocabulary. With ``--bits 4`` or fewer, and over a third of the bytes outside, the embedding is rounded to 8 bits where
 that makes the result smaller and every engine that would load it still does; where not, a note says what it would cost.
+Where the head is the embedding and the engine multiplies by its codes, it is rounded as the format's own tool does.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.errors import QuantForgeError
-from quantforge.formats import KEEP, Format
+from quantforge.formats import Format
 from quantforge.formats.format_choice import CHOSEN
-from quantforge.plans import Draft
+from quantforge.plans import Draft, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
+from quantforge.results.significant import size
 
 LARGE = 1 / 3  # of the bytes
 NARROW = 4  # bits
@@ -28,6 +30,20 @@ def share(draft: Draft, matched: Matched) -> float:
     names = {tensor.stored.name for tensor in matched.tensors if tensor.role in _OUTER}
     taken = sum(item.stored_bytes for item in draft.tensors if item.name in names)
     return taken / max(draft.output_bytes, 1)
+
+
+def tied_rule(form: Format) -> str:
+    """Return the rule by which an embedding that is the head too is rounded."""
+    return f"tied embedding, as {form.ABOUT.embedding_tool}"
+
+
+def tied_note(tensor: TensorPlan) -> str:
+    """Return what is said of such an embedding before the work begins: its sizes, and how to keep it."""
+    before = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
+    return (
+        f"{CHOSEN}{tensor.name}: {tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.stored_bytes)}"
+        f" ({tensor.rule}); --embedding keep leaves it"
+    )
 
 
 def chosen_embedding(
@@ -49,7 +65,7 @@ def chosen_embedding(
     part = share(draft, matched)
     told = f"{TOLD}: {part:.0%} of the bytes"
     quantized = any(item.scheme for item in draft.tensors)
-    if part <= LARGE or wanted.embedding != KEEP or matched.draft or not quantized:
+    if part <= LARGE or wanted.embedding or matched.draft or not quantized:
         return wanted.embedding, (told,)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads}
     narrow = wanted.bits is not None and wanted.bits <= NARROW
@@ -61,14 +77,15 @@ def chosen_embedding(
             which = ", ".join(sorted(missing))
             lost = lost or (scheme, f"{saved}, but then {which} would not load it")
         elif narrow:
-            reason = f"{told} without it, {saved}; --ignore with its name keeps it"
+            reason = f"{told} without it, {saved}; --embedding keep leaves it"
             return scheme, (f"{CHOSEN}--embedding {scheme}: {reason}",)
         else:
-            return KEEP, (f"{told}; --embedding {scheme} takes {saved}",)
+            return "", (f"{told}; --embedding {scheme} takes {saved}",)
     if lost:
-        return KEEP, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
-    tied = ": the head is tied to it, and would be stored on its own" if matched.tied else ""
-    return KEEP, (f"{told}; no --embedding makes {form.KEY} files smaller{tied}",)
+        return "", (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
+    unties = matched.tied and not form.ABOUT.embedding_tool
+    tied = ": the head is tied to it, and would be stored on its own" if unties else ""
+    return "", (f"{told}; no --embedding makes {form.KEY} files smaller{tied}",)
 
 
 def _smaller(

@@ -18,6 +18,7 @@ from quantforge.formats.format_choice import base_scheme, holders
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
 from quantforge.planning.choice import QUANTIZABLE, Decision, Fitted
+from quantforge.planning.embedding_choice import tied_rule
 from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -34,10 +35,12 @@ class LayerSchemes:
         form: the format.
         wanted: what the recipe says.
         model_dtype: F16, BF16 or F32: scales whose type is left open may follow it.
+        tied: whether the head is the embedding.
     """
 
-    def __init__(self, form: Format, wanted: LayerChoices, model_dtype: str) -> None:
+    def __init__(self, form: Format, wanted: LayerChoices, model_dtype: str, *, tied: bool) -> None:
         self._form, self._model_dtype = form, model_dtype
+        self._rounds_embedding = tied and bool(form.ABOUT.embedding_tool)
         self._rounds_heads = wanted.mtp == "quantize"
         self._scale = form.scale_type(model_dtype)
         base = base_scheme(form, wanted)
@@ -55,7 +58,7 @@ class LayerSchemes:
         return choice.scheme
 
     def default(self, tensor: MatchedTensor) -> Decision[LayerScheme | None]:
-        """Return the scheme of all linears; everything else is kept."""
+        """Return the scheme of all linears, and of a tied embedding where the format rounds it; all else is kept."""
         if (
             tensor.role is Role.LINEAR
             and tensor.stored.shape[not tensor.transposed] < LEAST_COLUMNS
@@ -63,6 +66,8 @@ class LayerSchemes:
             return Decision(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
         if tensor.role is Role.LINEAR:
             return Decision(self.base, "default")
+        if tensor.role is Role.EMBEDDING and self._rounds_embedding:
+            return Decision(self.base, tied_rule(self._form))
         if tensor.further:
             form = self.base if self._rounds_heads and tensor.shared else None
             return Decision(

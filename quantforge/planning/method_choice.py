@@ -100,4 +100,4 @@ def schemes_of(wanted: LayerChoices, form: Format) -> list[Scheme]:
     else:
         named = [base_scheme(form, wanted)]
     named += [wanted.head, wanted.embedding, *(rule.scheme for rule in wanted.rules)]
-    return [parse_layer(text).weight for text in named if text != KEEP]
+    return [parse_layer(text).weight for text in named if text not in ("", KEEP)]

@@ -83,6 +83,7 @@ ABOUT = About(
     packages={"vllm": _PLUGIN},
     suffix=".gguf",
     tunable=True,
+    embedding_tool="llama-quantize",
     planner="quantforge.planning.gguf",
     storage="quantforge.formats.gguf.storing",
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from quantforge import verbs
 from quantforge.results import manifest
 from quantforge.settings import Policy, Settings
+from tests import headers
 from tests.conftest import Tiny
 from tests.runs import command
 
@@ -51,6 +54,53 @@ def test_no_engine_is_lost_by_a_choice(tiny: Tiny) -> None:
 def test_a_tied_head_would_be_stored_on_its_own() -> None:
     plan = verbs.plan(DEMO, bits=4, scales="absmax")
     assert "the head is tied to it" in told(plan)
+
+
+def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_path: Path) -> None:
+    wanted = {"bits": 4, "format": "mlx", "scales": "absmax", "method": "rtn"}
+
+    def plan(**choices: str) -> tuple[dict[str, str], list[str]]:
+        made = verbs.plan(DEMO, **wanted, **choices)
+        outer = {item.name: item for item in made.tensors if item.part < 0}
+        return {name: str(item.scheme) for name, item in outer.items() if "norm" not in name}, [
+            note for note in made.notes if "--embedding keep" in note
+        ]
+
+    name = "model.embed_tokens.weight"
+    rounded, (note,) = plan()
+    assert rounded == {name: "int4:g64:min:bf16"}
+    assert f"{name}: BF16, 2.10 MB -> int4:g64:min:bf16, 590 kB" in note
+    assert plan(embedding="keep") == ({name: "None"}, [])
+    assert plan(embedding="int8:g64:min") == ({name: "int8:g64:min:bf16"}, [])
+    assert plan(head="int8:g64:min")[0] == {
+        name: "int4:g64:min:bf16",
+        "lm_head.weight": "int8:g64:min:bf16",
+    }
+    strict = Settings(policy=Policy(strict=True))
+    verbs.quantize(DEMO, settings=strict, out=tmp_path / "q", **wanted)
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["tie_word_embeddings"] is True
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    outer = {key for key in stored if "layers" not in key and "norm" not in key}
+    assert outer == {f"model.embed_tokens.{part}" for part in ("weight", "scales", "biases")}
+    assert verbs.verify(tmp_path / "q", source=DEMO).findings == []
+
+
+def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    narrow = headers.llama(tmp_path / "m", tie_word_embeddings=True, **sizes)
+    made = verbs.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
+    (embedding,) = [item for item in made.tensors if "embed" in item.name]
+    assert embedding.scheme is None
+    assert embedding.name in {event.where for event in made.substitutions}
+
+
+def test_keep_leaves_the_embedding_of_a_gguf_file() -> None:
+    def kind(**choices: str) -> str:
+        made = verbs.plan(DEMO, type="Q4_0", method="rtn", **choices)
+        (embedding,) = [item for item in made.tensors if "embed" in item.name]
+        return str(embedding.scheme)
+
+    assert (kind(), kind(embedding="keep"), kind(embedding="q4_1")) == ("q6_k", "None", "q4_1")
 
 
 def test_the_share_is_told_at_the_end(
