@@ -43,6 +43,7 @@ In this folder:
     matrix              The matrix of conversions
     mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
     module_names        Names of modules as a configuration lists them: plain, or as patterns
+    one_group           One group size in a whole model: what a configuration with a single ``group_size`` can state
     opening             One door to every kind of model: a directory, or a GGUF file
     patterns            Regular expressions that users type and that files hold: none may take for ever
     plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
@@ -134,6 +135,7 @@ class About:
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
         half: whether ``config.json`` states float16 whatever the source is, because kernels compute in it.
+        one_group: whether its configuration states one group size, which all matrices of a model then have.
         engines: how each engine loads it (`formats.engines`).
         exceptions: the key of its configuration that lists parts of names of modules that are left out, "" for none.
         suffix: how the names of its files end, of a format that writes one file (or numbered ones); "" for directories.
@@ -153,6 +155,7 @@ class About:
     joined: bool = True
     holds_kv_scales: bool = False
     half: bool = False
+    one_group: bool = False
     engines: Mapping[str, Engine] = field(default_factory=dict)
     exceptions: str = ""
     suffix: str = ""

@@ -36,6 +36,7 @@ from quantforge.formats.fits import float16_scales, grouped, integers, outside_b
 from quantforge.formats.gptq import override
 from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.formats.kept_experts import skipped_with_mixtures
+from quantforge.formats.one_group import differing_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -55,6 +56,7 @@ ABOUT = About(
     packages={"transformers": "gptqmodel"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
     half=True,
+    one_group=True,
     engines=ENGINES,
     exceptions="modules_to_not_convert",
 )
@@ -97,11 +99,10 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     """Judge a model: one group size, no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
-    sizes = {native(layer.weight, shape).group_size(shape[1]) for layer, shape in layers.values()}
-    if len(sizes) < 2:
-        return Fit(Verdict.EXACT)
-    reason = f"one group size for the whole model, not {', '.join(map(str, sorted(sizes)))}"
-    return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors mixes schemes")
+    schemes = {
+        module: (native(layer.weight, shape), shape) for module, (layer, shape) in layers.items()
+    }
+    return differing_groups(schemes) or Fit(Verdict.EXACT)
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:

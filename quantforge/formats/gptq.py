@@ -50,9 +50,10 @@ from quantforge.formats.gptq_layouts import (
 )
 from quantforge.formats.kept_experts import kept_mixtures
 from quantforge.formats.module_names import matches
-from quantforge.grids import PerGroup, ScaleType
+from quantforge.formats.one_group import differing_groups, stated_size
+from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
-from quantforge.scheme import LayerScheme, Scheme
+from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
     from quantforge.plans import TensorPlan
@@ -76,6 +77,7 @@ ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
     half=True,
+    one_group=True,
     tunable=True,
     engines=ENGINES,
 )
@@ -97,21 +99,15 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
     """Judge a model: one width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
-    kinds = {
-        (s.bits, _size(s))
-        for s in (native(layer.weight, shape) for layer, shape in layers.values())
+    schemes = {
+        module: (native(layer.weight, shape), shape) for module, (layer, shape) in layers.items()
     }
-    if len(kinds) < 2:
-        return Fit(Verdict.EXACT)
-    shown = ", ".join(f"{bits} bits with groups of {size}" for bits, size in sorted(kinds))
-    reason = (
-        f"one width and group size for the whole model, not {shown} (transformers reads no other)"
-    )
-    return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors mixes schemes")
-
-
-def _size(scheme: Scheme) -> int:
-    return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else -1
+    widths = {scheme.bits: module for module, (scheme, _) in schemes.items()}
+    if len(widths) > 1:
+        shown = " and ".join(f"{bits} ({module})" for bits, module in sorted(widths.items()))
+        reason = f"one width for the whole model, not {shown} bits (transformers reads no other)"
+        return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes")
+    return differing_groups(schemes) or Fit(Verdict.EXACT)
 
 
 def side_files(
@@ -125,7 +121,7 @@ def side_files(
     quantization: dict[str, Any] = {
         "quant_method": KEY,
         "bits": schemes[0].bits,
-        "group_size": _size(schemes[0]),
+        "group_size": stated_size(schemes[0]),
         "desc_act": False,
         "sym": all(scheme.symmetric for scheme in schemes),
         "lm_head": False,

@@ -21,6 +21,7 @@ ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:asym:f16",),
     half=True,
+    one_group=True,
     tunable=True,
     engines=gptq.ENGINES,
 )

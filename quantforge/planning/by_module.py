@@ -132,9 +132,7 @@ def _refuse_mixture(
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
             f"{form.KEY} cannot hold this mixture: {fit.reason}",
-            f"use {fit.nearest}"
-            if fit.nearest
-            else "use one scheme, or --format compressed-tensors",
+            fit.nearest or "use one scheme, or --format compressed-tensors",
         )
 
 
@@ -151,6 +149,7 @@ class _ModuleDraft:
         self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
         self.rounds = self._schemes.base is not None
         self.choices = Choices(wanted, self._layers, self._schemes, together=True)
+        self._schemes.share_groups((item, self.choices.chosen(item).form) for item in self._layers)
         self.heads = {item.stored.name for item in self._layers if item.role is Role.HEAD}
         rounded = {
             tensor.role: scheme

@@ -18,6 +18,7 @@ from quantforge.events import Event
 from quantforge.formats import (
     PLAIN,
     Fit,
+    Format,
     ModuleLayout,
     Verdict,
     detect,
@@ -30,6 +31,8 @@ from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.matching import match_quantized
+from quantforge.formats.one_group import named, split_group
+from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
@@ -102,10 +105,10 @@ def plan_export(
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
-    layers = {
-        layer.plan.name: layer for layer in _layers(checkpoint, layouts, recipe.format, asked_type)
-    }
     target = format_of(recipe.format)
+    expressed = tuple(_layers(checkpoint, layouts, recipe.format, asked_type))
+    split = _with_one_group(expressed, target)
+    layers = {layer.plan.name: layer for layer in split}
     modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
     if recipe.format == DECODED:
         modules = _none_left(_loaded(checkpoint, modules))
@@ -140,7 +143,7 @@ def plan_export(
         output_bytes=draft.output_bytes,
         peak_memory_bytes=0,
         engines=engines,
-        notes=(*draft.notes, *said),
+        notes=(*draft.notes, *_split_note(expressed, split), *said),
         left_behind=left_behind(checkpoint),
     )
     lost = _lost(checkpoint, recipe.format, draft)
@@ -267,6 +270,42 @@ def _layers(
             stored=stored, part=part, transposed=transposed,
         )  # fmt: skip
         yield ConvertedLayer(layout, wanted, fit, plan)
+
+
+def _with_one_group(
+    layers: tuple[ConvertedLayer, ...], target: Format
+) -> tuple[ConvertedLayer, ...]:
+    """Return the layers with groups of one size, where the target states only one and all can be split into it.
+
+    A finer group with its scale repeated is as exact as the coarser one: how well a layer fits stays what it is.
+    """
+    held = ((layer.wanted, layer.layout.shape) for layer in layers)
+    size = split_group(held) if target.ABOUT.one_group else None
+    if size is None:
+        return layers
+
+    def with_group(layer: ConvertedLayer) -> ConvertedLayer:
+        weight = replace(layer.wanted.weight, granularity=PerGroup(size))
+        wanted = replace(layer.wanted, weight=weight)
+        stored = target.stored(layer.layout.module, wanted, layer.layout.shape)
+        return replace(layer, wanted=wanted, plan=replace(layer.plan, scheme=wanted, stored=stored))
+
+    return tuple(map(with_group, layers))
+
+
+def _split_note(
+    before: Iterable[ConvertedLayer], after: Iterable[ConvertedLayer]
+) -> tuple[str, ...]:
+    """Return a note on the groups that were split into smaller ones."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old.wanted != new.wanted]
+    if not pairs:
+        return ()
+    more = sum(new.plan.stored_bytes - old.plan.stored_bytes for old, new in pairs)
+    names, (_, last) = [new.layout.module for _, new in pairs], pairs[-1]
+    return (
+        f"groups of {named(names)} are split into groups of {last.wanted.weight.group_size(0)} columns, with the same"
+        f" scales repeated ({more:,} bytes): the files state one group size for the whole model",
+    )
 
 
 def _part(name: str) -> int:

@@ -1,20 +1,22 @@
 """Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
 
 A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
-one scale per row; an unusual group that divides none of the rows that it was asked for is a mistake, and refused. A
-matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is refused, with the
-formats that would.
+one scale per row; an unusual group that divides none of the rows that it was asked for is a mistake, and refused. In
+a format with one group size for the whole model, matrices that are asked for the same group get the largest one that
+divides all of them. A matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is
+refused, with the formats that would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import KEEP, Fit, Format, Verdict
 from quantforge.formats.format_choice import base_scheme, holders
+from quantforge.formats.one_group import USUAL_GROUPS, named
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
 from quantforge.planning.choice import QUANTIZABLE, Decision, Fitted
@@ -23,7 +25,7 @@ from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
-SMALLER_GROUPS = (128, 64, 32, 16)
+Widths = Mapping[int, Sequence[str]]  # names of matrices by their input columns
 WHOLE = 1024  # a shape of multiples of it has a place wherever its scheme has one
 LEAST_COLUMNS = 8  # a word of codes: with fewer, scales take more than is saved
 
@@ -51,6 +53,40 @@ class LayerSchemes:
         self._judged: dict[
             tuple[LayerScheme, tuple[int, int]], list[tuple[LayerScheme, Fit]]
         ] = {}  # hundreds of thousands of experts have a handful of shapes
+        self._together: dict[int, Widths] = {}  # by the group that they are asked for
+
+    def share_groups(self, decisions: Iterable[tuple[MatchedTensor, LayerScheme | None]]) -> None:
+        """Give matrices that are asked for the same group one that divides all of them, where a file states only one.
+
+        Matrices that no group divides are left out. Where no group divides all others, each gets its own, and the
+        mixture is refused later.
+        """
+        if not self._form.ABOUT.one_group:
+            return
+        together: dict[int, dict[int, list[str]]] = {}
+        for tensor, form in decisions:
+            if (
+                form is not None
+                and (group := _group(form.weight))
+                and self._has_group(form, tensor)
+            ):
+                widths = together.setdefault(group, {})
+                widths.setdefault(_matrix(tensor)[1], []).append(tensor.stored.name)
+        self._judged.clear()
+        self._together = {
+            group: widths
+            for group, widths in together.items()
+            if group in USUAL_GROUPS
+            or len(_odd(group, widths)) < len(widths)  # else `check_groups` refuses it
+            if any(not _odd(size, widths) for size in _sizes(group))
+        }
+
+    def _has_group(self, form: LayerScheme, tensor: MatchedTensor) -> bool:
+        """Return whether a matrix can have groups of the size that it is asked for, or smaller ones."""
+        return any(
+            _group(found.weight) and fit.verdict is not Verdict.IMPOSSIBLE
+            for found, fit in self._near(form, _matrix(tensor))
+        )
 
     def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
         """Return the scheme as it is asked for."""
@@ -84,20 +120,20 @@ class LayerSchemes:
         """
         if form is None:
             return Fitted(None)
-        rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
         if tensor.stored.dtype not in QUANTIZABLE:
             raise InputError(
                 f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
                 f"quantizable: {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
             )  # fmt: skip
-        self._asked.setdefault(form, []).append((rows, columns))
+        matrix = _matrix(tensor)
+        self._asked.setdefault(form, []).append(matrix)
         reason = ""
-        for found, fit in self._near(form, (rows, columns)):
+        for found, fit in self._near(form, matrix):
             if fit.verdict is not Verdict.IMPOSSIBLE:
                 change = f"{form.weight} -> {found.weight}" if reason else ""
                 return Fitted(found, change, reason)
             reason = reason or fit.reason
-        others = holders(form, (rows, columns), self._model_dtype)
+        others = holders(form, matrix, self._model_dtype)
         module = tensor.stored.name.removesuffix(".weight")
         raise RefusedError(
             f"{tensor.stored.name}: {form} does not fit {self._form.KEY}: {reason}",
@@ -115,7 +151,7 @@ class LayerSchemes:
         """
         for form, matrices in self._asked.items():
             group = form.weight.granularity
-            if not isinstance(group, PerGroup) or group.size in SMALLER_GROUPS:
+            if not isinstance(group, PerGroup) or group.size in USUAL_GROUPS:
                 continue
             if any(columns % group.size == 0 for _, columns in matrices):
                 continue
@@ -133,7 +169,7 @@ class LayerSchemes:
             fits = (self._check(scheme, form.input, matrix).verdict for matrix in matrices)
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
-        counts = {size: held(size) for size in SMALLER_GROUPS}
+        counts = {size: held(size) for size in USUAL_GROUPS}
         most = max(counts.values())
         fitting = [f"g{size}" for size, count in counts.items() if most and count == most]
         return (
@@ -146,27 +182,50 @@ class LayerSchemes:
         """Return that a tensor is kept where the format holds its scheme, but nothing near it in this shape."""
         if form is None or tensor.stored.dtype not in QUANTIZABLE or len(tensor.stored.shape) != 2:
             return None
-        rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
+        rows, columns = _matrix(tensor)
         fits = [fit for _, fit in self._near(form, (rows, columns))]
         even = (-(-rows // WHOLE) * WHOLE, -(-columns // WHOLE) * WHOLE)
+        scheme = form.weight.stored_as(self._scale)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
-            or self._near(form, even)[0][1].verdict is Verdict.IMPOSSIBLE
+            or self._check(scheme, form.input, even).verdict is Verdict.IMPOSSIBLE
         ):
             return None
-        return Fitted(None, f"{form.weight} -> kept", fits[0].reason)
+        row = replace(scheme, granularity=Row())
+        by_row = self._form.ABOUT.one_group and self._check(row, form.input, (rows, columns))
+        other = by_row and by_row.verdict is not Verdict.IMPOSSIBLE
+        hint = f"; --scheme {row.grid}:{row.granularity}:{row.zero} holds it, with one scale for each row of all"
+        return Fitted(None, f"{form.weight} -> kept", fits[0].reason + (hint if other else ""))
 
     def _near(self, form: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
         """Return the scheme and finer ones that a matrix may get, each with how it fits."""
         found = self._judged.get((form, matrix))
         if found is None:
-            schemes = _candidates(form.weight.stored_as(self._scale), matrix[1])
+            widths = self._together.get(_group(form.weight), {})
             found = [
-                (LayerScheme(scheme, form.input), self._check(scheme, form.input, matrix))
-                for scheme in schemes
+                (LayerScheme(scheme, form.input), self._fit(scheme, form.input, matrix, widths))
+                for scheme in _candidates(form.weight.stored_as(self._scale), matrix[1], widths)
             ]
             self._judged[form, matrix] = found
         return found
+
+    def _fit(
+        self,
+        scheme: Scheme,
+        activation: Activation | None,
+        matrix: tuple[int, int],
+        together: Widths,
+    ) -> Fit:
+        """Judge whether a matrix can have a scheme, and those that have to get the same group can too."""
+        fit, size = self._check(scheme, activation, matrix), _group(scheme)
+        if fit.verdict is Verdict.IMPOSSIBLE or not (odd := _odd(size, together)):
+            return fit
+        columns, names = next(iter(odd.items()))
+        reason = (
+            f"one group size for the whole model in {self._form.KEY}, and {columns} input columns"
+        )
+        reason += f" ({named(names)}) are no multiple of {size}"
+        return Fit(Verdict.IMPOSSIBLE, reason)
 
     def _check(self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]) -> Fit:
         size = scheme.group_size(matrix[1])
@@ -175,13 +234,36 @@ class LayerSchemes:
         return self._form.check(LayerScheme(scheme, activation), matrix)
 
 
-def _candidates(scheme: Scheme, columns: int) -> list[Scheme]:
-    """Return the scheme, then finer groups where its own do not divide the columns, then one scale per row."""
+def _candidates(scheme: Scheme, columns: int, together: Widths) -> list[Scheme]:
+    """Return the scheme, then smaller groups where its own do not divide the columns, then one scale per row.
+
+    The columns are those of the matrix and of all that have to get the same group; these have no scale per row.
+    """
     found = [scheme]
-    if isinstance(scheme.granularity, PerGroup) and columns % scheme.granularity.size:
-        smaller = [size for size in SMALLER_GROUPS if size < scheme.granularity.size]
+    if (group := _group(scheme)) and _odd(group, {columns: (), **together}):
         if GRIDS[scheme.grid].free:
-            found += [replace(scheme, granularity=PerGroup(size)) for size in smaller]
-        if scheme.integer:
+            found += [replace(scheme, granularity=PerGroup(size)) for size in _sizes(group)[1:]]
+        if scheme.integer and not together:
             found.append(replace(scheme, granularity=Row()))
     return found
+
+
+def _matrix(tensor: MatchedTensor) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear."""
+    rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
+    return rows, columns
+
+
+def _group(scheme: Scheme) -> int:
+    """Return the columns of a group, 0 of a scheme without groups."""
+    return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else 0
+
+
+def _sizes(group: int) -> list[int]:
+    """Return a group size, then the usual ones that are smaller."""
+    return [group, *(size for size in USUAL_GROUPS if size < group)]
+
+
+def _odd(size: int, widths: Widths) -> dict[int, Sequence[str]]:
+    """Return the widths that groups of one size do not divide."""
+    return {columns: names for columns, names in widths.items() if columns % size}

@@ -120,9 +120,14 @@ def group_of(scheme: Scheme, columns: int) -> int:
     return size
 
 
-def compare(target: Tensor, decoded: Tensor, found: QuantizedTensor) -> Figures:
-    """Compare ``decoded`` with its ``target``, both float32 ``[out, in]``; ``found`` is what was decoded."""
-    size = group_of(found.scheme, target.shape[1])
+def compare(
+    target: Tensor, decoded: Tensor, found: QuantizedTensor, scheme: Scheme | None = None
+) -> Figures:
+    """Compare ``decoded`` with its ``target``, both float32 ``[out, in]``.
+
+    ``found`` is what was decoded, and ``scheme`` has its groups before they were split, if it is another.
+    """
+    size = group_of(scheme or found.scheme, target.shape[1])
     parts = list(_panels(target, decoded, size))
     tt, qq, tq, shift = (torch.cat(column) for column in zip(*parts, strict=True))
     return Figures(tt, qq, tq, shift, size, _steps(found, tt.shape))
@@ -139,12 +144,17 @@ def _panels(target: Tensor, found: Tensor, size: int) -> Iterator[tuple[Tensor, 
 
 
 def _steps(found: QuantizedTensor, shape: torch.Size) -> Tensor | None:
-    """Return the distance of neighbouring codes, per group, for integers on one scale; None for others."""
+    """Return the distance of neighbouring codes, per group, for integers on one scale; None for others.
+
+    ``shape`` ``[rows, groups]`` may have fewer groups than the file, which then repeats their scales.
+    """
     scheme = found.scheme
     if not scheme.integer or not isinstance(scheme.granularity, PerGroup | Row):
         return None
     scales = found.parameters.get("scales")
-    return scales.double() if scales is not None and scales.shape == shape else None
+    if scales is None or scheme.group_size(1) == 1 or scales.shape[1] % shape[1]:
+        return None
+    return scales[:, :: scales.shape[1] // shape[1]].double()
 
 
 def outliers(figures: Figures, scheme: Scheme) -> list[Outlier]:

@@ -210,7 +210,8 @@ class Numbers:
         inputs: Tensor | None,
     ) -> None:
         name, decoded = tensor.stored.name, found.decode()
-        figures = compare(target, decoded, found)
+        scattered = found.scheme.granularity == PerGroup(1)
+        figures = compare(target, decoded, found, None if scattered else scheme)
         if figures.cosine < WRONG:
             self._report.tensors.append(row(name, found, figures, None))
             assert self._explainer is not None
@@ -233,7 +234,7 @@ class Numbers:
         ):
             check = "noise" if excess.whole else "groups"
             self._report.add(check, name, excess.text, self._noisy)
-        for outlier in outliers(figures, found.scheme):
+        for outlier in outliers(figures, scheme):
             self._report.add("groups", name, str(outlier))
 
 

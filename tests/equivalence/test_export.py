@@ -18,7 +18,7 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.formats import detect
-from quantforge.recipe import Recipe
+from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 from quantforge.verbs import Exported
 from tests.conftest import Tiny
@@ -169,6 +169,22 @@ def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
         verbs.export(str(source), None, tmp_path / "out", format="plain", type="Q4_0")
     assert not (tmp_path / "out").exists()
     verbs.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
+def test_groups_are_split_exactly_where_a_format_states_one_size(tiny, tmp_path, form):
+    rules = (Rule("down_proj", "int4:g64:asym"), Rule("o_proj", "int4:row:asym"))
+    model = tmp_path / "mixed"
+    quantize(
+        tiny("llama-wide"), model, recipe(scheme="int4:g128:asym", rules=rules, scales="absmax")
+    )
+    result = export(model, form, tmp_path / form)
+    assert (result.verdict, result.events) == ("exact", ())
+    (note,) = (note for note in result.notes if "split into groups of 64 columns" in note)
+    assert "model.layers.0.mlp.gate_proj and 11 more" in note
+    assert equal(decoded(tmp_path / form), decoded(model))
+    config = json.loads((tmp_path / form / "config.json").read_text())
+    assert config["quantization_config"]["group_size"] == 64
 
 
 def test_scales_that_do_not_fit_need_a_flag_and_are_counted(tiny, tmp_path):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantforge.recipe import Rule
 from quantforge.verbs.export import export
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import VerificationOptions, verify
-from tests.runs import quantize, recipe
+from tests.runs import copied, quantize, recipe
 
 OTHER = "model.layers.0.mlp.up_proj.weight"
 
@@ -43,6 +44,19 @@ def test_scales_that_are_repeated_are_judged_as_the_one_that_they_were(
     report = look(exported(source, tmp_path, scheme, form), source)
     assert report.findings == []
     assert max(row["over_rounding"] for row in report.tensors) < 2
+
+
+def test_groups_that_were_split_are_judged_as_they_were_rounded(tiny, tmp_path):
+    """Beside an outlier half a group is lost: not more than was lost when it was rounded."""
+    source = copied(tiny("llama-wide"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors[OTHER][3, 10] *= 100
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    rules = (Rule("down_proj", "int4:g64:sym"),)
+    made, out = tmp_path / "q", tmp_path / "e"
+    quantize(source, made, recipe(scheme="int4:g128:sym", rules=rules, scales="absmax"))
+    export(made, out=out, format="gptq")
+    assert look(made, source).findings == look(out, source).findings == []
 
 
 def test_too_much_noise_is_an_error_but_where_values_were_rounded_twice(tiny, tmp_path):

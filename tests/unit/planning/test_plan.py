@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.grids import PerGroup
 from quantforge.plans import Action, Plan, StoredTensor
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from tests import headers
@@ -155,6 +156,46 @@ def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path,
     assert schemes(made, "up_proj") == {"int4:g128:sym:bf16"}
     assert [event.kind for event in made.substitutions] == ["substitution"] * 2
     assert f"int4:g128:sym -> int4:{given}" in made.substitutions[0].detail
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize(("columns", "given"), [(192, 64), (96, 32), (48, 16)])
+def test_a_format_with_one_group_size_gets_the_largest_that_divides_all(
+    tmp_path, form, columns, given
+):
+    made = plan(headers.llama(tmp_path / "m", intermediate_size=columns), bits=4, format=form)
+    sizes = {t.scheme.weight.granularity for t in made.tensors if t.scheme}
+    assert sizes == {PerGroup(given)}
+    said = {event.where: event.detail for event in made.substitutions}
+    assert len(said) == 14
+    odd, other = (f"model.layers.0.{name}.weight" for name in ("mlp.down_proj", "self_attn.q_proj"))
+    assert f"{columns} input columns are no multiple of 128" in said[odd]
+    assert f"-> int4:g{given}" in said[other]
+    assert f"{columns} input columns ({odd} and 1 more) are no multiple of 128" in said[other]
+
+
+def test_what_no_group_divides_forces_no_other_group_where_a_format_has_one(tmp_path):
+    model = headers.llama(tmp_path / "m", intermediate_size=4096 + 8)
+    made = plan(model, bits=4, format="gptq")
+    assert schemes(made, "down_proj") == {"keep"}
+    assert schemes(made, "up_proj") == {"int4:g128:sym:f16"}
+    assert {event.where for event in made.substitutions if event.kind == "substitution"} == {
+        f"model.layers.{block}.mlp.down_proj.weight" for block in range(2)
+    }
+    assert "--scheme int4:row:sym" in made.substitutions[0].detail
+    rows = plan(model, scheme="int4:row:sym", format="gptq")
+    assert schemes(rows, "down_proj") == schemes(rows, "up_proj") == {"int4:row:sym:f16"}
+    with pytest.raises(RefusedError, match="down_proj"):  # asked for by name
+        plan(model, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g128:sym"),))
+
+
+def test_groups_that_were_asked_for_and_differ_are_refused_with_what_to_type(llama):
+    with pytest.raises(RefusedError) as refused:
+        plan(llama, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g32:sym"),))
+    for text in ("32 (model.layers.0.mlp.down_proj and 1 more)", "128 (", "and 11 more)"):
+        assert text in refused.value.message
+    assert "--scheme int4:g128:sym" in refused.value.hint
+    assert "--format compressed-tensors" in refused.value.hint
 
 
 def test_a_group_that_divides_none_of_what_it_was_asked_for_is_refused_with_those_that_would(
