@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quantforge.cli.console import Console, spoken
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
+from quantforge.numerics.shared_processors import FULL_SHARE
 from quantforge.results.significant import significant
 from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
 from quantforge.settings import Settings
@@ -135,8 +136,16 @@ def speed_of(one: Generated, most: int) -> str:
     return (
         f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
         f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
-        f"{'' if several else words[one.stopped]}{_guessed(one)}"
+        f"{'' if several else words[one.stopped]}{_guessed(one)}{_displaced(one)}"
     )
+
+
+def _displaced(one: Generated) -> str:
+    """Return how much processor time the threads got where other programs took some, or nothing."""
+    share = one.processor_share
+    if share is None or share >= FULL_SHARE:
+        return ""
+    return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
 
 
 def _guessed(one: Generated) -> str:

@@ -46,7 +46,7 @@ from quantforge.cli.stopping import Stopped, stop
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
 from quantforge.model import lean_imports as lean
-from quantforge.numerics.waiting import wait_briefly
+from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
 
@@ -206,7 +206,8 @@ def _run(console: Console, arguments: list[str]) -> Any:
     _check_text(arguments)
     _check_environment()
     check_ranks(arguments)
-    if arguments[0] not in DECODING or "--no-speed" in arguments:
+    decodes = arguments[0] in DECODING and "--no-speed" not in arguments
+    if not decodes or processors_are_shared():
         wait_briefly()
     completing = completion_install.VARIABLE in os.environ
     if completing:

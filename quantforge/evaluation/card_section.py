@@ -13,7 +13,7 @@ from typing import Any
 from quantforge.checkpoint.hub import source_name
 from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import Evaluation
-from quantforge.evaluation.verdict import short_names
+from quantforge.evaluation.verdict import displaced, short_names
 from quantforge.results.card import code
 from quantforge.results.card_figures import of_folder
 from quantforge.results.significant import significant, size, with_error
@@ -29,6 +29,10 @@ _COLUMNS = (
     ("tokens per second", "decode_tokens_per_second", "", 1.0),
     ("first token, s", "ttft_seconds", "", 1.0),
 )
+_TIMED = (
+    "decode_tokens_per_second",
+    "ttft_seconds",
+)  # left out where other programs slowed them down
 _SIZES = (("weights", "weight_bytes"), ("peak memory", "peak_bytes"))
 # Key, type of the metric on the hub, its name.
 _METRICS = (
@@ -107,7 +111,7 @@ def _protocol(found: Evaluation) -> list[str]:
 
 def _figure(key: str, error: str, factor: float) -> Callable[[Row], str]:
     def write(row: Row) -> str:
-        if row[key] is None:
+        if row[key] is None or (key in _TIMED and displaced(row)):
             return _ABSENT
         return with_error(row[key], row[error]) if error else significant(row[key] * factor)
 

@@ -16,7 +16,7 @@ _MEASURED = (  # None where there is no figure: of the reference, or without spe
     "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
     "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
-    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "tasks", "caches",
+    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "processor_share", "tasks", "caches",
 )  # fmt: skip
 _OF_FILES = (
     "path", "format", "scheme", "bits_per_weight", "bits_per_weight_total", "weight_bytes", "held_bytes",

@@ -95,6 +95,13 @@ def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
     names = zip(evaluation.verdict.names, evaluation.rows, strict=True)
     if marked := [name for name, row in names if unsteady(row)]:
         said += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
+    shares = [
+        row["processor_share"] for row in evaluation.rows if row["processor_share"] is not None
+    ]
+    if shares:
+        said += (
+            f"; the threads got {min(shares):.0%} or more of the processor time that they asked for"
+        )
     if "bandwidth %" in shown:
         said += "; bandwidth: share of the measured read bandwidth"
     return said

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.execution.progress import tell
+from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
 from quantforge.runtime.load import Loaded
 
@@ -66,6 +67,8 @@ class Speed:
         paces: by batch size; the first is 1.
         bandwidth_use: bytes read per second of decoding one sequence, over the measured bandwidth.
         kv_token_bytes: bytes that a token takes in the cache, or None where it is transformers'.
+        processor_share: share of the processor time that the threads asked for and got, from 0 to 1; None on a GPU and
+            where the system does not count it.
     """
 
     decoder: str
@@ -73,6 +76,7 @@ class Speed:
     paces: Mapping[int, Pace]
     bandwidth_use: float
     kv_token_bytes: int | None
+    processor_share: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,6 +102,7 @@ class Speed:
             "decode_by_batch": {str(batch): pace.tokens_per_second for batch, pace in self.paces.items()},
             "bandwidth_use": self.bandwidth_use,
             "kv_bytes_per_token": self.kv_token_bytes,
+            "processor_share": self.processor_share,
         }  # fmt: skip
 
 
@@ -128,6 +133,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     engine, token_bytes = engine_of(model, cache, loaded.kv_scales)
     lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
     first: dict[int, float] = {}
+    processor_share = ProcessorShare()
     for length in lengths:
         start = partial(engine.start, prompt[:, :length], NEW_TOKENS)
         tell(f"first token of a prompt of {length}", share=0.1 * len(first))
@@ -143,6 +149,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
         paces=paces,
         bandwidth_use=read / paces[1].tpot_seconds / bandwidth,
         kv_token_bytes=token_bytes,
+        processor_share=processor_share.so_far() if device.type == "cpu" else None,
     )
 
 

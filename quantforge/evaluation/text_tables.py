@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column
 from quantforge.evaluation.harness import TASK_ERROR
-from quantforge.evaluation.verdict import Verdict, pace
+from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace
 from quantforge.results.significant import significant, size, with_error
 
 Row = Mapping[str, Any]
@@ -33,6 +33,7 @@ class _Figure:
     key: str = ""
     largest: bool = False
     broken: int = 0
+    timed: bool = False  # a speed, which is not compared where other programs slowed it down
 
 
 def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
@@ -59,8 +60,14 @@ def _quality(rows: Sequence[Row]) -> Iterator[_Figure]:
 
 def _columns(figures: Sequence[_Figure], rows: Sequence[Row]) -> Iterator[Column]:
     for figure in figures:
-        cells = tuple(figure.write(row) for row in rows)
+        cells = tuple(_cell(figure, row) for row in rows)
         yield Column(figure.header, cells, figure.rank, _best(figure, rows), figure.broken)
+
+
+def _cell(figure: _Figure, row: Row) -> str:
+    text = figure.write(row)
+    marked = text == ABSENT or text.startswith(MARK) or not (figure.timed and displaced(row))
+    return text if marked else f"{MARK}{text}"
 
 
 def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
@@ -68,7 +75,10 @@ def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
     found = {
         index: row[figure.key]
         for index, row in enumerate(rows)
-        if figure.key and index and row[figure.key] is not None
+        if figure.key
+        and index
+        and row[figure.key] is not None
+        and not (figure.timed and displaced(row))
     }
     if len({*found.values()}) < 2:
         return frozenset()
@@ -183,16 +193,19 @@ _FILES = (
     ),
 )
 _SPEED = (
-    _Figure("tokens/s", 1, _pace, "decode_tokens_per_second", largest=True),
-    _Figure("batch 4", 3, partial(_at_batch, 4)),
-    _Figure("batch 16", 4, partial(_at_batch, 16)),
-    _Figure("prompt tokens/s", 2, _plain("prefill_tokens_per_second"), "prefill_tokens_per_second", largest=True),
-    _Figure("first token", 3, _duration("ttft_seconds"), "ttft_seconds"),
+    _Figure("tokens/s", 1, _pace, "decode_tokens_per_second", largest=True, timed=True),
+    _Figure("batch 4", 3, partial(_at_batch, 4), timed=True),
+    _Figure("batch 16", 4, partial(_at_batch, 16), timed=True),
+    _Figure(
+        "prompt tokens/s", 2, _plain("prefill_tokens_per_second"), "prefill_tokens_per_second", largest=True, timed=True
+    ),
+    _Figure("first token", 3, _duration("ttft_seconds"), "ttft_seconds", timed=True),
     _Figure("peak memory", 2, _bytes("peak_bytes"), "peak_bytes"),
     _Figure("read/token", 5, _bytes("read_bytes_per_token"), "read_bytes_per_token"),
     _Figure("cache/token", 6, _bytes("kv_bytes_per_token")),
+    _Figure("processor %", 5, _plain("processor_share", 100)),
     _Figure("decoder", 6, lambda row: row["decoder"] or ABSENT),
     _Figure("kernels", 7, _kernels),
     _Figure("bandwidth %", EXPERT, _plain("bandwidth_use", 100)),
-    _Figure("first token by prompt", EXPERT, _by_prompt),
+    _Figure("first token by prompt", EXPERT, _by_prompt, timed=True),
 )  # fmt: skip

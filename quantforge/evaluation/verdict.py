@@ -4,7 +4,8 @@ The rows of an evaluation are figures. What they mean is decided here once, for 
 report, the JSON document and a program alike. A model is on the Pareto front of size against divergence if no other is
 at most as large (within half a percent) and at most as far from the reference, and better in one of the two. In words,
 models differ in divergence only where the difference is larger than twice its standard error, and in speed only where
-it is larger than the spread of the steps of both, and than one part in twenty.
+it is larger than the spread of the steps of both, and than one part in twenty. Speeds that were measured while other
+programs took processor time from the threads (`FULL_SHARE`) are marked, and compared with nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantforge.numerics.shared_processors import FULL_SHARE
 from quantforge.results.significant import significant, size
 
 Row = Mapping[str, Any]
@@ -69,7 +71,11 @@ def judge(rows: Sequence[Row]) -> Verdict:
     names = short_names([str(row["path"]) for row in rows])
     front = pareto_front(rows)
     winners = tuple(_winners(rows, names))
-    sentences = [*_beaten(rows, names, front), *_in_words(winners, rows)]
+    sentences = [
+        *_beaten(rows, names, front),
+        *_in_words(winners, rows),
+        *_not_compared(rows, names),
+    ]
     return Verdict(tuple(names), front, winners, tuple(sentences))
 
 
@@ -143,16 +149,17 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     near = best(lambda row: row["kl_mean"])
     text = f"KL {significant(rows[near]['kl_mean'])}, {_weights(rows[near])}"
     winners.append(Winner("quality", near, names[near], text + beside(near, _same_kl, found)))
-    paced = [index for index in found if rows[index]["decode_tokens_per_second"]]
+    key = "decode_tokens_per_second"
+    paced = [index for index in found if rows[index][key] and not displaced(rows[index])]
+    known = reference[key] and not displaced(reference)
     if paced:
-        key = "decode_tokens_per_second"
         fast = max(paced, key=lambda index: rows[index][key])
         text = f"{pace(rows[fast])} tokens/s"
-        if reference[key] and not _same_pace(rows[fast], reference):
+        if known and not _same_pace(rows[fast], reference):
             text += against(key, fast, "faster", "slower")
             equal = beside(fast, _same_pace, paced)
         else:
-            equal = beside(fast, _same_pace, [*([0] if reference[key] else []), *paced])
+            equal = beside(fast, _same_pace, [*([0] if known else []), *paced])
         winners.append(Winner("speed", fast, names[fast], text + equal))
     return winners
 
@@ -162,9 +169,15 @@ def unsteady(row: Row) -> bool:
     return (row.get("tpot_spread") or 0.0) > UNSTEADY
 
 
+def displaced(row: Row) -> bool:
+    """Return whether other programs took processor time from the threads while the speed was measured."""
+    share = row.get("processor_share")
+    return share is not None and share < FULL_SHARE
+
+
 def pace(row: Row) -> str:
-    """Return the tokens per second of a row that has them, marked where they are unsteady."""
-    mark = MARK if unsteady(row) else ""
+    """Return the tokens per second of a row that has them, marked where they are unsteady or its threads displaced."""
+    mark = MARK if unsteady(row) or displaced(row) else ""
     return f"{mark}{significant(row['decode_tokens_per_second'])}"
 
 
@@ -228,6 +241,21 @@ def _in_words(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _not_compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Return a sentence on the speeds that other programs have slowed down, if there are any."""
+    found = [(name, row) for name, row in zip(names, rows, strict=True) if displaced(row)]
+    if not found:
+        return []
+    least = min(row["processor_share"] for _, row in found)
+    which = (
+        "speeds" if len(found) == len(rows) else f"speeds of {', '.join(name for name, _ in found)}"
+    )
+    return [
+        f"{which} are not compared: other programs were running, and the threads got {least:.0%} of the processor time"
+        " that they asked for"
+    ]
+
+
 def _beside_reference(winner: Winner, rows: Sequence[Row]) -> str:
     """Return what follows the word of a winner that the reference itself beats."""
     reference, best = rows[0], rows[winner.row]
@@ -236,6 +264,10 @@ def _beside_reference(winner: Winner, rows: Sequence[Row]) -> str:
         beaten = beaten and not _same_bytes(reference, best)
     else:
         key = "decode_tokens_per_second"
-        beaten = winner.aspect == "speed" and (reference[key] or 0) > best[key]
+        beaten = (
+            winner.aspect == "speed"
+            and (reference[key] or 0) > best[key]
+            and not displaced(reference)
+        )
         beaten = beaten and not _same_pace(best, reference)
     return " after the reference" if beaten else ""

@@ -2,14 +2,14 @@
 
 In this folder:
 
-    allocator         Give freed memory back to the system, so that the peak is what is alive and not what once was
-    finite            Checks of values: that they are numbers
-    function_mode     A mode of torch that is one method: what is done instead of every function that is called
-    hadamard          Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``
-    linear_gradients  Linears that gradients pass, with products shared out to threads
-    products          Matrix products whose last bits do not depend on the number of threads
-    quadratic_form    Sums of a quadratic form, ``sum_i e_i H e_i^T``, of many matrices under one symmetric ``H``
-    team              Team of a run: the threads that its work is shared out to, as whole parts or as tiles of a product
-    threads           Threads: results in the order of their items, work behind
-    waiting           How long a thread spins at the end of a product until the others have finished theirs
+    allocator          Give freed memory back to the system, so that the peak is what is alive and not what once was
+    finite             Checks of values: that they are numbers
+    function_mode      A mode of torch that is one method: what is done instead of every function that is called
+    hadamard           Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``
+    linear_gradients   Linears that gradients pass, with products shared out to threads
+    products           Matrix products whose last bits do not depend on the number of threads
+    quadratic_form     Sums of a quadratic form, ``sum_i e_i H e_i^T``, of many matrices under one symmetric ``H``
+    shared_processors  Processors that other programs share: how threads wait there
+    team               Team of a run: the threads that its work is shared out to
+    threads            Threads: results in the order of their items, work behind
 """

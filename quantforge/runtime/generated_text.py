@@ -87,6 +87,8 @@ class Generated:
         step_seconds: of all steps together.
         speculation: what came of guesses: ``passes``, ``guessed``, ``accepted``, ``acceptance``, ``tokens_per_pass``,
             and what the acceptance lets expect, ``expected``; None without.
+        processor_share: share of the processor time that the threads asked for and got, from 0 to 1; None before the
+            end, and where the system does not count it.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Generated:
     steps: int
     step_seconds: float
     speculation: dict[str, float | None] | None = None
+    processor_share: float | None = None
 
     @property
     def text(self) -> str:
@@ -138,4 +141,5 @@ class Generated:
             "prompt_tokens_per_second": self.prompt_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
             "speculation": self.speculation,
+            "processor_share": self.processor_share,
         }

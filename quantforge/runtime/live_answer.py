@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.beam_search import beam_search
 from quantforge.runtime.decoding_engines import MeasuredEngine
@@ -51,13 +52,18 @@ class LiveAnswer:
         self._templated = templated
         self._begun = self._first = self._last = time.perf_counter()
         self._computed = 0
+        self._processor_share: float | None = None
         self._speculated: Speculated | None = None
         self._texts = [_Text(model.side, self._ids, limits) for _ in range(limits.n)]
 
     def __iter__(self) -> Iterator[str]:
         self._begun = time.perf_counter()
-        with as_input_errors():
-            yield from self._drawn() if self._limits.beams is None else self._searched()
+        share = ProcessorShare()
+        try:
+            with as_input_errors():
+                yield from self._drawn() if self._limits.beams is None else self._searched()
+        finally:
+            self._processor_share = share.so_far()
 
     def _drawn(self) -> Iterator[str]:
         ended = set[int]()
@@ -124,6 +130,7 @@ class LiveAnswer:
             steps=max(0, self._computed - width),
             step_seconds=self._last - self._first if begun else 0.0,
             speculation=None if self._speculated is None else self._speculated.document(),
+            processor_share=self._processor_share,
         )
 
 

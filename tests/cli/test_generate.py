@@ -240,15 +240,40 @@ def test_a_model_that_cannot_answer_is_refused_before_the_first_answers(
 def test_speeds_are_written_without_powers_of_ten() -> None:
     figures = {"prompt_tokens_per_second": 1240.4, "tokens_per_second": 98765.4}
     answer = SimpleNamespace(
-        choices=[SimpleNamespace(tokens=[1])], prompt_tokens=9, stopped="end", speculation=None, **figures
+        choices=[SimpleNamespace(tokens=[1])], prompt_tokens=9, stopped="end", speculation=None,
+        processor_share=0.95, **figures,
     )  # fmt: skip
     said = speed_of(answer, 9)  # type: ignore[arg-type]
     assert said == "prompt 9 tokens, 1240 tokens/s; answer 1 tokens, 98800 tokens/s"
 
 
+def test_a_speed_that_other_programs_slowed_down_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantforge.cli.answers.FULL_SHARE", 0.9)
+    figures = {
+        "prompt_tokens_per_second": 1240.4,
+        "tokens_per_second": 98765.4,
+        "speculation": None,
+    }
+    choices = [SimpleNamespace(tokens=[1])]
+    answer = SimpleNamespace(
+        choices=choices, prompt_tokens=9, stopped="end", processor_share=0.61, **figures
+    )
+    said = speed_of(answer, 9)  # type: ignore[arg-type]
+    assert said.endswith(
+        "; slowed down by other programs (the threads got 61% of the processor time)"
+    )
+    answer.processor_share = 0.95
+    assert "slowed" not in speed_of(answer, 9)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("most", "word"), [(3, "--max-tokens"), (4, "the end of the context")])
 def test_what_has_cut_an_answer_is_told(most: int, word: str) -> None:
-    figures = {"prompt_tokens_per_second": 1.0, "tokens_per_second": 1.0, "speculation": None}
+    figures = {
+        "prompt_tokens_per_second": 1.0,
+        "tokens_per_second": 1.0,
+        "speculation": None,
+        "processor_share": None,
+    }
     choices = [SimpleNamespace(tokens=[1, 2, 3])]
     answer = SimpleNamespace(choices=choices, prompt_tokens=9, stopped="length", **figures)
     assert f", cut by {word}" in speed_of(answer, most)  # type: ignore[arg-type]
@@ -454,7 +479,7 @@ def prompt_tokens(chat: Terminal, said: str) -> int:
     chat.wait_for(f"{said}\r\n")  # the echo
     chat.wait_for("e")  # the answer
     chat.type("\x03")
-    return int(chat.wait_for(", interrupted]").rsplit("[prompt ", 1)[1].split()[0])
+    return int(chat.wait_for(", interrupted").rsplit("[prompt ", 1)[1].split()[0])
 
 
 @pytest.mark.thorough

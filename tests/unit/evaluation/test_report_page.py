@@ -77,6 +77,7 @@ def row(index: int) -> dict[str, Any]:
         "ttft_seconds": 0.05, "tpot_seconds": 0.001, "tpot_spread": 0.1, "bandwidth_use": 0.5,
         "llama_cpp_perplexity": None, "decoder": "own", "ttft_by_prompt": {"32": 0.01, "128": 0.05},
         "decode_by_batch": {"1": 1000.0, "4": 3000.0, "16": 9000.0}, "kv_bytes_per_token": 2048,
+        "processor_share": 0.99,
         "tasks": {"a_task": {"acc": 0.5, "acc_stderr": 0.1}}, "caches": cache_rows() if index < 2 else None,
     }  # fmt: skip
 
@@ -142,8 +143,9 @@ def test_a_model_whose_speed_was_unsteady_is_named_and_its_figure_marked(evaluat
         assert "~1" not in render(evaluation, kind)
     assert sort_key("~48.2") == "48.2"
     unsteady = notes(found, ())[-1]
+    assert f"~: unsteady, as on a machine with other work: {found.verdict.names[4]};" in unsteady
     assert unsteady.endswith(
-        f"~: unsteady, as on a machine with other work: {found.verdict.names[4]}"
+        "the threads got 99% or more of the processor time that they asked for"
     )
     assert "unsteady" not in notes(evaluation, ())[-1]
 

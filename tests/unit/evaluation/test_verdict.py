@@ -2,7 +2,8 @@
 
 import pytest
 
-from quantforge.evaluation.verdict import judge, pareto_front
+from quantforge.evaluation.text_tables import speed_columns
+from quantforge.evaluation.verdict import judge, pace, pareto_front
 from quantforge.results.significant import significant, size, with_error
 
 
@@ -116,6 +117,39 @@ def test_speeds_within_the_spread_of_the_steps_are_no_difference():
     rows[0]["decode_tokens_per_second"] = 3300.0
     said = judge(rows).sentences[-1]
     assert said == "fastest: a (3330 tokens/s; not told apart: wren, b, c)"
+
+
+def test_speeds_that_other_programs_slowed_down_are_not_compared(monkeypatch):
+    monkeypatch.setattr("quantforge.evaluation.verdict.FULL_SHARE", 0.9)
+    rows = [
+        row("wren", 8_000_000, pace=1000.0, processor_share=0.98),
+        row("a", 4_000_000, 0.02, 3330.0, processor_share=0.31),
+        row("b", 4_000_000, 0.01, 2000.0, processor_share=0.97),
+    ]
+    why = "other programs were running, and the threads got 31% of the processor time that they asked for"
+    assert judge(rows).sentences[-2:] == (
+        "fastest: b (2000 tokens/s, 2.00 times faster than wren)", f"speeds of a are not compared: {why}",
+    )  # fmt: skip
+    rows[0]["processor_share"] = 0.5
+    assert judge(rows).sentences[-2] == "fastest: b (2000 tokens/s)"
+    rows[2]["processor_share"] = 0.6
+    verdict = judge(rows)
+    assert [one.aspect for one in verdict.winners] == ["size", "quality"]
+    assert verdict.sentences[-1] == f"speeds are not compared: {why}"
+    assert [pace(one) for one in rows] == ["~1000", "~3330", "~2000"]
+    (tokens,) = [
+        one
+        for one in speed_columns([TIMED | one for one in rows], verdict)
+        if one.header == "tokens/s"
+    ]
+    assert tokens.best == frozenset()
+    assert tokens.cells == ("~1000", "~3330", "~2000")
+
+
+TIMED = dict.fromkeys((
+    "decode_by_batch", "prefill_tokens_per_second", "ttft_seconds", "ttft_by_prompt", "peak_bytes",
+    "read_bytes_per_token", "kv_bytes_per_token", "bandwidth_use", "decoder",
+)) | {"kernels": {}}  # fmt: skip
 
 
 def test_the_same_bytes_and_a_divergence_within_its_error_have_no_single_winner():
