@@ -12,7 +12,8 @@ For a module ``M`` of the model that was trained, ``adapter_model.safetensors`` 
 
 ``adapter_config.json`` says how much of the product counts: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with
 ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` have other numbers for single modules. What changes the meaning
-of these tensors and is not known here is refused by its key. A pickled adapter is never read.
+of these tensors and is not known here is refused by its key. PEFT may save a module that was replaced as well
+(``M.original_module.weight``): it is left out. A pickled adapter is never read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.safetensors import TensorEntry, read_header
 from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError
-from quantforge.formats.sources.adapter_config import CONFIG, check, number, promised, targets
+from quantforge.formats.sources.adapter_config import (
+    CONFIG,
+    check,
+    number,
+    promised,
+    targets,
+    trained_on,
+)
 from quantforge_files import roles
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
@@ -83,6 +91,7 @@ class Adapter:
         replaced: by tensor of the trained model.
         turned: what ``fan_in_fan_out`` says, for families without declarations.
         ties: whether an embedding that it replaces is the head's too.
+        trained_on: which model, as a hint.
         everywhere: names of linears, or their ends, of which it changes every one; empty where its configuration
             chooses among them.
     """
@@ -93,6 +102,7 @@ class Adapter:
     replaced: Mapping[str, TensorEntry]
     turned: bool
     ties: bool
+    trained_on: str
     everywhere: tuple[str, ...]
 
     @property
@@ -136,6 +146,7 @@ def open_adapter(path: Path) -> Adapter:
         replaced,
         config.get("fan_in_fan_out") is True,
         config.get("ensure_weight_tying") is True,
+        trained_on(config),
         targets(config),
     )
 
@@ -158,7 +169,7 @@ def _sorted(
             tables |= {module} if "embedding" in ending else set()
         elif "lora_" in inner:
             raise _bad(path, name, "a tensor of no kind that is merged here")
-        else:
+        elif ".original_module." not in inner:  # what a saved module replaced
             replaced[inner.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = entry
         if entry.dtype not in _FLOATS:
             raise _bad(path, name, f"{entry.dtype} is no type of an adapter")

@@ -25,7 +25,12 @@ _TOLD = frozenset(
 )  # fmt: skip
 # Ways to begin that take a part of the model's weights into the adapter.
 _MOVED = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# Kinds that PEFT cannot merge.
+_INPUTS = frozenset(
+    ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
+)  # fmt: skip
 _SWITCH = (bool, NoneType)
+_MOST_SHOWN = 100  # characters of a name
 _MOST_SAVED = (
     1000  # entries of `modules_to_save`, each looked for among all tensors; PEFT writes a few
 )
@@ -58,9 +63,28 @@ def check(file: Path, config: Mapping[str, Any]) -> None:
     if what:
         raise InputError(
             f"{file}: {what}: not merged here",
-            "merge it with PEFT (merge_and_unload, save_pretrained) and quantize the result",
+            "PEFT merges no such adapter either: what it learned are inputs, not weights"
+            if kind in _INPUTS
+            else merge_steps("MODEL", str(file.parent)),
             file=str(file),
         )
+
+
+def merge_steps(model: str, adapter: str, rows: int | None = None) -> str:
+    """Return a hint with the lines of Python that merge an adapter; ``rows`` is a new number of tokens."""
+    resized = "" if rows is None else f"model.resize_token_embeddings({rows}); "
+    return (
+        f"merge it with PEFT first: model = AutoModelForCausalLM.from_pretrained({model!r}); {resized}"
+        f"PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload().save_pretrained('merged');"
+        " save the tokenizer that it was trained with there too, and quantize 'merged'"
+    )
+
+
+def trained_on(config: Mapping[str, Any]) -> str:
+    """Return the model that an adapter was trained on, as a hint."""
+    found = config.get("base_model_name_or_path")
+    name = repr(found[:_MOST_SHOWN]) if isinstance(found, str) and found else "no model"
+    return f"{CONFIG} names {name} as the model that it was trained on"
 
 
 def promised(config: Mapping[str, Any]) -> tuple[str, ...]:

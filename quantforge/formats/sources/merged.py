@@ -11,6 +11,7 @@ changes either of them: in training the change of one did not reach the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +21,15 @@ from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, pr
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError
-from quantforge.formats.sources.adapter import Adapter, LowRank
-from quantforge.formats.sources.adapter_config import CONFIG
+from quantforge.formats.sources.adapter import WEIGHTS, Adapter, LowRank
+from quantforge.formats.sources.adapter_config import CONFIG, merge_steps
 from quantforge.formats.sources.adapter_places import Places
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TILE = 64  # rows of a product
+_MISSING = ": the model has no such tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
         merge.put(name, shape, _Changed(places.base(name), change, turned))
         if change.bias is not None:
             name = f"{module}.bias"
+            if not places.base(name):
+                raise _no_bias(checkpoint, adapter, change.bias.name, name)
             rows = _Shifted(places.base(name), change.bias, change.scaling)
             merge.put(name, change.bias.shape, rows)
     unchanged = [
@@ -125,8 +129,22 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
         for name in places.of_linears(adapter.everywhere)
         if name not in merge.computed
     ]
-    if problems := [*new.problems, *merge.problems, *unchanged]:
-        raise _unfit(checkpoint, adapter, problems)
+    resized = {**new.resized, **merge.resized}
+    problems = [*new.problems, *merge.problems]
+    if not problems and len({rows for rows, _ in resized.values()}) == 1:
+        raise _resized(checkpoint, adapter, resized)
+    problems += [
+        f"{name}: {rows} rows, that of the model has {own}" for name, (rows, own) in resized.items()
+    ]
+    if problems or unchanged:
+        hint = adapter.trained_on
+        if not problems:
+            hint = f"fetch it again: a part of it is missing; {hint}"
+        elif merge.computed and all(problem.endswith(_MISSING) for problem in problems):
+            hint = (
+                f"its other tensors fit: train it without what the model has no place for; {hint}"
+            )
+        raise _unfit(checkpoint, adapter, [*problems, *unchanged], hint)
     facts = {ADAPTER: _described(adapter, alone)}
     config, added = checkpoint.config, {}
     if alone:
@@ -138,13 +156,37 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     return prepared_checkpoint(whole, merge.computed, facts=facts)
 
 
-def _unfit(checkpoint: Checkpoint, adapter: Adapter, problems: list[str]) -> InputError:
+def _resized(
+    checkpoint: Checkpoint, adapter: Adapter, resized: Mapping[str, tuple[int, int]]
+) -> InputError:
+    """Return that an adapter was trained with another number of tokens; ``resized`` has its rows and the model's."""
+    rows, own = next(iter(resized.values()))
+    what = f"{rows - own} tokens were added" if rows > own else f"{own - rows} tokens were removed"
+    have = "have" if len(resized) > 1 else "has"
+    return InputError(
+        f"{adapter.path}: {what} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
+        f" {own} in {checkpoint.path}",
+        merge_steps(str(checkpoint.path), str(adapter.path), rows),
+        file=str(adapter.path / WEIGHTS),
+    )
+
+
+def _unfit(checkpoint: Checkpoint, adapter: Adapter, problems: list[str], hint: str) -> InputError:
     more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
     return InputError(
         f"{adapter.path}: the adapter does not fit {checkpoint.path} ({len(problems)}):"
         f" {'; '.join(problems[:10])}{more}",
-        f"{CONFIG} names the model that it was trained on",
+        hint,
         file=str(adapter.path / CONFIG),
+    )
+
+
+def _no_bias(checkpoint: Checkpoint, adapter: Adapter, tensor: str, name: str) -> InputError:
+    return InputError(
+        f"{adapter.path}: lora_bias adds to {name}, which {checkpoint.path} does not have",
+        "PEFT merges no such adapter either: train it without lora_bias",
+        file=str(adapter.path / WEIGHTS),
+        tensor=tensor,
     )
 
 
@@ -154,18 +196,26 @@ class _Merge:
     Attributes:
         computed: readers by stored name.
         problems: one line each.
+        resized: embedding and head with other rows than the model's alone: theirs, and those of the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, places: Places) -> None:
         self._entries, self._places = checkpoint.entries, places
         self.computed: dict[str, Rows] = {}
         self.problems: list[str] = []
+        self.resized: dict[str, tuple[int, int]] = {}
 
     def put(self, name: str, shape: tuple[int, ...], rows: Rows) -> None:
         """Let a tensor of the running model be computed, if the model has it, in this shape."""
         base, stored = self._places.base(name), self._places.stored(name)
         if not base:
-            self.problems.append(f"{name}: the model has no such tensor")
+            self.problems.append(f"{name}{_MISSING}")
+        elif (
+            base in {self._places.embedding, self._places.stored(self._places.head)}
+            and (own := self._entries[base].shape) != shape
+            and own[1:] == shape[1:]
+        ):
+            self.resized[name] = shape[0], own[0]
         elif self._entries[base].shape != shape:
             expected = list(self._entries[base].shape)
             self.problems.append(f"{name}: {list(shape)}, that of the model is {expected}")

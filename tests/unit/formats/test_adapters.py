@@ -146,6 +146,55 @@ def test_equal_to_peft(tiny: Tiny, tmp_path: Path, family: str, options: dict[st
     assert any(not torch.equal(expected[name], before[name]) for name in source.entries)
 
 
+def test_a_module_that_was_replaced_may_be_saved_as_well(tiny: Tiny, tmp_path: Path) -> None:
+    """PEFT does so with ``save_embedding_layers`` and after a change of the vocabulary."""
+    model = tiny("llama-wide")
+    saved = {"lm_head.weight": torch.ones(stored(model)["lm_head.weight"].shape)}
+    saved["lm_head.original_module.weight"] = torch.zeros(3, 3)
+    place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)) | saved)
+    merged = open_plain_source(model, place)
+    assert torch.equal(merged.read("lm_head.weight"), saved["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"]},  # PEFT saves what was resized
+    ],
+)
+@pytest.mark.parametrize("added", [8, -8])
+def test_another_number_of_tokens_is_said_with_steps_that_work(
+    tiny: Tiny, tmp_path: Path, options: dict[str, Any], added: int
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = tiny("llama")
+    rows = len(stored(model)["lm_head.weight"])
+    base = AutoModelForCausalLM.from_pretrained(model)
+    base.resize_token_embeddings(rows + added)
+    trained = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=RANK, **options))
+    trained.save_pretrained(tmp_path / "a")
+    with pytest.raises(InputError) as refused:
+        open_plain_source(model, tmp_path / "a")
+    what = f"{abs(added)} tokens were {'added' if added > 0 else 'removed'} before it was trained"
+    assert what in refused.value.message
+    assert re.search(
+        rf"embed_tokens\.weight.* {rows + added} rows in the adapter, {rows} in",
+        refused.value.message,
+    )
+    steps = refused.value.hint.partition("first: ")[2].partition("; save the tokenizer")[0]
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": peft.PeftModel}
+    exec(steps.replace("'merged'", repr(str(tmp_path / "merged"))), names)
+    kept = min(rows, rows + added)
+    found = stored(tmp_path / "merged")["model.embed_tokens.weight"]
+    assert len(found) == rows + added
+    if options.get("modules_to_save"):
+        torch.testing.assert_close(found[:kept], stored(model)["model.embed_tokens.weight"][:kept])
+
+
 def test_from_plan_to_reproduce(
     tiny: Tiny,
     tmp_path: Path,
@@ -425,6 +474,7 @@ EDITS: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "many": lambda t: t.update(
         {f"model.layers.0.gone{n}.weight": torch.ones(2, 2) for n in range(11)}
     ),
+    "bias": lambda t: t.update({f"{FIRST}.lora_B.bias": torch.ones(128)}),
     "nan": lambda t: t[B][0].fill_(torch.nan),
 }
 
@@ -438,6 +488,7 @@ EDITS: dict[str, Callable[[dict[str, Tensor]], object]] = {
         ("rank", "adapter_config.json says rank 8"),
         ("prefix", "does not begin with base_model.model."),
         ("kind", "peft_type 'LOHA': not merged here"),
+        ("bias", r"lora_bias adds to model\.layers\.0\.self_attn\.q_proj\.bias, which"),
         ("key", "use_qalora = True: not merged here"),
         ("pissa", "has changed the weights of the model as well"),
         ("pickle", "is a pickle, which is never read"),
@@ -494,6 +545,29 @@ def test_an_adapter_that_does_not_fit_is_named(
     with pytest.raises(InputError, match=words):
         quantize(model, tmp_path / "q", wanted)
     assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "hint"),
+    [
+        (lambda t: t.clear() or t.update({"x.weight": torch.ones(2)}), {}, "names 'org/base' as the model"),
+        (lambda t: t.update({"lm_head.bias": torch.ones(2)}), {}, "its other tensors fit: train it without"),
+        (EDITS["gone"], {}, "fetch it again: a part of it is missing"),
+        (EDITS["name"], {"peft_type": "IA3"}, "merge_and_unload()"),
+        (EDITS["name"], {"peft_type": "PROMPT_TUNING"}, "PEFT merges no such adapter either"),
+        (EDITS["name"], {"trainable_token_indices": [3]}, "merge_and_unload()"),
+    ],
+)  # fmt: skip
+def test_what_helps_depends_on_what_is_in_the_way(
+    tiny: Tiny, tmp_path: Path, edit: Any, config: dict[str, Any], hint: str
+) -> None:
+    model = tiny("llama-wide")
+    tensors = low_rank(model, ("q_proj",))
+    edit(tensors)
+    told = {"base_model_name_or_path": "org/base", **config}
+    with pytest.raises(InputError) as refused:
+        open_plain_source(model, adapter(tmp_path / "a", tensors, told))
+    assert hint in refused.value.hint
 
 
 def test_what_is_no_adapter_is_refused_before_it_is_digested(
