@@ -24,7 +24,7 @@ from quantforge.architectures.draft_heads import match_draft
 from quantforge.architectures.draft_kinds import is_draft
 from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
-from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role
+from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role, holds_codes
 from quantforge.architectures.slots import Slots
 from quantforge.architectures.tied_embeddings import no_tie, tied
 from quantforge.architectures.towers import BLOCK
@@ -67,6 +67,7 @@ def match(
     """
     _check_stored(stored := [*entries])
     if is_draft(config):
+        _check_codes(stored)
         return match_draft(config, stored)
     architecture = found.architecture if found else architecture_of(config)
     if architecture is not None:
@@ -74,12 +75,14 @@ def match(
     tower = text_config(config)
     check_values(tower, declared=architecture is not None and not found)
     if architecture is None:
+        _check_codes(stored)
         return match_by_names(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config
         )
     try:
         required(tower, architecture)
     except InputError as refused:
+        _check_codes(stored)
         return match_by_names(tower, stored, refused.message, config)
     return _declared(
         configured(tower, architecture), config, tower, stored, found.names if found else {}
@@ -144,6 +147,16 @@ def _check_stored(stored: list[StoredTensor]) -> None:
     counts = Counter(tensor.name for tensor in stored)
     problems = [f"{name}: stored {count} times" for name, count in counts.items() if count > 1]
     _raise(problems, "every tensor has to be in exactly one file")
+
+
+def _check_codes(stored: list[StoredTensor]) -> None:
+    """Refuse packed tensors that no format has read, where no declaration says what each tensor has to be."""
+    problems = [_code(tensor) for tensor in stored if holds_codes(tensor)]
+    _raise(problems, "the quantization in config.json and the tensors disagree")
+
+
+def _code(tensor: StoredTensor) -> str:
+    return f"{tensor.name}: packed ({tensor.dtype}), and config.json does not say how"
 
 
 def _raise(problems: list[str], hint: str) -> None:
@@ -216,6 +229,8 @@ def _partition(
         elif slot is None and pattern:
             dropped.append((tensor, pattern))
         elif slot is None and matches(architecture.foreign, tensor.name):
+            if holds_codes(tensor):
+                problems.append(_code(tensor))
             found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
         elif slot is None:
             problems.append(

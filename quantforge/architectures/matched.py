@@ -12,6 +12,17 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.plans import StoredTensor
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_INTEGERS = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})  # into which tools pack codes
+_TABLES = frozenset(
+    {"bias", "masked_bias", "position_ids", "token_type_ids", "tid2eid"}
+)  # of integers
+
+
+def holds_codes(tensor: StoredTensor) -> bool:
+    """Return whether a stored tensor is packed: a float of fewer than 16 bits, or a matrix of integers but a table."""
+    if tensor.dtype in _INTEGERS:
+        return len(tensor.shape) > 1 and tensor.name.rpartition(".")[2] not in _TABLES
+    return tensor.dtype.startswith("F") and tensor.dtype not in FLOATS
 
 
 class Role(StrEnum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quantforge.architectures.matched import Declared
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`
 CARD = "README.md"
 TEMPLATES = "additional_chat_templates"
 LICENCES = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
@@ -58,6 +59,7 @@ class Checkpoint:
         shards: the safetensors files.
         side_files: files to carry byte for byte into a result, sorted; all lie under ``path``.
         card: the model card ``README.md``, if there is one.
+        quantization: what became of a declared quantization that is left over or in an unusual place, "" for nothing.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Checkpoint:
     shards: tuple[Path, ...]
     side_files: tuple[Path, ...]
     card: Path | None
+    quantization: str = field(default="", kw_only=True)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor; errors as `safetensors.read_tensor`."""
@@ -90,7 +93,7 @@ class Checkpoint:
     @property
     def facts(self) -> Mapping[str, str]:
         """Return what plans and manifests say of the source: its precision, what is merged into it; by subject."""
-        return {}
+        return {QUANTIZATION: self.quantization} if self.quantization else {}
 
     @property
     def declared(self) -> Declared | None:

@@ -78,6 +78,8 @@ def inspect(
     for key, value in found.provenance.items():
         if said := _said(key, value):
             console.text(f"{key.replace('_counts', 's')}: {said}")
+    for note in found.notes:
+        console.text(f"note: {note}")
 
 
 def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, ...]:

@@ -26,6 +26,8 @@ In this folder:
     ct_reader           Reading of one linear in the formats of compressed-tensors
     ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
+    declared_modules    Declarations of a configuration on each linear: quantized, left out, uncertain
+    declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
     engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
     engines             Engines: the rules by which they load files or not
     fits                Reasons why a scheme cannot be stored, which several formats share

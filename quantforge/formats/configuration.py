@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
@@ -17,6 +17,7 @@ from quantforge.plans import Action, Plan, TensorPlan
 
 FLOATS = ("F16", "BF16", "F32")
 NUMBERS = (*FLOATS, "F64")  # types of a source that may be restated in one of `FLOATS`
+DECLARING = ("quantization_config", "quantization", "compression_config")
 LOADED_FROM = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
@@ -26,6 +27,27 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``quantization_config`` of a configuration, empty when there is none; AutoRound's translated."""
     found = config.get("quantization_config")
     return translated(found) if isinstance(found, Mapping) else {}
+
+
+def declarations(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what declares a quantization in a configuration and in those nested in it: dotted path and value."""
+    for key, value in config.items():
+        path = f"{within}.{key}" if within else key
+        if key in DECLARING and (not within or key != "quantization"):
+            yield path, value
+        elif key.endswith("_config") and isinstance(value, Mapping):
+            yield from declarations(value, path)
+
+
+def without_declarations(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return a configuration without what `declarations` yields."""
+    return {
+        key: without_declarations(value, key)
+        if key.endswith("_config") and isinstance(value, Mapping)
+        else value
+        for key, value in config.items()
+        if key not in DECLARING or (within and key == "quantization")
+    }
 
 
 def listed(config: Mapping[str, Any], key: str) -> list[str]:
@@ -160,14 +182,20 @@ def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
 
 
 def config_json(
-    config: Mapping[str, Any], dtype: str, quantization: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+    *,
+    twin: str = "",
 ) -> bytes:
-    """Return the bytes of ``config.json``.
+    """Return the bytes of ``config.json``, which declares the quantization once, and under ``twin`` if that is named.
 
     The keys keep the source's order. Both spellings of the type are written, because transformers 5
     reads ``dtype`` and older engines read ``torch_dtype``.
     """
-    written: dict[str, Any] = {key: config[key] for key in config if key != "quantization_config"}
+    written = without_declarations(config)
+    if twin and quantization is not None:
+        written[twin] = dict(quantization)
     if not is_hub_name(str(written.get(LOADED_FROM, ""))):
         written.pop(LOADED_FROM, None)  # a path of whoever saved the source
     written |= {"dtype": dtype, "torch_dtype": dtype}

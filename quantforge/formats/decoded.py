@@ -19,6 +19,7 @@ from quantforge.checkpoint.prepared import PreparedCheckpoint, prepared_checkpoi
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.formats.configuration import without_declarations
 from quantforge.grids import Tile
 
 if TYPE_CHECKING:
@@ -141,5 +142,5 @@ def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tupl
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the configuration without the keys that say how the weights are held."""
-    held = {"quantization_config", "gguf_types"}
-    return {key: value for key, value in checkpoint.config.items() if key not in held}
+    config = without_declarations(checkpoint.config)
+    return {key: value for key, value in config.items() if key != "gguf_types"}

@@ -14,6 +14,7 @@ from quantforge.architectures.match import Matched, match, resolve_tied
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, kv_scales
+from quantforge.formats.declared_modules import check_declared
 from quantforge.plans import StoredTensor
 
 
@@ -29,17 +30,26 @@ def match_quantized(
     ``derive``: of a family that is not declared, derive the declarations where that can be done.
     """
     entries = _plain(checkpoint, layouts, stored, architecture_of(checkpoint.config))
-
-    def equal(first: str, second: str) -> bool:
-        import torch
-
-        plain = first in stored and second in stored
-        return plain and torch.equal(checkpoint.read(first), checkpoint.read(second))
-
     matched = match(checkpoint.config, entries, checkpoint.declared)
     if derive and matched.architecture is None:
         matched = _derived(checkpoint.config, entries) or matched
-    return resolve_tied(matched, equal)
+    return settle_tied(matched, checkpoint)
+
+
+def match_headers(
+    checkpoint: Checkpoint,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
+) -> Matched:
+    """Match a checkpoint by its headers alone; a tied head that is stored twice is not compared.
+
+    Raises:
+        InputError: as `match` and `check_declared`.
+    """
+    entries = _plain(checkpoint, layouts, stored, architecture_of(checkpoint.config))
+    matched = match(checkpoint.config, entries, checkpoint.declared)
+    check_declared(checkpoint.config, matched, layouts)
+    return matched
 
 
 def _plain(
@@ -76,6 +86,8 @@ def settle_tied(matched: Matched, checkpoint: Checkpoint) -> Matched:
     def equal(first: str, second: str) -> bool:
         import torch
 
+        if not {first, second} <= checkpoint.entries.keys():
+            return False  # one of them is quantized
         rows, step = checkpoint.entries[first].shape[0], 4096
         for start in range(0, rows, step):
             stop = min(start + step, rows)

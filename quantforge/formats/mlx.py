@@ -184,8 +184,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     kinds = list(entries.values())
     common = max(kinds, key=kinds.count)
     quantization = {**common, **{name: entry for name, entry in entries.items() if entry != common}}
-    written = {**config, "quantization": quantization}
-    return {"config.json": config_json(written, model_dtype(plan, config), quantization)}
+    dtype = model_dtype(plan, config)
+    return {"config.json": config_json(config, dtype, quantization, twin="quantization")}
 
 
 def _entry(scheme: Scheme) -> dict[str, Any]:

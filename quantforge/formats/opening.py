@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
+from quantforge.formats.declared_quantization import settle_declared
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import plain_source
 from quantforge.formats.sources.merged import merged
@@ -14,13 +15,13 @@ def open_model(path: Path) -> Checkpoint:
     """Open a model directory, or a file that begins like GGUF, whatever it is called.
 
     Raises:
-        InputError: as `open_checkpoint` and `quantforge.formats.gguf.source.open_gguf`.
+        InputError: as `open_checkpoint`, `settle_declared` and `quantforge.formats.gguf.source.open_gguf`.
     """
     if path.is_file():
         from quantforge.formats.gguf.source import open_gguf
 
         return open_gguf(path)
-    return open_checkpoint(path)
+    return settle_declared(open_checkpoint(path))
 
 
 def open_plain_source(path: Path, adapter: Path | None = None) -> Checkpoint:

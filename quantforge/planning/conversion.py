@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.draft_kinds import is_draft, type_of
+from quantforge.architectures.matched import Matched
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
@@ -30,7 +31,7 @@ from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, judged
-from quantforge.formats.matching import match_quantized
+from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.one_group import named, split_group
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
@@ -38,6 +39,7 @@ from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.heads_alone import check_alone
+from quantforge.planning.notes import facts
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
@@ -76,6 +78,7 @@ class Conversion:
     plan: Plan
     files: tuple[FilePlan, ...]
     layers: dict[str, ConvertedLayer]
+    matched: Matched
     events: list[Event] = field(default_factory=list)
     asked_type: str | None = None  # of decoded weights: rounding to it is accepted
 
@@ -105,6 +108,7 @@ def plan_export(
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
+    matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     target = format_of(recipe.format)
     expressed = tuple(_layers(checkpoint, layouts, recipe.format, asked_type))
     split = _with_one_group(expressed, target)
@@ -121,7 +125,7 @@ def plan_export(
     if own is None:
         draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
     else:
-        matched = match_quantized(checkpoint, {item.module: item for item in layouts}, headers)
+        matched = settle_tied(matched, checkpoint)
         schemes = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
         draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
     made = naming.first_recipe(checkpoint).layers
@@ -143,11 +147,11 @@ def plan_export(
         output_bytes=draft.output_bytes,
         peak_memory_bytes=0,
         engines=engines,
-        notes=(*draft.notes, *_split_note(expressed, split), *said),
+        notes=(*facts(checkpoint), *draft.notes, *_split_note(expressed, split), *said),
         left_behind=left_behind(checkpoint),
     )
     lost = _lost(checkpoint, recipe.format, draft)
-    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, lost, asked_type)
+    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, matched, lost, asked_type)
 
 
 def _number_type(recipe: Recipe) -> str | None:

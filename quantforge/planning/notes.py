@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.fewer_heads import FACT as HEADS
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS, ROTATION
+from quantforge.checkpoint.reader import QUANTIZATION
 from quantforge.errors import RefusedError, UsageError
 from quantforge.planning.drafting import draft_of
 from quantforge.plans import Action, Draft
@@ -27,7 +28,7 @@ def notes(
 ) -> tuple[str, ...]:
     """Return the notes of a plan, those of its draft included."""
     return (
-        *_facts(checkpoint),
+        *facts(checkpoint),
         matched.rule,
         *draft.notes,
         *_zeros(sparsity),
@@ -56,11 +57,11 @@ def check_heads(mtp: str, form: str, matched: Matched) -> None:
 
 
 def is_change(note: str) -> bool:
-    """Return whether a note says that the whole source was changed: by adapters, fewer experts or heads, rotations."""
-    return note.startswith(tuple(f"source {subject}: " for subject in CHANGES))
+    """Return whether a note says how the whole source is read: with adapters, fewer experts, another declaration."""
+    return note.startswith(tuple(f"source {subject}: " for subject in (*CHANGES, QUANTIZATION)))
 
 
-def _facts(checkpoint: Checkpoint) -> tuple[str, ...]:
+def facts(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what there is to say of the source itself."""
     return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
 

@@ -18,7 +18,7 @@ import torch
 
 from quantforge.events import Event
 from quantforge.formats import detect, kv_scales
-from quantforge.formats.matching import match_quantized
+from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
@@ -124,7 +124,7 @@ def load(
     form = detect(checkpoint.config)
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
-    matched = match_quantized(checkpoint, layouts, stored)
+    matched = settle_tied(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
     names = names_of(model, matched, checkpoint.config)

@@ -71,6 +71,8 @@ def evaluate(
         opened = [open_model(path) for path in paths]
         for checkpoint in opened:  # what cannot be read shows before anything is loaded
             detect(readable(checkpoint).config)
+            if checkpoint.quantization:
+                settings.note(f"{checkpoint.path}: quantization: {checkpoint.quantization}")
         for checkpoint in opened[1:]:
             if _descends(opened[0], checkpoint):
                 name, other = opened[0].path, checkpoint.path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from quantforge.architectures.draft_kinds import type_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats import detect
@@ -20,8 +21,10 @@ from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge.formats.gguf.source import headers_alone
+from quantforge.formats.matching import match_headers
 from quantforge.formats.opening import open_model
-from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
+from quantforge.planning.notes import facts
+from quantforge.plans import DTYPE_BITS, HeldTensor
 from quantforge.results import manifest
 from quantforge.results.source_changes import stated_adapters, stated_experts
 from quantforge.verbs.given_options import checks_options
@@ -39,6 +42,7 @@ class Inspected:
         quantized_bytes, quantized_weights: of the quantized layers alone.
         provenance: what the manifest says, if there is one, or that it is damaged.
         tensors: every tensor, with the type and the shape in elements that its file states.
+        notes: what became of a declared quantization that is left over, or in an unusual place.
     """
 
     path: Path
@@ -52,6 +56,7 @@ class Inspected:
     quantized_weights: int
     provenance: dict[str, Any]
     tensors: tuple[HeldTensor, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -81,6 +86,7 @@ class Inspected:
             "bits_per_weight": self.bits_per_weight,
             "bits_per_quantized_weight": self.bits_per_quantized_weight,
             "provenance": self.provenance,
+            "notes": list(self.notes),
             "tensors": [
                 {"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes}
                 for t in self.tensors
@@ -117,10 +123,10 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
         file = read_gguf(path)
         arch = file.value("general.architecture", str)
         return _summary(path, f"{KEY} (not read)", arch, headers_alone(file), {}, list(file.files))
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
     model_type = type_of(checkpoint.config)
-    key, layers = _understood(checkpoint.config, stored)
-    return _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
+    key, layers = _understood(checkpoint)
+    found = _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
+    return replace(found, notes=facts(checkpoint))
 
 
 def _importance(path: Path) -> Inspected:
@@ -140,15 +146,20 @@ def _importance(path: Path) -> Inspected:
     )
 
 
-def _understood(
-    config: Mapping[str, Any], stored: list[StoredTensor]
-) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
-    """Return the format and its layers: stored names to scheme and number of weights; none where no format reads it."""
+def _understood(checkpoint: Checkpoint) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
+    """Return the format and its layers: stored names to scheme and number of weights; none where no format reads it.
+
+    Raises:
+        InputError: the tensors are not those that the configuration asks for.
+    """
+    config = checkpoint.config
     try:
         form = detect(config)
     except InputError:
         return f"{config['quantization_config'].get('quant_method')} (not read)", {}
-    layouts = form.layouts(config, {tensor.name: tensor for tensor in stored})
+    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    layouts = form.layouts(config, stored)
+    match_headers(checkpoint, {layout.module: layout for layout in layouts}, stored)
     return form.KEY, {
         layout.stored: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
     }

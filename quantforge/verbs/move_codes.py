@@ -22,6 +22,7 @@ from quantforge.execution.journal import Workspace, recorded_fingerprint
 from quantforge.execution.progress import phase
 from quantforge.execution.relayout import settle_all, write_all
 from quantforge.execution.resumption import begun, fingerprint_of
+from quantforge.formats.matching import settle_tied
 from quantforge.planning.conversion import Conversion
 from quantforge.planning.coverage import Coverage
 from quantforge.plans import Plan
@@ -113,6 +114,7 @@ def move(
         try:
             conversion.checkpoint, origin = taken(checkpoint, before, settings)
             with phase("reading", 0.4):
+                settle_tied(conversion.matched, conversion.checkpoint)
                 verdict = settle_all(conversion, allow_inexact=allow_inexact)
             settings.policy.check(conversion.events)
             if goes_on:

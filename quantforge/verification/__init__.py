@@ -7,7 +7,6 @@ In this folder:
     cache_scales     Check of the scales of an fp8 KV cache: positive numbers, and near the ranges that the source shows
     compare          Comparison of a decoded matrix ``Q`` with the matrix ``T`` that it stands for
     correctable      A quantized model beside its source, as far as an adapter of low rank can be made for it
-    declared         Declarations of a configuration on each linear: quantized, left out, uncertain
     deviation        Distance of a decoded matrix ``Q`` from its target ``T``
     difference       Differences between two models, whatever formats they are in: what was done, tensors, values, files
     explain          Explanation of a matrix that is not what its name says: it is another one

@@ -12,12 +12,12 @@ from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
+from quantforge.formats.declared_modules import declared
 from quantforge.formats.engine_families import ModelToLoad, judged
 from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
 from quantforge.verification.artifact import Artifact
-from quantforge.verification.declared import declared
 from quantforge.verification.findings import Report
 from quantforge_files.roles import TOKENIZER
 
@@ -38,7 +38,8 @@ def check_structure(report: Report, artifact: Artifact, engine: str | None) -> N
 
 
 def _check_quantized(report: Report, artifact: Artifact) -> None:
-    if not artifact.layouts and quantization_config(artifact.checkpoint.config):
+    left_over = artifact.checkpoint.quantization or quantization_config(artifact.checkpoint.config)
+    if not artifact.layouts and left_over:
         report.add(
             "nothing-quantized",
             report.path.name,

@@ -176,7 +176,10 @@ def _forward(
         report.skip("not asked for (--no-forward)", "logits")
     elif _rounds_inputs_of_experts(artifact):
         report.skip("the runtime does not round the inputs of experts", "logits")
-    elif any(item.check in {*NUMBERS, "unreadable", "incomplete"} for item in report.findings):
+    elif any(
+        item.check in {*NUMBERS, "unreadable", "incomplete", "ignore-list"}
+        for item in report.findings
+    ):
         report.skip("tensors cannot be read", "logits")
     elif source is not None and observed is not None:
         check_divergence(report, artifact, source, numbers, observed, options.device)

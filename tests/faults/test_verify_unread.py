@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quantforge.results import manifest
 from tests import gguf_models
@@ -81,6 +83,10 @@ def foreign(model, tmp_path):
         config = json.loads((place / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, "bits": 4}
         (place / "config.json").write_text(json.dumps(config))
+        tensors = load_file(place / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        tensors[f"{name.removesuffix('weight')}codes"] = tensors.pop(name).view(torch.int16)
+        save_file(tensors, place / "model.safetensors", {"format": "pt"})
         return place
 
     return made

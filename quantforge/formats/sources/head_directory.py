@@ -19,6 +19,7 @@ from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint
 from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats.declared_quantization import settle_declared
 from quantforge_files import roles
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def open_heads(path: Path) -> HeadDirectory | None:
         raise _error(
             path, kind, "are not computed here", f"{known} heads are, or take a draft model"
         )
-    checkpoint = open_checkpoint(path)
+    checkpoint = settle_declared(open_checkpoint(path))
     try:
         form = detect(checkpoint.config)
     except InputError as error:

@@ -26,7 +26,6 @@ READERS: Mapping[str, str] = {
     "mxfp4": "quantforge.formats.sources.mxfp4_stacks",
     "modelopt": "quantforge.formats.sources.modelopt",
 }
-_MODELOPT = "hf_quant_config.json"  # beside configurations that say nothing
 
 
 def plain_source(checkpoint: Checkpoint) -> Checkpoint:
@@ -68,10 +67,7 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 
 def _reader(checkpoint: Checkpoint) -> str:
     """Return the path of the module of `READERS` that reads a model; "" for none."""
-    method = quantization_config(checkpoint.config).get("quant_method")
-    if method is None and (checkpoint.path / _MODELOPT).exists():
-        method = "modelopt"
-    return READERS.get(str(method), "")
+    return READERS.get(str(quantization_config(checkpoint.config).get("quant_method")), "")
 
 
 def _words(layout: ModuleLayout) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+from quantforge.architectures.matched import Matched, Role
 from quantforge.errors import InputError
-from quantforge.formats import detect
+from quantforge.formats import ModuleLayout, detect
 from quantforge.formats.configuration import (
     head_of,
     listed,
@@ -19,8 +20,10 @@ from quantforge.formats.configuration import (
     spellings,
     within_block,
 )
+from quantforge.formats.contradictions import denied
 from quantforge.formats.module_names import Names, matches
 
+_SHOWN = 4  # modules in an error
 Declared = Callable[[str], Set[bool]]
 
 
@@ -43,6 +46,34 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
         return None
     names = listed(found, key) or listed(found, "ignored_layers")
     return lambda module: _by_parts(names, spellings(module, config), head_of(config))
+
+
+def check_declared(
+    config: Mapping[str, Any], matched: Matched, layouts: Mapping[str, ModuleLayout]
+) -> None:
+    """Check that each linear of a block is quantized if the configuration says so, and only then.
+
+    Raises:
+        InputError: all readers of the configuration take one for what it is not.
+    """
+    said = declared(config) if layouts and matched.architecture is not None else None
+    if said is None:
+        return
+    wrong: dict[bool, list[str]] = {}
+    for tensor in matched.tensors:
+        if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.further:
+            module = tensor.stored.name.removesuffix(".weight")
+            packed = module in layouts
+            if said(module) == {not packed}:
+                wrong.setdefault(packed, []).append(module)
+    for packed, modules in wrong.items():
+        more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+        stated, actual = ("not quantized", "packed") if packed else ("quantized", "not packed")
+        raise denied(
+            f"quantization_config says that {modules[0]} is {stated}",
+            f"{len(modules)} such modules are {actual}: {', '.join(modules[:_SHOWN])}{more}",
+            modules[0],
+        )
 
 
 def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -> Declared:

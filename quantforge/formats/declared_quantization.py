@@ -1,0 +1,176 @@
+"""Where a model directory declares how it is quantized, settled by what its tensors are.
+
+The files decide. Without a packed tensor every weight is what it seems, and a declaration is left over: a merged model
+keeps the one of its base, which was loaded in 4 bits for the training. With packed tensors a declaration is needed, and
+tools have written it in several places:
+
+=========================================  ========================================================================
+``config.json``: ``quantization_config``   everywhere now; nothing else is read where it says something
+``config.json``: ``quantization``          mlx-lm, at first alone
+``config.json``: ``compression_config``    llm-compressor of 2024; itself, or as its ``quantization_config``
+the same within ``text_config`` and such   multimodal models, of their text tower
+``quantize_config.json``                   AutoGPTQ and GPTQModel, at first alone
+``quant_config.json``                      AutoAWQ, at first alone
+``quantization_config.json``               AutoRound
+``hf_quant_config.json``                   NVIDIA's Model Optimizer
+=========================================  ========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantforge.architectures.matched import holds_codes
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.reader import CONFIG, Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats.configuration import declarations, without_declarations
+from quantforge_files import roles
+
+KEY = "quantization_config"
+_MODELOPT = "hf_quant_config.json"
+# Parameters of codes: a declaration beside one is not left over, whatever the weights are.
+_PARAMETERS = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".qzeros", ".absmax", ".SCB", ".k_scale", ".v_scale",
+)  # fmt: skip
+# Files that declare the quantization, with the method of those that name none, the oldest.
+_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "",
+    _MODELOPT: "modelopt",
+}
+# Which tool writes packed tensors whose names end so; the first that fits.
+_TOOLS = (
+    (".g_idx", "AutoGPTQ or GPTQModel (GPTQ)"),
+    (".qweight", "AutoAWQ (AWQ), or AutoRound"),
+    (".weight_packed", "llm-compressor (compressed-tensors)"),
+    (".SCB", "bitsandbytes (8 bits)"),
+    (".absmax", "bitsandbytes (4 bits)"),
+    (".weight_scale_inv", "DeepSeek's converter (fp8)"),
+    (".weight_scale_2", "NVIDIA's Model Optimizer (NVFP4)"),
+    (".weight_scale", "llm-compressor (compressed-tensors), or NVIDIA's Model Optimizer"),
+    (".biases", "mlx-lm (MLX)"),
+    ("_blocks", "OpenAI's converter (MXFP4)"),
+    (".W_q", "HQQ"),
+    ("._data", "optimum-quanto"),
+    (".codebooks", "AQLM"),
+    (".Qidxs", "QuIP#"),
+    (".trellis", "ExLlamaV3"),
+    (".q_weight", "ExLlamaV2"),
+    (".centroids.weight", "VPTQ"),
+)
+_SHOWN = 4  # names in an error
+
+
+def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model directory whose ``quantization_config`` declares how its tensors are packed, or that has none.
+
+    A declaration that stands elsewhere is moved there; one that is left over is dropped. Both are facts.
+
+    Raises:
+        InputError: tensors are packed and nothing declares how, or several places declare it differently.
+    """
+    config = checkpoint.config
+    packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.stored())]
+    if not packed and not any(name.endswith(_PARAMETERS) for name in checkpoint.entries):
+        return _without(checkpoint)
+    found = config.get(KEY)
+    if isinstance(found, Mapping) and found:
+        method = _of_modelopt(checkpoint) if "quant_method" not in found else {}
+        return (
+            replace(checkpoint, config={**config, KEY: {**found, **method}})
+            if method
+            else checkpoint
+        )
+    if isinstance(config.get("quantization"), Mapping) and config["quantization"]:
+        return replace(checkpoint, config={**config, KEY: config["quantization"]})
+    places = dict(_declared_elsewhere(checkpoint))
+    if not places:
+        if packed:
+            raise _undeclared(checkpoint, packed)
+        return _without(checkpoint)
+    first, declared = next(iter(places.items()))
+    for place, other in places.items():
+        if other != declared:
+            raise InputError(
+                f"{checkpoint.path}: {first} and {place} declare different quantizations",
+                f"put the right one into {CONFIG} as {KEY}",
+                file=str(checkpoint.path),
+            )
+    config = {**without_declarations(config), KEY: declared}
+    usual = first == _MODELOPT
+    said = "" if usual else f"read from {first}, because {CONFIG} has no {KEY}"
+    return replace(checkpoint, config=config, quantization=said)
+
+
+def _without(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of which nothing is packed without any declaration of a quantization."""
+    config = without_declarations(checkpoint.config)
+    left = {path: found for path, found in declarations(checkpoint.config) if found is not None}
+    if not left:
+        return checkpoint if config == checkpoint.config else replace(checkpoint, config=config)
+    methods = {
+        str(found.get("quant_method")) if isinstance(found, Mapping) else "None"
+        for found in left.values()
+    }
+    named = sorted(methods - {"None"})
+    said = f" ({', '.join(named)})" if named else ""
+    return replace(
+        checkpoint,
+        config=config,
+        quantization=f"{', '.join(left)}{said} in {CONFIG} is left over and not read: no tensor is packed",
+    )
+
+
+def _declared_elsewhere(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the places other than ``quantization_config`` that declare a quantization; files only where no key does."""
+    there = False
+    for path, found in declarations(checkpoint.config):
+        if not isinstance(found, Mapping) or not found or path.endswith("quantization"):
+            continue
+        inner = found.get(KEY)
+        there = True
+        yield f"{path} of {CONFIG}", {**found, **inner} if isinstance(inner, Mapping) else {**found}
+    if there or not checkpoint.path.is_dir():
+        return
+    names = FILES.listing(checkpoint.path, None)
+    for name, method in _FILES.items():
+        if name in names:
+            yield name, _of_file(checkpoint, name, method)
+
+
+def _of_file(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
+    """Return what a file declares, with a method; of one by Model Optimizer the part about weights."""
+    found = read_object(checkpoint.path / name, roles.CONFIG, checkpoint.path)
+    inner = found.get("quantization")
+    if method == "modelopt":
+        found = inner if isinstance(inner, dict) else {}
+    elif "w_bit" in found or "q_group_size" in found:
+        method = "awq"
+    return {**({"quant_method": method} if method else {}), **found}
+
+
+def _of_modelopt(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the method of a declaration without one beside a file of Model Optimizer."""
+    there = _MODELOPT in FILES.listing(checkpoint.path, None)
+    return {"quant_method": "modelopt"} if there else {}
+
+
+def _undeclared(checkpoint: Checkpoint, packed: list[str]) -> InputError:
+    tool = next(
+        (tool for end, tool in _TOOLS if any(name.endswith(end) for name in checkpoint.entries)), ""
+    )
+    kinds = sorted({checkpoint.entries[name].dtype for name in packed})
+    more = f" and {len(packed) - _SHOWN} more" if len(packed) > _SHOWN else ""
+    written = f"; {tool} writes such names" if tool else ""
+    return InputError(
+        f"{checkpoint.path}: {len(packed)} tensors are packed ({', '.join(kinds)}: {', '.join(packed[:_SHOWN])}{more}),"
+        f" and neither {CONFIG} nor a file beside it declares how{written}",
+        f"fetch {CONFIG} again: its {KEY} is missing",
+        file=str(checkpoint.path),
+        tensor=packed[0],
+    )

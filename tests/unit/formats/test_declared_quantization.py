@@ -1,0 +1,348 @@
+"""Declarations of a quantization: left over, in unusual places, missing, and at odds with the tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge import verbs
+from quantforge.errors import InputError
+from quantforge.formats.opening import open_model
+from quantforge.runtime.load import load
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.conftest import Tiny
+from tests.runs import quantize, recipe
+
+KEY = "quantization_config"
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+NAMES = ("quantize_config.json", "quant_config.json", "quantforge.manifest.json")
+Changed = Callable[[dict[str, Any]], object]
+WEIGHTS = "model.safetensors"
+
+
+def copied(source: Path, place: Path, change: Changed = lambda _: None) -> Path:
+    """Copy a model without its manifest and files about its quantization, with a changed configuration."""
+    shutil.copytree(source, place, ignore=shutil.ignore_patterns(*NAMES))
+    config = json.loads((place / "config.json").read_text())
+    change(config)
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def retold(model: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the tensors of a model of one file."""
+    tensors = load_file(model / WEIGHTS)
+    change(tensors)
+    save_file(tensors, model / WEIGHTS, {"format": "pt"})
+    return model
+
+
+@pytest.fixture(scope="module")
+def packed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a format to a tiny model in it."""
+    made: dict[str, Path] = {}
+
+    def model(form: str) -> Path:
+        if form not in made:
+            made[form] = tmp_path_factory.mktemp(form) / "m"
+            wanted = recipe(format=form, scales="absmax", scheme=SCHEMES[form])
+            quantize(tiny("llama-wide"), made[form], wanted)
+        return made[form]
+
+    return model
+
+
+SCHEMES = {
+    "compressed-tensors": "int4:g32:sym", "gptq": "int4:g32:sym", "awq": "int4:g32:asym", "mlx": "int4:g32:min",
+    "bnb": "nf4:g64:sym", "fp8": "FP8_BLOCK",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "left"),
+    [
+        (KEY, BNB),
+        (KEY, {"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        (KEY, {"quant_method": "compressed-tensors", "config_groups": {}}),
+        (KEY, {"quant_method": "nobody-knows"}),
+        (KEY, {}),
+        (KEY, "none"),
+        ("compression_config", {"quant_method": "compressed-tensors"}),
+        ("quantization", {"bits": 4, "group_size": 64}),
+    ],
+)
+def test_a_declaration_without_packed_tensors_is_left_over(tiny, tmp_path, place, left):
+    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({place: left}))
+    found = verbs.inspect(model)
+    assert (found.format, found.bits_per_weight) == (
+        "plain",
+        verbs.inspect(tiny("llama")).bits_per_weight,
+    )
+    assert f"{place}" in found.notes[0]
+    assert "left over" in found.notes[0]
+    assert open_model(model).config == open_model(tiny("llama")).config
+
+
+def test_null_declares_nothing(tiny, tmp_path):
+    model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({KEY: None}))
+    assert verbs.inspect(model).notes == ()
+    assert open_model(model).config == open_model(tiny("llama")).config
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_no_result_carries_what_is_left_over(tiny, tmp_path, nested):
+    def change(config: dict[str, Any]) -> None:
+        config.update({"vision_config": {KEY: BNB}} if nested else {KEY: BNB})
+
+    model = copied(tiny("llama"), tmp_path / "m", change)
+    place = f"vision_config.{KEY}" if nested else KEY
+    outcome = quantize(model, tmp_path / "q", recipe(scales="absmax", scheme="int4:g32:sym"))
+    assert any(place in note and "left over" in note for note in outcome.plan.notes)
+    assert "bitsandbytes" not in (tmp_path / "q" / "config.json").read_text()
+    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    moved = verbs.export(model, None, tmp_path / "plain", format="plain")
+    assert any(place in note for note in moved.notes)
+    assert KEY not in (tmp_path / "plain" / "config.json").read_text()
+    file = tmp_path / "m.gguf"
+    verbs.export(model, None, file, type="Q8_0")
+    assert verbs.inspect(file).schemes["q8_0"] > 0
+
+
+def autogptq(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the declaration of a GPTQ model as AutoGPTQ wrote it in 2023."""
+    found = config.pop(KEY)
+    kept = {key: found[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    return {**kept, "damp_percent": 0.01, "static_groups": False, "true_sequential": True,
+            "model_name_or_path": None, "model_file_base_name": "model"}  # fmt: skip
+
+
+def autoawq(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the declaration of an AWQ model as AutoAWQ wrote it in 2023."""
+    found = config.pop(KEY)
+    return {
+        "zero_point": found["zero_point"],
+        "q_group_size": found["group_size"],
+        "w_bit": 4,
+        "version": "GEMM",
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "written"),
+    [("gptq", "quantize_config.json", autogptq), ("awq", "quant_config.json", autoawq),
+     ("awq", "quantize_config.json", autoawq)],
+)  # fmt: skip
+def test_a_file_beside_the_model_declares_what_config_json_does_not(
+    packed, tmp_path, form, file, written
+):
+    declared: dict[str, Any] = {}
+    model = copied(packed(form), tmp_path / "m", lambda config: declared.update(written(config)))
+    (model / file).write_text(json.dumps(declared))
+    found = verbs.inspect(model)
+    assert (found.format, found.schemes) == (form, verbs.inspect(packed(form)).schemes)
+    assert file in found.notes[0]
+    verbs.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
+    verbs.export(packed(form), None, tmp_path / "same", format="plain", allow_inexact=True)
+    assert (tmp_path / "plain" / WEIGHTS).read_bytes() == (tmp_path / "same" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("place", "within"),
+    [
+        ("compression_config", lambda found: {"compression_config": found}),
+        ("compression_config", lambda found: {"compression_config": {KEY: found, "sparsity_config": {}}}),
+        (f"text_config.{KEY}", lambda found: {"text_config": {KEY: found}}),
+    ],
+)  # fmt: skip
+def test_another_key_of_config_json_declares_it(packed, tmp_path, place, within):
+    model = copied(packed("compressed-tensors"), tmp_path / "m",
+                   lambda config: config.update(within(config.pop(KEY))))  # fmt: skip
+    if place != "compression_config":  # a tower has to be whole
+        config = json.loads((model / "config.json").read_text())
+        config["text_config"] = {**config, **config["text_config"]}
+        (model / "config.json").write_text(json.dumps(config))
+    found = verbs.inspect(model)
+    assert (found.format, found.schemes) == (
+        "compressed-tensors", verbs.inspect(packed("compressed-tensors")).schemes)  # fmt: skip
+    assert place in found.notes[0]
+    verbs.export(model, None, tmp_path / "gptq", format="gptq")
+    assert (
+        set(json.loads((tmp_path / "gptq" / "config.json").read_text())) & {"compression_config"}
+        == set()
+    )
+
+
+def test_old_mlx_files_declare_it_once(packed, tmp_path):
+    model = copied(packed("mlx"), tmp_path / "m", lambda config: config.pop(KEY))
+    assert verbs.inspect(model).schemes == verbs.inspect(packed("mlx")).schemes
+    with pytest.raises(InputError, match="already quantized"):
+        verbs.plan(model, recipe())
+    verbs.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
+    assert "quantization" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_two_places_that_differ_are_refused(packed, tmp_path):
+    declared: dict[str, Any] = {}
+    model = copied(packed("gptq"), tmp_path / "m", lambda config: declared.update(autogptq(config)))
+    (model / "quantize_config.json").write_text(json.dumps(declared))
+    (model / "quantization_config.json").write_text(json.dumps({**declared, "sym": False}))
+    with pytest.raises(InputError, match="declare different quantizations"):
+        verbs.inspect(model)
+
+
+@pytest.mark.parametrize(
+    ("form", "tool"),
+    [("compressed-tensors", "llm-compressor"), ("gptq", "GPTQModel"), ("awq", "AutoAWQ"), ("mlx", "mlx-lm"),
+     ("bnb", "bitsandbytes"), ("fp8", "DeepSeek")],
+)  # fmt: skip
+@pytest.mark.parametrize("left", [None, {}])
+def test_packed_tensors_that_nothing_declares_are_refused_by_name(
+    packed, tmp_path, form, tool, left
+):
+    def change(config: dict[str, Any]) -> None:
+        config.pop("quantization", None)
+        config.pop(KEY) if left is None else config.update({KEY: left})
+
+    model = copied(packed(form), tmp_path / "m", change)
+    for read in (
+        verbs.inspect,
+        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+    ):
+        with pytest.raises(InputError, match=tool) as caught:
+            read(model)
+        assert "model.layers.0." in caught.value.message
+    assert not (tmp_path / "o").exists()
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("form", ["plain", "compressed-tensors", "gptq", "mlx"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop(NORM), f"{NORM}: missing"),
+        (lambda tensors: tensors.update(further=torch.ones(4)), "further: not a tensor of llama"),
+        (lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}), f"{NORM}: shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, words):
+    model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)
+    with pytest.raises(InputError, match=words):
+        verbs.export(model, None, tmp_path / "o", format=form, allow_inexact=True)
+    with pytest.raises(InputError, match=words):
+        verbs.inspect(model)
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop(UP), f"{UP}: missing"),
+        (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"packed .F8_E4M3: {UP}"),
+        (lambda t: t.update({UP: t[UP][:, :-8].clone()}), f"{UP}: shape"),
+    ],
+)
+def test_plain_tensors_that_do_not_fit_are_not_copied(tiny, tmp_path, change, words):
+    model = retold(copied(tiny("llama-wide"), tmp_path / "m"), change)
+    with pytest.raises(InputError, match=words):
+        verbs.export(model, None, tmp_path / "o", format="plain")
+    with pytest.raises(InputError, match=words):
+        verbs.inspect(model)
+
+
+def test_a_tied_head_that_is_not_the_embedding_is_not_moved(tiny, tmp_path):
+    model = copied(
+        tiny("llama"), tmp_path / "m", lambda config: config.update(tie_word_embeddings=True)
+    )
+    verbs.inspect(model)
+    with pytest.raises(InputError, match="tie_word_embeddings"):
+        verbs.export(model, None, tmp_path / "o", format="plain")
+
+
+def test_packed_tensors_of_a_family_that_is_not_declared_are_not_called_plain(tiny, tmp_path):
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    changes = {"model_type": "unheard", KEY: declared}
+    model = copied(tiny("llama-wide"), tmp_path / "m", lambda config: config.update(changes))
+    retold(model, lambda t: t.update({f"{UP}s": t[UP].to(torch.int32)}))
+    with pytest.raises(InputError, match=r"up_proj.weights: packed \(I32\)"):
+        verbs.export(model, None, tmp_path / "o", format="plain")
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def unpacked(form: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Return what puts 16-bit weights in the place of the packed ones of a module."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{DOWN}.")]:
+            tensors.pop(name)
+        tensors[f"{DOWN}.weight"] = torch.ones(
+            64 if form == "llama" else 128, 256, dtype=torch.bfloat16
+        )
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "bnb", "fp8"])
+def test_a_module_that_is_not_packed_has_to_be_listed(packed, tmp_path, form):
+    model = retold(copied(packed(form), tmp_path / "m"), unpacked(form))
+    for read in (
+        verbs.inspect,
+        load,
+        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+    ):
+        with pytest.raises(
+            InputError, match=f"says that {DOWN} is quantized, but 1 such modules are not packed"
+        ):
+            read(model)
+    config = json.loads((model / "config.json").read_text())
+    listed = {"compressed-tensors": "ignore", "bnb": "llm_int8_skip_modules"}.get(
+        form, "modules_to_not_convert"
+    )
+    if form == "gptq":
+        config[KEY]["dynamic"] = {f"-:{DOWN}": {}}
+    else:
+        config[KEY][listed] = [*(config[KEY].get(listed) or []), DOWN]
+    (model / "config.json").write_text(json.dumps(config))
+    assert verbs.inspect(model).format == form
+
+
+def test_a_packed_module_may_not_be_listed(packed, tmp_path):
+    model = copied(
+        packed("compressed-tensors"),
+        tmp_path / "m",
+        lambda config: config[KEY]["ignore"].append(DOWN),
+    )
+    for read in (
+        verbs.inspect,
+        load,
+        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+    ):
+        with pytest.raises(InputError, match=f"says that {DOWN} is not quantized"):
+            read(model)
+
+
+def test_bits_and_groups_that_make_other_shapes_are_refused(packed, tmp_path):
+    """Twice as many codes of 2 bits in groups of 64 take the same words as those of 4 bits in groups of 32."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in ("quantization", KEY):
+            config[key] |= {"bits": 2, "group_size": 64}
+
+    model = copied(packed("mlx"), tmp_path / "m", change)
+    with pytest.raises(InputError, match="shape"):
+        verbs.inspect(model)
