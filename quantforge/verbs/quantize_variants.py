@@ -15,6 +15,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.hub import resolve
+from quantforge.checkpoint.reader import QUANTIZATION
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution.progress import followed, phase
 from quantforge.formats.opening import open_model
@@ -156,7 +157,7 @@ def _shares_pass(ready: ReadyVariant) -> bool:
     from quantforge.execution.lockstep import shares_pass
 
     recipe, checkpoint = ready.inputs.planned.recipe, ready.inputs.checkpoint
-    whole = not checkpoint.facts and recipe.prune_experts is None
+    whole = checkpoint.facts.keys() <= {QUANTIZATION} and recipe.prune_experts is None
     return whole and shares_pass(ready.inputs.planned)
 
 
