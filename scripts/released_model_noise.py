@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 
+
 def add_noise(file: Path, folder: Path, seed: int) -> int:
     """Move every weight of the file's Q4_1 matrices by less than half a step; return the number of matrices."""
     checkpoint, weights = open_model(file), load_file(folder / "model.safetensors")
@@ -32,7 +33,10 @@ def add_noise(file: Path, folder: Path, seed: int) -> int:
         weight += uniform * step.repeat_interleave(weight.shape[1] // step.shape[1], 1)
         moved += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for described in ("quantforge.manifest.json", "README.md"):  # they state the weights without noise
+    for described in (
+        "quantforge.manifest.json",
+        "README.md",
+    ):  # they state the weights without noise
         (folder / described).unlink()
     return moved
 

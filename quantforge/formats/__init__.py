@@ -148,7 +148,7 @@ class About:
         published: whether models are published in it, so that it may be what a run begins with.
         turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
         tunable: whether scales are numbers of their own, which may be learned.
-        embedding_tool: the tool that rounds a tied embedding by default, as its engine multiplies by codes; "" for none.
+        embedding_tool: the tool that rounds a tied embedding by default; its engine multiplies by codes; "" for none.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
