@@ -20,6 +20,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import without_declarations
+from quantforge.formats.matching import match_headers
 from quantforge.grids import Tile
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int
 
 
 def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
-    """Show a quantized checkpoint as float32 weights; errors as the format's ``layouts``."""
+    """Show a quantized checkpoint as float32 weights; errors as `decoded_weights`."""
     weights = decoded_weights(checkpoint)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     used = {part for rows, _ in weights.values() for part in rows.layout.stored}
@@ -127,13 +128,14 @@ def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
 
 
 def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tuple[int, int]]]:
-    """Return readers of the quantized weights with their shapes, by name; errors as the format's ``layouts``."""
+    """Return readers of the quantized weights with their shapes, by name; errors as ``layouts``, `match_headers`."""
     form = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
-    found = {}
-    for layout in form.layouts(checkpoint.config, headers):
+    found, layouts = {}, form.layouts(checkpoint.config, headers)
+    match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
+    for layout in layouts:
         flip = any(layout.module.endswith(f".{linear}") for linear in turned)
         shape = layout.shape[::-1] if flip else layout.shape
         found[f"{layout.module}.weight"] = DecodedRows(form, layout, flip), shape
