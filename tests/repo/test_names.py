@@ -31,6 +31,8 @@ TABLES = {
 EXCEPTIONS: dict[str, tuple[str, str]] = {
     "architectures": ("mistral3", "llama.cpp's name of ministral3, and transformers' of both with their tower"),
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
+    "formats.declared_modules": ("compressed-tensors gptq", "each spells its exceptions in its own way"),
+    "formats.declared_quantization": ("awq gptq", "files that their first tools wrote name no method"),
     "formats.engines": ("mlx", "an engine"),
     "formats.gguf.config_keys": ("gemma2 gpt2 llama mixtral phi3 qwen3_moe", "keys that one family has"),
     "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe smollm3",
