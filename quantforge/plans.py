@@ -87,6 +87,7 @@ class TensorPlan:
     shared: str = ""  # the shared input that it reads, "" when none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
     turned: bool = False  # its codes are stored so, too
+    scattered: bool = False  # an index says the group of each column (desc_act)
     heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
     plus_one: bool = False  # GGUF: stored plus one
     decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.finite_values import scan_finite
@@ -20,6 +21,7 @@ from quantforge.formats import Fit, Verdict, format_of
 from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, settle
 from quantforge.formats.storage import storage_of
+from quantforge.grids import PerGroup
 from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
 from quantforge.plans import Action, TensorPlan
 
@@ -79,11 +81,14 @@ def write_all(
         elif conversion.plan.format == DECODED:
             found = {tensor.name: _decoded(conversion, layer)[0]}
         else:
-            source = layer.with_inputs(_unpacked(conversion, layer))
+            source, index = _in_order(conversion, layer)
             same = convert(
-                source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact
-            )
+                layer.with_inputs(source), layer.wanted.weight, target.LEAST_ZERO,
+                allow_inexact=allow_inexact,
+            )  # fmt: skip
             found = storage.pack(tensor, same)
+            if index is not None:
+                found[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
         for name, value in found.items():
             if name not in done:
                 writer.write(name, value)
@@ -111,7 +116,10 @@ def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool)
         fit = _decoded(conversion, layer)[1]
     elif fit.verdict is Verdict.READ:
         target = format_of(conversion.plan.format)
-        fit = settle(_unpacked(conversion, layer), layer.wanted.weight, target.LEAST_ZERO)
+        tensor, _ = _in_order(conversion, layer)
+        if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
+            raise _out_of_order(conversion, layer)
+        fit = settle(tensor, layer.wanted.weight, target.LEAST_ZERO)
         if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
             fit = Fit(Verdict.INEXACT, layer.fit.reason)
     return _accepted(conversion, layer.layout.module, fit, allow_inexact=allow_inexact)
@@ -131,6 +139,45 @@ def _accepted(conversion: Conversion, name: str, fit: Fit, *, allow_inexact: boo
 def _unpacked(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
     stored = {name: conversion.checkpoint.read(name) for name in layer.layout.stored}
     return format_of(conversion.source_key).unpack(layer.layout, stored)
+
+
+def _in_order(
+    conversion: Conversion, layer: ConvertedLayer
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """Return a tensor to restate, and the group of each column where the target keeps that as it is.
+
+    The tensor then has the groups of the files, as if their columns were in order. Elsewhere the index is None, and
+    columns that are out of order have a scale each.
+    """
+    tensor = _unpacked(conversion, layer)
+    if not layer.plan.scattered or tensor.scheme.granularity != PerGroup(1):
+        return tensor, None
+    form = format_of(conversion.source_key)
+    name = f"{layer.layout.module}{form.ABOUT.group_index}"
+    names = tuple(one for one in layer.layout.stored if one != name)
+    layout = replace(layer.layout, stored=names, scattered=None)
+    stored = {one: conversion.checkpoint.read(one) for one in names}
+    return form.unpack(layout, stored), conversion.checkpoint.read(name)
+
+
+def _out_of_order(conversion: Conversion, layer: ConvertedLayer) -> RefusedError:
+    """Return that a target has no place for the index by which columns are scattered over groups."""
+    module, key = layer.layout.module, conversion.plan.format
+    index = f"{module}{format_of(conversion.source_key).ABOUT.group_index}"
+    what = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
+    if layer.layout.scattered is None:
+        return RefusedError(
+            f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
+        )
+    target = format_of(key).ABOUT
+    if f"{module}{target.group_index}" in [item.name for item in layer.plan.stored]:
+        hint = "--format plain decodes the weights"
+        return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
+    return RefusedError(
+        f"{what}, which is not written to {key} files",
+        "--format gptq or gptq_v2 keeps the index, --format plain decodes the weights",
+        tensor=module,
+    )
 
 
 def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:

@@ -137,6 +137,7 @@ class About:
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
         half: whether ``config.json`` states float16 whatever the source is, because kernels compute in it.
+        group_index: how the name of the tensor ends that says the group of each column (act-order), "" for none.
         one_group: whether its configuration states one group size, which all matrices of a model then have.
         engines: how each engine loads it (`formats.engines`).
         exceptions: the key of its configuration that lists parts of names of modules that are left out, "" for none.
@@ -157,6 +158,7 @@ class About:
     joined: bool = True
     holds_kv_scales: bool = False
     half: bool = False
+    group_index: str = ""
     one_group: bool = False
     engines: Mapping[str, Engine] = field(default_factory=dict)
     exceptions: str = ""

@@ -66,6 +66,7 @@ ABOUT = About(
         "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
     ),
     holds_kv_scales=True,
+    group_index=".weight_g_idx",
     engines=ENGINES,
     by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
     published=True,

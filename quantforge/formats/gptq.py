@@ -3,7 +3,8 @@
 How one linear is stored is in `quantforge.formats.gptq_layouts`.
 
 We write groups of consecutive columns and say ``desc_act: false``: vLLM refuses anything else.
-Files with scattered groups are read. Layers that stay as they were are written in both spellings
+Files with scattered groups (``desc_act: true``) are read, and keep their ``g_idx`` where one layout of
+GPTQ is restated in the other. Layers that stay as they were are written in both spellings
 that exist: ``dynamic`` (vLLM, gptqmodel) and ``modules_in_block_to_quantize`` (transformers with
 optimum, which ignores the former).
 """
@@ -77,6 +78,7 @@ ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
     half=True,
+    group_index=".g_idx",
     one_group=True,
     tunable=True,
     engines=ENGINES,
@@ -122,7 +124,7 @@ def side_files(
         "quant_method": KEY,
         "bits": schemes[0].bits,
         "group_size": stated_size(schemes[0]),
-        "desc_act": False,
+        "desc_act": any(tensor.scattered for tensor in modules.values()),
         "sym": all(scheme.symmetric for scheme in schemes),
         "lm_head": False,
         "checkpoint_format": checkpoint_format,

@@ -147,7 +147,13 @@ def plan_export(
         output_bytes=draft.output_bytes,
         peak_memory_bytes=0,
         engines=engines,
-        notes=(*facts(checkpoint), *draft.notes, *_split_note(expressed, split), *said),
+        notes=(
+            *facts(checkpoint),
+            *draft.notes,
+            *_split_note(expressed, split),
+            *_order_note(split),
+            *said,
+        ),
         left_behind=left_behind(checkpoint),
     )
     lost = _lost(checkpoint, recipe.format, draft)
@@ -245,7 +251,7 @@ def _relaid(
 def _layers(
     checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str, asked_type: str | None
 ) -> Iterator[ConvertedLayer]:
-    target = format_of(key)
+    target, source = format_of(key), detect(checkpoint.config)
     family = _family(checkpoint)
     conv = family is not None and family.transposed
     for layout in layouts:
@@ -269,11 +275,24 @@ def _layers(
                     tensor=layout.module,
                 )
             stored = target.stored(layout.module, wanted, layout.shape)
+        indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.stored
+        if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
+            fit = Fit(Verdict.READ, "an index says the group of each column")
         plan = TensorPlan(
             name, checkpoint.dtype, shape, Action.QUANTIZE, "re-laid out", wanted,
             stored=stored, part=part, transposed=transposed,
+            scattered=indexed and layout.scattered is True and _keeps_index(layout, wanted, stored, target),
         )  # fmt: skip
         yield ConvertedLayer(layout, wanted, fit, plan)
+
+
+def _keeps_index(
+    layout: ModuleLayout, wanted: LayerScheme, stored: Sequence[StoredTensor], target: Format
+) -> bool:
+    """Return whether the target stores the same groups with the index that says which column is in which."""
+    names = [item.name for item in stored]
+    same = wanted.weight.granularity == layout.scheme.weight.granularity
+    return same and f"{layout.module}{target.ABOUT.group_index}" in names
 
 
 def _with_one_group(
@@ -292,7 +311,9 @@ def _with_one_group(
         weight = replace(layer.wanted.weight, granularity=PerGroup(size))
         wanted = replace(layer.wanted, weight=weight)
         stored = target.stored(layer.layout.module, wanted, layer.layout.shape)
-        return replace(layer, wanted=wanted, plan=replace(layer.plan, scheme=wanted, stored=stored))
+        scattered = layer.plan.scattered and wanted == layer.wanted
+        plan = replace(layer.plan, scheme=wanted, stored=stored, scattered=scattered)
+        return replace(layer, wanted=wanted, plan=plan)
 
     return tuple(map(with_group, layers))
 
@@ -310,6 +331,13 @@ def _split_note(
         f"groups of {named(names)} are split into groups of {last.wanted.weight.group_size(0)} columns, with the same"
         f" scales repeated ({more:,} bytes): the files state one group size for the whole model",
     )
+
+
+def _order_note(layers: Iterable[ConvertedLayer]) -> tuple[str, ...]:
+    """Return a note on columns that stay scattered over groups."""
+    if not any(layer.plan.scattered for layer in layers):
+        return ()
+    return ("desc_act stays true, with the same g_idx: not every engine of the format loads that",)
 
 
 def _part(name: str) -> int:

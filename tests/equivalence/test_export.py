@@ -187,6 +187,75 @@ def test_groups_are_split_exactly_where_a_format_states_one_size(tiny, tmp_path,
     assert config["quantization_config"]["group_size"] == 64
 
 
+@pytest.fixture(scope="module")
+def ordered(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a quantized model whose columns are scattered over groups."""
+
+    @cache
+    def make(form: str, *, mixed: bool = False, scattered: bool = True) -> Path:
+        out = tmp_path_factory.mktemp("ordered") / "m"
+        rules = (Rule("down_proj", "int4:g64:asym"),) if mixed else ()
+        wanted = recipe(scheme="int4:g32:asym", format=form, scales="absmax", rules=rules)
+        quantize(tiny("llama-wide"), out, wanted)
+        (out / "quantforge.manifest.json").unlink()
+        tensors = load_file(out / "model.safetensors")
+        codes, index = (
+            (".weight_packed", ".weight_g_idx") if "comp" in form else (".qweight", ".g_idx")
+        )
+        for name in [name for name in tensors if name.endswith(codes)]:
+            columns = tensors[name].shape["comp" in form] * 8
+            size = 64 if mixed and "down_proj" in name else 32
+            order = torch.arange(columns, dtype=torch.int32) // size
+            mixing = torch.randperm(columns, generator=torch.Generator().manual_seed(1))
+            tensors[name.removesuffix(codes) + index] = order[mixing] if scattered else order
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+        for place in out.glob("*config.json"):
+            text = place.read_text().replace('"desc_act": false', '"desc_act": true')
+            place.write_text(text.replace('"group_size"', '"actorder": "group", "group_size"'))
+        return out
+
+    return make
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "compressed-tensors"])
+@pytest.mark.parametrize("target", ["gptq", "gptq_v2"])
+def test_the_order_of_activations_is_kept_between_the_layouts_of_gptq(
+    ordered, tmp_path, form, target
+):
+    model, out = ordered(form), tmp_path / "out"
+    index = ".weight_g_idx" if form == "compressed-tensors" else ".g_idx"
+    result = export(model, target, out)
+    assert result.verdict == "exact"
+    assert any("desc_act stays true" in note for note in result.notes)
+    assert equal(decoded(out), decoded(model))
+    before, after = (load_file(place / "model.safetensors") for place in (model, out))
+    indexes = {name.removesuffix(index): one for name, one in before.items() if index in name}
+    assert len(indexes) == LAYERS
+    assert all(torch.equal(after[f"{module}.g_idx"], one) for module, one in indexes.items())
+    assert len(after["model.layers.0.mlp.up_proj.scales"]) == 128 // 32
+    for name in ("config.json", "quantize_config.json"):
+        assert '"desc_act": true' in (out / name).read_text()
+
+
+@pytest.mark.parametrize("target", ["awq", "mlx", "compressed-tensors"])
+def test_the_order_of_activations_is_refused_in_these_words_by_other_formats(
+    ordered, tmp_path, target
+):
+    with pytest.raises(RefusedError, match=r"g_idx scatters .*desc_act.*not written to") as refused:
+        export(ordered("gptq"), target, tmp_path / "out", allow_inexact=True)
+    assert "--format gptq" in refused.value.hint
+    assert not (tmp_path / "out").exists()
+    rising = ordered("gptq", scattered=False)  # as many files say desc_act without any need
+    export(rising, target, tmp_path / "out", allow_inexact=True)
+    if target == "awq":
+        assert equal(decoded(tmp_path / "out"), decoded(rising))
+
+
+def test_groups_with_an_order_are_not_split(ordered, tmp_path):
+    with pytest.raises(RefusedError, match="its groups would have to be split"):
+        export(ordered("compressed-tensors", mixed=True), "gptq", tmp_path / "out")
+
+
 def test_scales_that_do_not_fit_need_a_flag_and_are_counted(tiny, tmp_path):
     model = tmp_path / "wide-scales"
     quantize(tiny("llama-wide"), model, recipe(scheme="int4:g128:sym:f32", scales="absmax"))
