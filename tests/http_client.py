@@ -33,7 +33,7 @@ def fake_side(template: str | None = None) -> TextSide:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<end>"])
     assert tokenizer.token_to_id("<end>") == END
-    chat = None if template is None else ChatTemplate(template, {})
+    chat = None if template is None else ChatTemplate({"default": template}, {})
     return TextSide(TextTokenizer(tokenizer, None, END, VOCABULARY), chat, frozenset({END}), 400)
 
 

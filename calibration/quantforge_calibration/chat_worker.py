@@ -1,6 +1,7 @@
-"""The child process of `chat`: one request on stdin, as JSON; one answer on stdout, a line of JSON and the texts.
+"""The child process of `chat`: lines of JSON on stdin; one answer on stdout, a line of JSON and the texts.
 
-The texts follow as they are, one behind the other: JSON would write six bytes for every control character.
+The first line is the request, each further one a conversation: the number of its template and the variables that it is
+given. The texts follow as they are, one behind the other: JSON would write six bytes for every control character.
 Run by path with ``python -P``; it imports nothing of this package. The limits are set before the
 template is parsed, since Jinja folds constants, and ``'a' * 10**9`` is one.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -66,23 +67,27 @@ def environment() -> ImmutableSandboxedEnvironment:
     return sandbox
 
 
-def answer(request: Mapping[str, Any]) -> tuple[list[bytes], str]:
-    """Return the texts, up to the one with which they are enough, and the reason why there are none, else ""."""
+def answer(
+    request: Mapping[str, Any], conversations: Sequence[tuple[int, Mapping[str, Any]]]
+) -> tuple[list[bytes], str, int | None]:
+    """Render the conversations, up to the one with which the texts are enough.
+
+    Returns:
+        The texts; the reason why there are none, else ""; and the number of the conversation that failed, if one did.
+    """
     left, enough = request["limits"]["output_characters"], request["enough"]
     texts: list[bytes] = []
+    at = None
     try:
-        template = environment().from_string(request["template"])
-        for messages in request["conversations"]:
+        sandbox = environment()
+        templates = [sandbox.from_string(text) for text in request["templates"]]
+        for at, (number, given) in enumerate(conversations):
             pieces = []
-            for piece in template.generate(
-                messages=messages,
-                add_generation_prompt=request["answer"],
-                tools=None,
-                **request["tokens"],
-            ):
+            variables = {"add_generation_prompt": request["answer"], **request["tokens"], **given}
+            for piece in templates[number].generate(variables):
                 left -= len(piece)
                 if left < 0:
-                    return [], "it writes too much"
+                    return [], "it writes too much", at
                 pieces.append(piece)
             text = "".join(pieces)
             cut = text[:enough]
@@ -93,14 +98,26 @@ def answer(request: Mapping[str, Any]) -> tuple[list[bytes], str]:
                 if enough <= 0:
                     break
     except MemoryError:
-        return [], "it needs more memory than it may use"
+        return [], "it needs more memory than it may use", at
     except Exception as error:  # a template can raise whatever its expressions raise
-        return [], f"{type(error).__name__}: {error}"
-    return texts, ""
+        return [], f"{type(error).__name__}: {error}", at
+    return texts, "", None
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> None:
@@ -109,10 +126,10 @@ def _raise(message: str) -> None:
 
 def main() -> None:
     """Serve one request."""
-    request = json.load(sys.stdin)
+    request, *conversations = map(json.loads, sys.stdin)
     set_limits(request["limits"]["cpu_seconds"], request["limits"]["memory_bytes"])
-    texts, error = answer(request)
-    head = json.dumps({"error": error, "bytes": [len(text) for text in texts]})
+    texts, error, at = answer(request, conversations)
+    head = json.dumps({"error": error, "at": at, "bytes": [len(text) for text in texts]})
     for part in (head.encode(), b"\n", *texts):
         sys.stdout.buffer.write(part)
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantforge_calibration.chat import ChatTemplate, render
+from quantforge_calibration.chat import ChatTemplate, load_chat_template, render
 from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
 from quantforge_calibration.image_rows import pack_images
 from quantforge_calibration.random_rows import with_random_rows
+from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.row_count import BYTES_PER_TOKEN, share_rows
 from quantforge_calibration.row_processor import load_processor
 from quantforge_calibration.sampler import (
@@ -60,6 +61,7 @@ def draw(
     chat: ChatTemplate | None = None,
     own_rows: OwnRows | None = None,
     model: Path | None = None,
+    unused: UnusedColumns | None = None,
 ) -> Sample:
     """Read, tokenize and sample.
 
@@ -69,6 +71,7 @@ def draw(
         chat: renders ``messages``; None leaves them an error.
         own_rows: makes the rows of the source ``self``.
         model: the directory whose processor reads the images that rows name; None takes these rows as texts.
+        unused: takes the columns that nothing uses.
 
     Returns:
         ``request.rows`` rows; fewer only where ``builtin`` (or, with ``allow_fewer``, any
@@ -82,9 +85,9 @@ def draw(
     samples = [
         _own(source, rows, request.length, own_rows)
         if source.kind == "self"
-        else _read_images(source, rows, request, tokenizer, chat, model, named)
+        else _read_images(source, rows, request, tokenizer, chat, model, named, unused)
         if model and (named := first_image(source))
-        else _read(source, rows, request, tokenizer, chat)
+        else _read(source, rows, request, tokenizer, chat, unused)
         for source, rows in zip(sources, shares, strict=True)
     ]
     sample = samples[0] if len(samples) == 1 else combine(samples)
@@ -105,11 +108,14 @@ def _read_images(
     chat: ChatTemplate | None,
     model: Path,
     named: str,
+    unused: UnusedColumns | None,
 ) -> Sample:
     most = rows * request.length * BYTES_PER_TOKEN
-    found = image_documents(source, most, request.column, chat=chat is not None)
+    found = image_documents(source, most, request.column, chat=chat is not None, unused=unused)
     processor = load_processor(model, named)
-    packed = pack_images(_rendered(found, chat), rows, request.length, processor, tokenizer)
+    if chat is not None:
+        chat = load_chat_template(model, processor=True)
+    packed = pack_images(_rendered(found, chat, unused), rows, request.length, processor, tokenizer)
     there = len(packed.ids)
     if there < (1 if request.allow_fewer else rows):
         raise SourceError(
@@ -120,12 +126,12 @@ def _read_images(
 
 
 def _rendered(
-    documents: Iterator[ImageDocument], chat: ChatTemplate | None
+    documents: Iterator[ImageDocument], chat: ChatTemplate | None, unused: UnusedColumns | None
 ) -> Iterator[ImageDocument]:
     """Yield documents with the texts of their messages, those without any text left out."""
     while batch := list(islice(documents, AT_ONCE)):
         chats = [each.record for each in batch if not isinstance(each.record, str)]
-        texts = iter(render(chat, chats) if chats and chat is not None else [])
+        texts = iter(render(chat, chats, unused=unused) if chats and chat is not None else [])
         for each in batch:
             text = each.record if isinstance(each.record, str) else next(texts)
             if text.strip():
@@ -133,7 +139,12 @@ def _rendered(
 
 
 def _read(
-    source: Source, rows: int, request: Request, tokenizer: TextTokenizer, chat: ChatTemplate | None
+    source: Source,
+    rows: int,
+    request: Request,
+    tokenizer: TextTokenizer,
+    chat: ChatTemplate | None,
+    unused: UnusedColumns | None,
 ) -> Sample:
     texts = documents(
         source,
@@ -142,6 +153,7 @@ def _read(
         corpus=request.corpus,
         render=partial(render, chat) if chat else None,
         offline=request.offline,
+        unused=unused,
     )
     ids = (
         tokenizer.encode(text, f"{source.name}, document {number}")

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantforge_calibration.readers import (
-    Record,
-    record,
-)
+from quantforge_calibration.readers import Record, RowReader
 from quantforge_calibration.source_error import SourceError
 
 
-def read_hub(
-    source: str, split: str, column: str, *, chat: bool, offline: bool
-) -> Iterator[Record]:
+def read_hub(source: str, split: str, rows: RowReader, *, offline: bool) -> Iterator[Record]:
     """Yield the records of one split of a dataset, named ``NAME:SPLIT[:COLUMN]``.
 
     Raises:
@@ -33,8 +28,8 @@ def read_hub(
             f"pip install 'quantforge[datasets]', or {download}",
         ) from error
     try:
-        for row in load_dataset(name, split=split, streaming=True):
-            yield from record(source, row, column, chat)
+        for number, row in enumerate(load_dataset(name, split=split, streaming=True), 1):
+            yield from rows.record(source, f"{source}, row {number}", row)
     except SourceError:
         raise
     except Exception as error:  # datasets passes on whatever its network and file layers raise

@@ -7,14 +7,15 @@ never asked for, and a path leads down from that folder. A row without images is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from quantforge_calibration.conversations import messages_in
 from quantforge_calibration.opening import FILES
-from quantforge_calibration.readers import Messages, Record, json_lines, record
+from quantforge_calibration.readers import Record, RowReader, UnusedColumns, json_lines
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Source, files_of, read_file
 from quantforge_files.roles import IMAGE, TEXT
@@ -51,7 +52,12 @@ def first_image(source: Source) -> str | None:
 
 
 def image_documents(
-    source: Source, max_bytes: int, column: str, *, chat: bool
+    source: Source,
+    max_bytes: int,
+    column: str,
+    *,
+    chat: bool,
+    unused: UnusedColumns | None = None,
 ) -> Iterator[ImageDocument]:
     """Yield the documents of a source that names images.
 
@@ -60,20 +66,21 @@ def image_documents(
         max_bytes: of a file of plain text.
         column: of the text.
         chat: whether messages are rendered.
+        unused: takes the columns that are not used, while documents are read.
 
     Raises:
         SourceError: a row has no text, names an image by no path, or its messages have more or fewer places than it
             names images.
     """
     assert source.path is not None
-    column = source.column or column
+    rows = RowReader(source.column or column, chat, unused or UnusedColumns())
     for path in files_of(source.path, source):
         if path.suffix.lower() != ".jsonl":
-            for text in read_file(path, max_bytes, column, chat):
+            for text in read_file(path, max_bytes, rows):
                 yield ImageDocument(str(path), text)
             continue
         for where, fields in json_lines(path):
-            for found in record(where, fields, column, chat):
+            for found in rows.record(path.name, where, fields, FIELDS):
                 yield _document(where, path.parent, fields, found)
 
 
@@ -130,7 +137,8 @@ def _document(where: str, folder: Path, fields: Mapping[str, Any], found: Record
     if isinstance(found, str):
         names = listed
     else:
-        names, found = _of_messages(where, listed, found)
+        names, messages = _of_messages(where, listed, found.messages)
+        found = replace(found, messages=messages)
     return ImageDocument(where, found, tuple(_path(where, folder, name) for name in names))
 
 
@@ -142,11 +150,14 @@ def _listed(where: str, fields: Mapping[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else [found]
 
 
-def _of_messages(where: str, listed: list[Any], messages: Messages) -> tuple[list[Any], Messages]:
+def _of_messages(
+    where: str, listed: list[Any], messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[Any], list[Mapping[str, Any]]]:
     """Return the names of images in the order of their places, and the messages without them."""
-    left, names, plain = list(listed), [], []
+    left, names = list(listed), []
+    plain: list[Mapping[str, Any]] = []
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = message.get("content")
         if not isinstance(content, list):
             plain.append(message)
             continue
@@ -169,9 +180,12 @@ def _of_messages(where: str, listed: list[Any], messages: Messages) -> tuple[lis
 
 def _places(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of messages that stand for images."""
-    messages = fields.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
+    try:
+        messages = messages_in("", fields)
+    except SourceError:  # told where conversations are asked for
+        return
+    for message in messages:
+        content = message.get("content")
         yield from (
             (part for part in content if _is_place(part)) if isinstance(content, list) else ()
         )

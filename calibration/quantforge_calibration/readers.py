@@ -4,8 +4,8 @@ Calibration text is untrusted input like any other: it may be ten gigabytes on o
 in another encoding, or not text at all. Every reader here holds a bounded amount in memory and
 turns whatever it meets into a document or into a `SourceError` that names the file (and the line).
 
-A *record* is what one line of JSON or one row of a table holds: a text, or a list of chat messages.
-Messages are looked at only when the caller wants conversations.
+A *record* is what one line of JSON or one row of a table holds: a text, or a conversation.
+Conversations are looked at only when the caller wants them. Columns that nothing reads are collected.
 
 * ``.txt`` (and any suffix not listed): the whole file is **one** document. At most ``max_bytes``
   are read, in one piece, and the cut is moved back to the last line end; there are no chunks whose
@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge_calibration import conversations
+from quantforge_calibration.conversations import Conversation, conversation
 from quantforge_calibration.opening import FILES
 from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import LINE, TABLE, TEXT
@@ -28,8 +31,7 @@ from quantforge_files.roles import LINE, TABLE, TEXT
 if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData, ParquetFile
 
-Messages = list[Mapping[str, Any]]
-Record = str | Messages
+Record = str | Conversation
 
 ROW_GROUP_LIMIT = 2 << 30
 
@@ -41,6 +43,79 @@ COMPRESSED = {
     b"PK\x03\x04": ("zip", "unzip"),
 }
 HEAD_BYTES = 4096
+
+
+class UnusedColumns:
+    """Columns that rows have and nothing uses, by file; collected while documents are read."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, set[str]] = {}
+
+    def add(self, file: str, names: Iterable[str]) -> None:
+        """Add columns of a file."""
+        if more := {*names}:
+            self.found.setdefault(file, set()).update(more)
+
+    def note(self) -> str:
+        """Return one sentence that lists them, "" where there are none; files with the same ones are one entry."""
+        files: dict[tuple[str, ...], list[str]] = {}
+        for file, columns in sorted(self.found.items()):
+            files.setdefault(tuple(sorted(columns)), []).append(file)
+        listed = []
+        for unused, names in files.items():
+            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            listed.append(f"{', '.join(unused)} in {names[0]}{more}")
+        return f"columns that are not used: {'; '.join(listed)}" if listed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """How rows become records.
+
+    Attributes:
+        column: the field with the text.
+        chat: whether a row with messages is a conversation.
+        unused: takes the columns that are not read.
+    """
+
+    column: str = "text"
+    chat: bool = False
+    unused: UnusedColumns = field(default_factory=UnusedColumns)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns that are read."""
+        return (self.column, *(conversations.FIELDS if self.chat else ()))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the names of the columns of which a row has to have one."""
+        return (self.column, *((conversations.MESSAGES,) if self.chat else ()))
+
+    def record(
+        self, file: str, where: str, fields: Mapping[str, Any], also: Iterable[str] = ()
+    ) -> Iterator[Record]:
+        """Yield the text, or the conversation, of one row; a null yields nothing.
+
+        Args:
+            file: the name of the file, for what is not used.
+            where: the file and row, for messages.
+            fields: of the row.
+            also: fields that the caller reads.
+
+        Raises:
+            SourceError: neither is there, or a field is of another type.
+        """
+        talk = conversation(where, file, fields) if self.chat else None
+        read = conversations.FIELDS if talk is not None else (self.column,)
+        given = {name for name, value in fields.items() if value is not None}
+        self.unused.add(file, given.difference(read, also))
+        if talk is not None:
+            yield talk
+        elif isinstance(text := fields.get(self.column), str):
+            yield text
+        elif text is not None or fields.keys().isdisjoint(self.texts):
+            raise _no_text(where, fields, self.column)
 
 
 def check_head(path: Path) -> None:
@@ -83,14 +158,14 @@ def read_text(path: Path, max_bytes: int) -> str:
     return text
 
 
-def read_jsonl(path: Path, column: str, chat: bool) -> Iterator[Record]:
+def read_jsonl(path: Path, rows: RowReader) -> Iterator[Record]:
     """Yield the record of every line, one line in memory at a time.
 
     Raises:
         SourceError: a line is too long, is not a JSON object, or lacks the field.
     """
     for where, fields in json_lines(path):
-        yield from record(where, fields, column, chat)
+        yield from rows.record(path.name, where, fields)
 
 
 def json_lines(path: Path, having: bytes = b"") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -114,7 +189,7 @@ def json_lines(path: Path, having: bytes = b"") -> Iterator[tuple[str, Mapping[s
                 yield where, _json_object(where, line)
 
 
-def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
+def read_parquet(path: Path, rows: RowReader) -> Iterator[Record]:
     """Yield the record of every row, 64 rows in memory at a time.
 
     Raises:
@@ -131,7 +206,7 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
             FILES.stream(path, TABLE, None) as opened,
             ParquetFile(opened, buffer_size=1 << 20) as file,
         ):
-            yield from _rows(path, file, column, chat)
+            yield from _records(path, file, rows)
     except SourceError:
         raise
     except Exception as error:  # pyarrow's own, and what values raise that Python cannot hold
@@ -140,30 +215,18 @@ def read_parquet(path: Path, column: str, chat: bool) -> Iterator[Record]:
         ) from error
 
 
-def _rows(path: Path, file: ParquetFile, column: str, chat: bool) -> Iterator[Record]:
+def _records(path: Path, file: ParquetFile, rows: RowReader) -> Iterator[Record]:
     names = file.schema_arrow.names
-    wanted = [name for name in (column, *(["messages"] * chat)) if name in names]
-    if not wanted:
-        raise _no_text(str(path), names, column)
+    wanted = [name for name in rows.columns if name in names]
+    if {*names}.isdisjoint(rows.texts):
+        raise _no_text(str(path), names, rows.column)
     _check_row_groups(path, file.metadata)
+    rows.unused.add(path.name, {*names}.difference(wanted))
+    number = 0
     for batch in file.iter_batches(batch_size=64, columns=wanted):
-        for row in batch.to_pylist():
-            yield from record(str(path), row, column, chat)
-
-
-def record(where: str, fields: Mapping[str, Any], column: str, chat: bool) -> Iterator[Record]:
-    """Yield the text (or the messages, when ``chat``) of one row; a null yields nothing.
-
-    Raises:
-        SourceError: neither is there, or it is of another type.
-    """
-    messages = fields.get("messages")
-    if chat and isinstance(messages, list):
-        yield messages
-    elif isinstance(text := fields.get(column), str):
-        yield text
-    elif column not in fields or text is not None:
-        raise _no_text(where, fields, column)
+        for row in batch.to_pylist(maps_as_pydicts="strict"):
+            number += 1
+            yield from rows.record(path.name, f"{path}, row {number}", row)
 
 
 def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:

@@ -25,11 +25,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+from quantforge_calibration.conversations import Conversation
 from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import (
-    Messages,
     Record,
+    RowReader,
+    UnusedColumns,
     read_jsonl,
     read_parquet,
     read_text,
@@ -44,9 +46,14 @@ class Render(Protocol):
     """Renderer of conversations into texts; see `chat.render`."""
 
     def __call__(
-        self, conversations: Sequence[Messages], /, *, enough: int | None = None
+        self,
+        conversations: Sequence[Conversation],
+        /,
+        *,
+        enough: int | None = None,
+        unused: UnusedColumns | None = None,
     ) -> list[str]:
-        """Return one text each, up to the one with which they are enough."""
+        """Return one text each, up to the one with which they are enough; ``unused`` takes what no template names."""
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -86,6 +93,7 @@ def documents(
     corpus: Corpus = "calibration",
     render: Render | None = None,
     offline: bool = False,
+    unused: UnusedColumns | None = None,
 ) -> Iterator[str]:
     """Yield the documents of one source, ``max_bytes`` of UTF-8 in all; the last one is cut there.
 
@@ -96,27 +104,29 @@ def documents(
         corpus: which of the two texts ``builtin`` means.
         render: turns conversations into texts; without it, chat messages are an error.
         offline: refuse to ask the hub.
+        unused: takes the columns that are not used, while documents are read.
 
     Raises:
         SourceError: as the readers do, or when there is no text at all.
     """
-    column = source.column or column
-    chat = render is not None
+    rows = RowReader(source.column or column, render is not None, unused or UnusedColumns())
     records: Iterable[Record]
     if source.kind == "builtin":
         records = builtin(corpus)
     elif source.kind == "hub":
-        records = read_hub(source.name, source.split, column, chat=chat, offline=offline)
+        records = read_hub(source.name, source.split, rows, offline=offline)
     elif source.path is None:
         raise SourceError(f"'{source.name}' has no text to read", FORMS)
     else:
         records = (
             item
             for path in files_of(source.path, source)
-            for item in read_file(path, max_bytes, column, chat)
+            for item in read_file(path, max_bytes, rows)
         )
     texts = (
-        _rendered(iter(records), render, max_bytes) if render else cast("Iterable[str]", records)
+        _rendered(iter(records), render, max_bytes, rows.unused)
+        if render
+        else cast("Iterable[str]", records)
     )
     return _bounded(texts, max_bytes, source.name)
 
@@ -194,13 +204,13 @@ def files_of(path: Path, source: Source) -> list[Path]:
     return chosen
 
 
-def read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[Record]:
+def read_file(path: Path, max_bytes: int, rows: RowReader) -> Iterator[Record]:
     """Yield the records of a file of text, by its suffix; errors as of its reader."""
     match path.suffix.lower():
         case ".jsonl":
-            yield from read_jsonl(path, column, chat)
+            yield from read_jsonl(path, rows)
         case ".parquet":
-            yield from read_parquet(path, column, chat)
+            yield from read_parquet(path, rows)
         case ".json":
             raise SourceError(
                 f"{path} is one JSON document",
@@ -210,11 +220,13 @@ def read_file(path: Path, max_bytes: int, column: str, chat: bool) -> Iterator[R
             yield read_text(path, max_bytes)
 
 
-def _rendered(records: Iterator[Record], render: Render, enough: int) -> Iterator[str]:
+def _rendered(
+    records: Iterator[Record], render: Render, enough: int, unused: UnusedColumns
+) -> Iterator[str]:
     # In batches, because every call of `render` starts a process.
     while batch := list(islice(records, 64)):
         chats = [item for item in batch if not isinstance(item, str)]
-        texts = iter(render(chats, enough=enough) if chats else [])
+        texts = iter(render(chats, enough=enough, unused=unused) if chats else [])
         for item in batch:
             text = item if isinstance(item, str) else next(texts, None)
             if text is None:

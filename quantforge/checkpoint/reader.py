@@ -24,6 +24,7 @@ from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import HeldTensor
+from quantforge_calibration.chat_templates import FOLDER
 from quantforge_files import FileRole, roles
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`
 CARD = "README.md"
-TEMPLATES = "additional_chat_templates"
 LICENCES = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
 _NO_LICENCE = {".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"}
 
@@ -158,8 +158,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
-    if TEMPLATES in names:
-        names = names + [f"{TEMPLATES}/{name}" for name in FILES.listing(root / TEMPLATES, root)]
+    if FOLDER in names:
+        names = names + [f"{FOLDER}/{name}" for name in FILES.listing(root / FOLDER, root)]
     for name in sorted(names):
         role = role_of(name)
         if role is None:

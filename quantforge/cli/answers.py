@@ -104,6 +104,8 @@ def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
     """Say what a person should know of a model before it answers."""
     for event in speaker.events:
         console.note(f"{event.kind}: {event.where}: {event.detail}")
+    for note in () if raw else speaker.notes:
+        console.note(note)
     if not speaker.templated and not raw:
         console.note(f"{speaker.name} has no chat template: it completes the prompt as text")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.citation import titles
 from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.sampler import Sample, tokens_per_column_warning
 from quantforge_calibration.tokenizer import load_tokenizer
 
@@ -33,12 +34,15 @@ class Calibrated:
     sample: Sample
     events: tuple[Event, ...]
     sources: tuple[str, ...]  # by the names that the recipe has for them
+    notes: tuple[str, ...] = ()  # what a person should know of the rows and the chat templates
+    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns of files
 
     def describe(self) -> dict[str, Any]:
         """Return the report as plain data, for the manifest."""
         images = self.sample.images
         seen = {} if images is None else {"images": images.count, "tokens_filled": images.filled}
-        return {**asdict(self.sample.report), **seen, "sources": self.sources}
+        left = {"unused_columns": self.unused} if self.unused else {}
+        return {**asdict(self.sample.report), **seen, **left, "sources": self.sources}
 
 
 def calibrate(
@@ -73,11 +77,17 @@ def calibrate(
     try:
         tokenizer = load_tokenizer(model, vocabulary)
         chat = load_chat_template(model) if options.chat_template else None
-        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows, model=model)
+        unused = UnusedColumns()
+        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows, model=model, unused=unused)
         names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
-    return Calibrated(sample, tuple(_events(sample, plan, options)), names)
+    said = (*(chat.notes if chat else ()), *([unused.note()] if unused.found else []))
+    return Calibrated(
+        sample, tuple(_events(sample, plan, options)), names,
+        notes=tuple(f"calibration: {note}" for note in said),
+        unused={file: sorted(columns) for file, columns in sorted(unused.found.items())},
+    )  # fmt: skip
 
 
 def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Event]:
@@ -121,5 +131,7 @@ def calibrated_for(
         vocabulary=declared(planned.matched)[1].vocab,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
     )  # fmt: skip
+    for note in found.notes:
+        settings.note(note)
     settings.policy.check([*planned.plan.substitutions, *found.events])
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Turn = Mapping[str, str]  # with "role" and "content"
+from quantforge_calibration.conversations import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class AskedAnswers:
         include_usage: a stream ends with the count of tokens.
     """
 
-    prompts: Sequence[str | tuple[int, ...] | list[Turn]]
+    prompts: Sequence[str | tuple[int, ...] | Conversation]
     max_tokens: int | None
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from typing import Any
 from quantforge.errors import UsageError
 from quantforge.http_api.api_error import ApiError
 from quantforge.runtime.sampling_options import BIAS, RANGES
+from quantforge_calibration.conversations import RESERVED
 
 Check = Callable[[str, Any], Any]
 
@@ -122,6 +123,26 @@ def stops(name: str, value: Any) -> tuple[str, ...]:
                 code="string_too_long",
             )
     return tuple(found)
+
+
+def documents(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return documents that a chat template shows the model."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise wrong(name, value, 'a list of objects such as {"title": ..., "text": ...}')
+    return value
+
+
+def template_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """Return further variables of a chat template."""
+    if not isinstance(value, dict):
+        raise wrong(name, value, "an object")
+    if reserved := sorted(RESERVED & value.keys()):
+        raise ApiError(
+            f"{name}.{reserved[0]} is no variable of a chat template; leave it out",
+            param=name,
+            code="invalid_value",
+        )
+    return value
 
 
 def stream_options(name: str, value: Any) -> bool:

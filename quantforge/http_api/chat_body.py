@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.http_api.api_error import NOT_SUPPORTED, ApiError
-from quantforge.http_api.asked_answers import AskedAnswers, Turn
+from quantforge.http_api.asked_answers import AskedAnswers
 from quantforge.http_api.body_values import escaped, text, wrong
 from quantforge.http_api.request_fields import CHAT, SAMPLING, fields
+from quantforge_calibration.conversations import Conversation
 
 # "developer" is the later name of "system", which templates know.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -33,7 +34,13 @@ def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
             'top_logprobs needs "logprobs": true', param="top_logprobs", code="invalid_value"
         )
     return AskedAnswers(
-        prompts=[_turns(found.get("messages"))],
+        prompts=[
+            Conversation(
+                _turns(found.get("messages")),
+                documents=found.get("documents"),
+                kwargs=found.get("chat_template_kwargs", {}),
+            )
+        ],
         max_tokens=next(iter(limits), None),
         n=found.get("n", 1),
         sampling={name: found[name] for name in SAMPLING if name in found},
@@ -46,7 +53,7 @@ def conversation(body: Mapping[str, Any], served: str) -> AskedAnswers:
     )
 
 
-def _turns(messages: Any) -> list[Turn]:
+def _turns(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, 'a list of {"role": ..., "content": ...}')
     return [_turn(f"messages[{number}]", message) for number, message in enumerate(messages)]

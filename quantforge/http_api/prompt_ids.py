@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quantforge.errors import InputError
 from quantforge.http_api.api_error import ApiError, refusal
-from quantforge.http_api.asked_answers import AskedAnswers, Turn
+from quantforge.http_api.asked_answers import AskedAnswers
 from quantforge.runtime.text_side import TextSide, as_input_errors
 from quantforge_calibration.chat import ChatLimits, render
+from quantforge_calibration.conversations import Conversation
 
 RENDERING = ChatLimits(cpu_seconds=10, wall_seconds=20.0)
 
@@ -30,7 +31,7 @@ def prompt_ids(side: TextSide, asked: AskedAnswers) -> list[tuple[int, ...]]:
     ]
 
 
-def _ids(side: TextSide, prompt: str | tuple[int, ...] | list[Turn], place: str) -> tuple[int, ...]:
+def _ids(side: TextSide, prompt: str | tuple[int, ...] | Conversation, place: str) -> tuple[int, ...]:
     tokenizer = side.tokenizer
     if isinstance(prompt, tuple):
         with _refusals("prompt"):
@@ -59,7 +60,7 @@ def _refusals(param: str, code: str | None = None, hint: str = "") -> Iterator[N
         raise refusal(error, param, code) from error
 
 
-def _rendered(side: TextSide, turns: Sequence[Turn]) -> list[int]:
+def _rendered(side: TextSide, talk: Conversation) -> list[int]:
     if side.template is None:
         raise ApiError(
             "the model has no chat template, so it cannot be shown a conversation; send a text to /v1/completions",
@@ -67,6 +68,6 @@ def _rendered(side: TextSide, turns: Sequence[Turn]) -> list[int]:
             code="no_chat_template",
         )
     with _refusals("messages", "chat_template", "/v1/completions takes a text as it is"):
-        (text,) = render(side.template, [[dict(turn) for turn in turns]], RENDERING, answer=True)
+        (text,) = render(side.template, [talk], RENDERING, answer=True)
     with _refusals("messages"):
         return side.tokenizer.encode_all(text, "messages, in the model's chat template")

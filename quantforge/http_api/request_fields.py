@@ -14,11 +14,13 @@ from quantforge.http_api.api_error import NOT_SUPPORTED, ApiError
 from quantforge.http_api.body_values import (
     Check,
     bias,
+    documents,
     escaped,
     flag,
     sampled,
     stops,
     stream_options,
+    template_kwargs,
     text,
     whole,
 )
@@ -55,6 +57,8 @@ COMPLETION: Mapping[str, Check] = {
 CHAT: Mapping[str, Check] = {
     **COMMON,
     "messages": lambda _, value: value,
+    "documents": documents,
+    "chat_template_kwargs": template_kwargs,
     "max_completion_tokens": whole(1),
     "logprobs": flag,
     "top_logprobs": whole(0, MOST_LOGPROBS),

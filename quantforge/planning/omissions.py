@@ -12,9 +12,10 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.index import INDEX
-from quantforge.checkpoint.reader import CARD, CONFIG, TEMPLATES, Checkpoint, is_licence
+from quantforge.checkpoint.reader import CARD, CONFIG, Checkpoint, is_licence
 from quantforge.results.front_matter import carried_fields
 from quantforge.results.manifest import NAME as MANIFEST
+from quantforge_calibration.chat_templates import FOLDER
 
 # Keys by which loaders find code: transformers, Hydra, diffusers.
 CODE_KEYS = (
@@ -32,7 +33,7 @@ def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not checkpoint.path.is_dir():
         return ()
     names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
-    known = {CONFIG, CARD, INDEX, TEMPLATES, MANIFEST, *(path.name for path in checkpoint.shards)}
+    known = {CONFIG, CARD, INDEX, FOLDER, MANIFEST, *(path.name for path in checkpoint.shards)}
     known |= {path.name for path in checkpoint.side_files}
     said = []
     if keys := sorted(_code_keys(checkpoint.config)):

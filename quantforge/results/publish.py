@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quantforge.architectures.tied_embeddings import untied
-from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name
 from quantforge.checkpoint.reader import Checkpoint
@@ -32,7 +32,8 @@ from quantforge.results.provenance import BILL, STATEMENT, provenance
 from quantforge.results.signing import signature, unsigned
 from quantforge.results.source_files import files_of_source, seals_of
 from quantforge.settings import Settings, workers_of
-from quantforge_files.roles import SETTINGS
+from quantforge_calibration.chat_templates import DEFAULT, read_templates
+from quantforge_calibration.source_error import SourceError
 
 
 def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
@@ -190,8 +191,8 @@ def _write_provenance(
 
 
 def chats(directory: Path) -> bool:
-    """Return whether a directory has a chat template, in a file of its own or in the settings of its tokenizer."""
-    settings = directory / "tokenizer_config.json"
-    return any(directory.glob("chat_template*")) or (
-        settings.is_file() and b'"chat_template"' in FILES.read(settings, SETTINGS, directory)
-    )
+    """Return whether a directory has a chat template that transformers takes by default."""
+    try:
+        return DEFAULT in read_templates(directory).named
+    except SourceError:  # the files are the source's, which nothing here renders
+        return False

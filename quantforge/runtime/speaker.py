@@ -13,6 +13,7 @@ from quantforge.runtime.load import Loaded
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge.runtime.text_side import as_input_errors, text_side
 from quantforge_calibration.chat import ChatTemplate, render
+from quantforge_calibration.conversations import Conversation
 
 Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
 RAW = "--raw (raw=True) completes the prompt as text, without the template"
@@ -43,6 +44,11 @@ class Speaker:
         decoder = "transformers" if token_bytes is None else "own"
         self._model = TextModel(name, decoder, engine, self._side, guesses)
         self.name, self.events = name, loaded.events
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a person should know of the model's chat templates."""
+        return () if self._side.template is None else self._side.template.notes
 
     @property
     def templated(self) -> bool:
@@ -96,7 +102,7 @@ class Speaker:
         else:
             talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             with as_input_errors(RAW):
-                (text,) = render(template, [[dict(turn) for turn in talk]], answer=True)
+                (text,) = render(template, [Conversation(talk)], answer=True)
             with as_input_errors():
                 ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
         if not ids:

@@ -96,7 +96,9 @@ def _folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
     file = read_gguf(path)
     with TemporaryDirectory() as folder:
         for name, data in tokenizer_files(file).items():
-            save(Path(folder) / name, data)
+            place = Path(folder) / name
+            place.parent.mkdir(exist_ok=True)
+            save(place, data)
         yield Path(folder), file
 
 

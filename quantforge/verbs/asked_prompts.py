@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.verbs.scored_text import BUILTIN, cited_name
 
 if TYPE_CHECKING:
+    from quantforge_calibration.readers import UnusedColumns
     from quantforge_calibration.sources import Render
 
 COLUMN = "prompt"
@@ -24,7 +26,13 @@ PROMPTS = (
 )
 
 
-def read_prompts(source: str, templated_by: Path | None, *, offline: bool) -> list[str]:
+def read_prompts(
+    source: str,
+    templated_by: Path | None,
+    *,
+    offline: bool,
+    note: Callable[[str], None] = lambda _: None,
+) -> list[str]:
     """Return the prompts of a source.
 
     Args:
@@ -32,6 +40,7 @@ def read_prompts(source: str, templated_by: Path | None, *, offline: bool) -> li
             ``.parquet``, a dataset) with a column ``prompt``, or the one that is named, or ``messages``.
         templated_by: the model whose chat template renders them, each as a question of the user.
         offline: never ask the hub.
+        note: takes what a person should know: columns that are not used, templates that are not.
 
     Raises:
         UsageError: more than one source.
@@ -39,25 +48,34 @@ def read_prompts(source: str, templated_by: Path | None, *, offline: bool) -> li
     """
     from quantforge_calibration import SourceError
     from quantforge_calibration.chat import load_chat_template, render
+    from quantforge_calibration.conversations import Conversation
+    from quantforge_calibration.readers import UnusedColumns
 
     try:
-        rendered = None
+        rendered, unused = None, UnusedColumns()
         if templated_by is not None:
-            rendered = partial(render, load_chat_template(templated_by))
+            template = load_chat_template(templated_by)
+            rendered = partial(render, template)
+            for said in template.notes:
+                note(f"--generated: {said}")
         if source == BUILTIN:
             found, texts = list(PROMPTS), True
         else:
-            found, texts = _read(source, rendered, offline=offline)
+            found, texts = _read(source, rendered, unused, offline=offline)
         if len(found) > MOST_PROMPTS:
             raise _too_much(f"{len(found)} prompts, more than {MOST_PROMPTS}")
         if rendered is not None and texts:
-            found = rendered([[{"role": "user", "content": text}] for text in found])
+            found = rendered([Conversation([{"role": "user", "content": text}]) for text in found])
     except SourceError as error:
         raise InputError(f"--generated: {error.message}", error.hint) from error
+    if said := unused.note():
+        note(f"--generated: {said}")
     return found
 
 
-def _read(source: str, rendered: Render | None, *, offline: bool) -> tuple[list[str], bool]:
+def _read(
+    source: str, rendered: Render | None, unused: UnusedColumns, *, offline: bool
+) -> tuple[list[str], bool]:
     """Return the prompts of a source, and whether they are texts that nobody has rendered; errors as `read_prompts`."""
     from quantforge_calibration import documents, parse_sources
 
@@ -67,7 +85,9 @@ def _read(source: str, rendered: Render | None, *, offline: bool) -> tuple[list[
             f"--generated {source}: one source of prompts", "give one file, or builtin"
         )
     more = MOST_BYTES + 4  # what was cut there, in a character even, is still longer
-    found = list(documents(parsed[0], more, column=COLUMN, render=rendered, offline=offline))
+    found = list(
+        documents(parsed[0], more, column=COLUMN, render=rendered, offline=offline, unused=unused)
+    )
     if sum(len(text.encode()) for text in found) > MOST_BYTES:
         raise _too_much(f"more than {MOST_BYTES} bytes")
     path = parsed[0].path

@@ -206,6 +206,8 @@ class _Run:
             vocabulary=declared(planned.matched)[1].vocab,
             offline=settings.offline, own_rows=own_rows(source.path, options, settings.device),
         )  # fmt: skip
+        for note in calibrated.notes:
+            settings.note(note)
         settings.policy.check(calibrated.events)
         return calibrated
 

@@ -207,6 +207,8 @@ def _prompts(reference: Path, options: MeasurementOptions, settings: Settings) -
         return None
     from quantforge.evaluation.generated import NEW_TOKENS, Prompts
 
-    texts = read_prompts(source, reference if chat else None, offline=settings.offline)
+    texts = read_prompts(
+        source, reference if chat else None, offline=settings.offline, note=settings.note
+    )
     most = options.get("generated_tokens") or NEW_TOKENS
     return Prompts(prompts_name(source), tuple(texts), most, chat)

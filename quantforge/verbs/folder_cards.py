@@ -28,6 +28,7 @@ from quantforge.results.card_figures import CARD, check_card, of_folder, read_ca
 from quantforge.results.front_matter import base_model, carried_fields, front_matter
 from quantforge.results.source_changes import adapter_name, stated_adapters, stated_experts
 from quantforge.verbs.plan import capacity
+from quantforge_calibration.chat_templates import DEFAULT, choose
 from quantforge_files.roles import CARD as CARD_ROLE
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def write_folder_card(
     shown = next(path for path in paths if path.name == name)
     plan, document = known[shown][0], documents[shown]
     about = format_of(plan.format).ABOUT
-    chat = any(name.startswith("chat_template") for name in side_data(open_model(shown)))
+    chat = DEFAULT in choose(side_data(open_model(shown)), shown).named
     code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
     content = files_part(files, context, code)
     place = folder / CARD

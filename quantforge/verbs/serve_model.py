@@ -141,6 +141,8 @@ def served_model(
             "`quantforge generate` answers with it; `quantforge plan MODEL --for ENGINE` prints how another serves it",
         )
     side = text_side(loaded.path, loaded.config)
+    for note in side.template.notes if side.template else ():
+        settings.note(note)
     guesses = guesses_of(loaded, _drafts(options), settings)
     decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
     kind = options.get("cache") or ("fp8" if loaded.kv_scales else "")

@@ -21,14 +21,15 @@ from quantforge.verification.beside.generation import check_generation
 from quantforge.verification.beside.gguf_keys import check_gguf_keys
 from quantforge.verification.beside.model_configuration import check_configuration
 from quantforge.verification.beside.processors import check_processors, is_processor
-from quantforge.verification.beside.templates import PLACES, check_templates
+from quantforge.verification.beside.templates import check_templates
 from quantforge.verification.beside.tower_file import check_tower
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report
 from quantforge.verification.structure import tokens_of
+from quantforge_calibration.chat_templates import FOLDER, LAYOUTS
 
 # Each is compared by its own rule, also where only one side has it.
-_COMPARED = {*tokenizer.REPEATED, tokenizer.NAME, tokenizer.CONFIG, GENERATION, *PLACES}
+_COMPARED = {*tokenizer.REPEATED, tokenizer.NAME, tokenizer.CONFIG, GENERATION, *LAYOUTS}
 
 
 def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
@@ -73,7 +74,7 @@ def _by_meaning(name: str) -> bool:
 
 
 def _template(name: str) -> bool:
-    return name.startswith("additional_chat_templates/")
+    return name.startswith(f"{FOLDER}/")
 
 
 def _missing(report: Report, name: str) -> None:
@@ -113,7 +114,7 @@ def _check_restated(report: Report, pair: Pair, rows: int | None) -> None:
         report.add("side-files", name, text)
     if not same_merges:
         report.add("side-files", name, "the merges are not the source's")
-    check_templates(report, pair, named=False)
+    check_templates(report, pair, restated=True)
 
 
 def _merges(tokenizer: Mapping[str, Any], past: Set[str]) -> list[str]:

@@ -9,6 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from quantforge_calibration import SourceError, documents, parse_sources
+from quantforge_calibration.chat import ChatTemplate
+from quantforge_calibration.conversations import Conversation
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -33,6 +35,14 @@ def write_model(path: Path, post_processor: object = None, **config: object) -> 
 
 def bos_template() -> object:
     return processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+
+
+def chat_template(text: str, tokens: dict[str, str]) -> ChatTemplate:
+    return ChatTemplate({"default": text}, tokens)
+
+
+def talks(*conversations: list[dict[str, str]]) -> list[Conversation]:
+    return [Conversation(messages) for messages in conversations]
 
 
 def read(spec: str, max_bytes: int = BIG, **options: object) -> list[str]:

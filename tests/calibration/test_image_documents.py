@@ -50,7 +50,7 @@ def test_messages_have_places_for_images(tmp_path: Path) -> None:
     for found in documents(tmp_path, *rows, chat=True):
         assert [path.name for path in found.images] == ["1.png", "2.png"]
         assert not isinstance(found.record, str)
-        assert found.record[0]["content"][:2] == [{"type": "image"}] * 2
+        assert found.record.messages[0]["content"][:2] == [{"type": "image"}] * 2
     for rows in (
         ({"messages": parts(None)},),
         ({"messages": parts("1.png"), "images": ["2.png"]},),

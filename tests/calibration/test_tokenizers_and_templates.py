@@ -11,11 +11,19 @@ import pytest
 import torch
 from tokenizers import processors
 
-from quantforge_calibration.chat import ChatLimits, ChatTemplate, load_chat_template, render
+from quantforge_calibration.chat import ChatLimits, render
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.sources import documents, parse_sources
 from quantforge_calibration.tokenizer import load_tokenizer
-from tests.calibration.support import CHATML, TALK, bos_template, refused, write_model
+from tests.calibration.support import (
+    CHATML,
+    TALK,
+    bos_template,
+    chat_template,
+    refused,
+    talks,
+    write_model,
+)
 
 
 def test_tokenizer_without_bos_does_not_truncate_and_knows_eos(model):
@@ -97,7 +105,7 @@ def test_render_with_what_published_templates_use():
         "{{ strftime_now('%Y') }}"
     )
     talk = [{"role": "system", "content": "x"}, {"role": "user", "content": "é"}]
-    assert render(ChatTemplate(text, {"bos_token": "<s>"}), [talk, TALK]) == [
+    assert render(chat_template(text, {"bos_token": "<s>"}), talks(talk, TALK)) == [
         '<s>"é"2024',
         '<s>"hi""hello"2024',
     ]
@@ -105,14 +113,14 @@ def test_render_with_what_published_templates_use():
 
 def test_rendering_ends_with_the_text_that_is_enough():
     """What is blank is no document, and is not counted."""
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    talks = [[{"role": "user", "content": text}] for text in ("a\0é", " \n", "\ud800b", "ccc", "d")]
-    texts = [talk[0]["content"] for talk in talks]
-    assert render(template, talks) == texts
-    assert render(template, talks, enough=3) == texts[:1]
-    assert render(template, talks, enough=4) == ["a\0é", " \n", "\ud800"]
-    assert render(template, talks, enough=5) == ["a\0é", " \n", "\ud800b"]
-    assert render(template, talks, enough=99) == texts
+    template = chat_template("{{ messages[0].content }}", {})
+    texts = ["a\0é", " \n", "\ud800b", "ccc", "d"]
+    given = talks(*([{"role": "user", "content": text}] for text in texts))
+    assert render(template, given) == texts
+    assert render(template, given, enough=3) == texts[:1]
+    assert render(template, given, enough=4) == ["a\0é", " \n", "\ud800"]
+    assert render(template, given, enough=5) == ["a\0é", " \n", "\ud800b"]
+    assert render(template, given, enough=99) == texts
 
 
 def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
@@ -120,9 +128,9 @@ def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + '{"text": "t"}\n' * 3)
     asked = []
 
-    def rendered(talks, *, enough=None):
+    def rendered(given, *, enough=None, unused=None):
         asked.append(enough)
-        return render(ChatTemplate("{{ 'a\0' * 1000000 }}", {}), talks, enough=enough)
+        return render(chat_template("{{ 'a\0' * 1000000 }}", {}), given, enough=enough)
 
     (source,) = parse_sources(str(tmp_path / "a.jsonl"))
     found = list(documents(source, 2048, render=rendered))
@@ -151,30 +159,19 @@ def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
 def test_hostile_templates_are_stopped(text, part):
     limits = ChatLimits(cpu_seconds=1, wall_seconds=120, output_characters=10**7)
     start = time.perf_counter()
-    refused(lambda: render(ChatTemplate(text, {}), [TALK], limits), part)
+    refused(lambda: render(chat_template(text, {}), talks(TALK), limits), part)
     assert time.perf_counter() - start < 60
 
 
 def test_wall_time_is_limited():
     text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     limits = ChatLimits(cpu_seconds=100, wall_seconds=0.5)
-    refused(lambda: render(ChatTemplate(text, {}), [TALK], limits), "over 0.5 s")
+    refused(lambda: render(chat_template(text, {}), talks(TALK), limits), "over 0.5 s")
 
 
 def test_a_child_that_fails_is_a_typed_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    refused(lambda: render(ChatTemplate("x", {}), [TALK]), "stopped: status 1")
-
-
-def test_where_the_template_is_found(model):
-    refused(lambda: load_chat_template(model), "no chat template")
-    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
-    for value, expected in [("plain", "plain"), (named, "D")]:
-        config = {"bos_token": "<s>", "chat_template": value}
-        (model / "tokenizer_config.json").write_text(json.dumps(config))
-        assert load_chat_template(model) == ChatTemplate(expected, {"bos_token": "<s>"})
-    (model / "chat_template.jinja").write_text("file")
-    assert load_chat_template(model).text == "file"
+    refused(lambda: render(chat_template("x", {}), talks(TALK)), "stopped: status 1")
 
 
 def test_draw_builtin_gives_fewer_rows_and_says_so(model):
@@ -221,7 +218,7 @@ def test_draw_renders_messages_only_when_asked(tmp_path, model):
     tokenizer = load_tokenizer(model)
     request = Request(str(path), rows=1, length=70, choose="first")
     refused(lambda: draw(request, tokenizer), "chat_template = true")
-    sample = draw(request, tokenizer, chat=ChatTemplate(CHATML, {}))
+    sample = draw(request, tokenizer, chat=chat_template(CHATML, {}))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
     expected = [*tokenizer.encode(text), 1, *tokenizer.encode("plain")]
     assert sample.ids[0].tolist() == expected[:70]

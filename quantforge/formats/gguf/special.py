@@ -6,14 +6,16 @@ What is done counts: whether a text begins with the beginning-of-sequence token 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError
-from quantforge_files.roles import SETTINGS, TEMPLATE
+from quantforge_calibration.chat_templates import DEFAULT, read_templates
+from quantforge_calibration.source_error import SourceError
+from quantforge_files.roles import SETTINGS
 
 # Pre-tokenizers of byte-level vocabularies for which llama.cpp begins a text with a token unless told otherwise.
 _FIRST_TOKEN = frozenset(
@@ -139,23 +141,37 @@ def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]
     return first, last
 
 
-def chat_templates(root: Path, settings: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Return chat templates by name ("" is the default), byte for byte, and notes on them."""
+def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
+    """Return chat templates by name in GGUF keys ("" is the default), byte for byte, and notes on them.
+
+    Keys have ASCII letters, digits and ``_`` in names of templates; other characters become ``_``, as in llama.cpp's
+    converter. llama.cpp takes an empty template for none.
+
+    Raises:
+        InputError: a template cannot be read, or two names have one key.
+    """
+    try:
+        stated = read_templates(root)
+    except SourceError as error:
+        raise InputError(error.message, error.hint) from error
     found: dict[str, str] = {}
-    notes = []
-    stated = settings.get("chat_template")
-    if isinstance(stated, str):
-        found[""] = stated
-    for item in stated if isinstance(stated, list) else ():
-        if isinstance(item, Mapping) and isinstance(item.get("template"), str):
-            name = str(item.get("name"))
-            found["" if name == "default" else name] = item["template"]
-    path = root / "chat_template.jinja"
-    if path.is_file():
-        own = FILES.text(path, TEMPLATE, root)
-        if found.get("", own) != own:
-            notes.append(
-                "chat_template.jinja and tokenizer_config.json differ: the file's is carried"
+    notes = list(stated.notes)
+    for name, text in stated.named.items():
+        called = "" if name == DEFAULT else template_key(name)
+        if not text:
+            notes.append(f"the chat template {name} is empty and is not written")
+            continue
+        if called in found:
+            raise InputError(
+                f"{root}: the chat template {name!a} has the key of another one, {called}",
+                "rename one of them: letters, digits and _ stay",
             )
-        found[""] = own
+        if called not in {"", name}:
+            notes.append(f"the chat template {name!a} is called {called} in the file")
+        found[called] = text
     return found, notes
+
+
+def template_key(name: str) -> str:
+    """Return the last part of the GGUF key for the template of a name."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name) or "_"

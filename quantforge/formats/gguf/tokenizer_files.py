@@ -15,17 +15,19 @@ from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
 from quantforge.formats.gguf.sentencepiece import check_lengths
 from quantforge.formats.gguf.special import begins_by_default
-from quantforge.formats.gguf.vocabulary import Kind
+from quantforge.formats.gguf.vocabulary import TEMPLATE, Kind
+from quantforge_calibration.chat_templates import DEFAULT, file_of
 
 _SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
-    """Return ``tokenizer.json``, ``tokenizer_config.json`` and, where there is one, ``chat_template.jinja``.
+    """Return ``tokenizer.json``, ``tokenizer_config.json`` and a file for each chat template.
 
     Raises:
-        InputError: no vocabulary, a kind or a pre-tokenizer that is not known, or lists of different lengths.
+        InputError: no vocabulary, a kind or a pre-tokenizer that is not known, lists of different lengths, or a chat
+            template whose name is no name for a file.
     """
     model = file.value("tokenizer.ggml.model", str)
     tokens = _strings(file, "tokenizer.ggml.tokens")
@@ -54,8 +56,25 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     files = {"tokenizer.json": _json(document), "tokenizer_config.json": _json(config)}
-    template = file.value("tokenizer.chat_template", str, "")
-    return files | ({"chat_template.jinja": template.encode()} if template else {})
+    return files | _templates(file)
+
+
+def _templates(file: GgufFile) -> dict[str, bytes]:
+    """Return a file for each chat template; an empty one is none."""
+    found = {}
+    for key in file.metadata:
+        if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
+            name = key.removeprefix(TEMPLATE).removeprefix(".") or DEFAULT
+            try:
+                place = file_of(name)
+            except ValueError as error:
+                raise InputError(
+                    f"{file.files[0]}: the chat template {name!a:.60} has no name for a file",
+                    "the file is damaged",
+                ) from error
+            if text := file.value(key, str, ""):
+                found[place] = text.encode(errors="surrogateescape")
+    return found
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:

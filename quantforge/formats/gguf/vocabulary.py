@@ -59,6 +59,11 @@ class Kind(IntEnum):
     BYTE = 6
 
 
+TEMPLATE = (
+    "tokenizer.chat_template"  # the default; a template of another name is under TEMPLATE.NAME
+)
+
+
 @dataclass(slots=True)
 class Vocabulary:
     """A tokenizer as llama.cpp holds it.
@@ -106,13 +111,11 @@ class Vocabulary:
         for name, value in self.flags.items():
             found[f"tokenizer.ggml.{name}"] = flag(value)
         if "" in self.templates:
-            found["tokenizer.chat_template"] = text(self.templates[""])
+            found[TEMPLATE] = text(self.templates[""])
         named = sorted(name for name in self.templates if name)
         if named:
             found["tokenizer.chat_templates"] = array(ValueType.STRING, named)
-        return found | {
-            f"tokenizer.chat_template.{name}": text(self.templates[name]) for name in named
-        }
+        return found | {f"{TEMPLATE}.{name}": text(self.templates[name]) for name in named}
 
 
 def vocabulary(
@@ -165,7 +168,7 @@ def vocabulary(
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
     found.special = special_ids(numbers, settings, config, root, past)
     found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
-    found.templates, notes = chat_templates(root, settings)
+    found.templates, notes = chat_templates(root)
     found.notes += notes
     return found
 

@@ -8,33 +8,31 @@ an artifact has must say what the source says, and nothing may be there under a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Iterator
 
-from quantforge.checkpoint.reader import TEMPLATES
+from quantforge.formats.gguf.special import template_key
 from quantforge.verification.beside.facts import Beside, Pair
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report
-
-OWN_FILE, OLDER_FILE, SETTINGS = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer_config.json",
+from quantforge_calibration.chat_templates import (
+    DEFAULT,
+    FILE,
+    KEY,
+    LAYOUTS,
+    choose,
+    is_template,
+    stated,
 )
-KEY, DEFAULT = "chat_template", "default"
-PLACES = (OWN_FILE, OLDER_FILE, SETTINGS, "processor_config.json")
+from quantforge_calibration.source_error import SourceError
 
 
-def check_templates(report: Report, pair: Pair, *, named: bool = True) -> None:
+def check_templates(report: Report, pair: Pair, *, restated: bool = False) -> None:
     """Report every template that is not the source's, is missing, or is there in addition.
 
-    ``named``: look at templates of any name, not at the default one alone.
+    ``restated``: one side is a GGUF file: it holds what transformers takes, under names that a key can have.
     """
-    own, other = (
-        [item for item in _stated(beside) if named or item[1] == DEFAULT]
-        for beside in (pair.own, pair.other)
-    )
+    items = _taken if restated else _stated
+    own, other = [*items(pair.own)], [*items(pair.other)]
     expected: dict[str, list[str]] = {}
     for _, name, text in other:
         expected.setdefault(name, []).append(text)
@@ -57,9 +55,7 @@ def check_templates(report: Report, pair: Pair, *, named: bool = True) -> None:
                 f"the chat template{where} is not the source's: {_first(text, allowed[0])}",
             )
     for name in expected.keys() - {called for _, called, _ in own}:
-        report.add(
-            "side-files", OWN_FILE, f"the chat template {shown(name)} of the source is missing"
-        )
+        report.add("side-files", FILE, f"the chat template {shown(name)} of the source is missing")
 
 
 def _first(own: str, other: str) -> str:
@@ -71,42 +67,34 @@ def _first(own: str, other: str) -> str:
     return f"{shown(own[count : count + 24])} at character {count}, the source has {shown(other[count : count + 24])}"
 
 
+def _taken(beside: Beside) -> Iterator[tuple[str, str, str]]:
+    """Yield the templates that transformers takes, as `_stated` does; none where a file is damaged."""
+    try:
+        found = choose(beside.files, "")
+    except (
+        SourceError
+    ):  # a directory is compared place by place; a file cannot hold what is damaged
+        return
+    for name, text in found.named.items():
+        if text:
+            yield found.place, name if name == DEFAULT else template_key(name), _without_end(text)
+
+
 def _stated(beside: Beside) -> Iterator[tuple[str, str, str]]:
     """Yield every template with its place and its name, without the last newline, which Jinja drops."""
-    for place in PLACES:
-        if place == OWN_FILE:
-            found: Any = _text(beside.files, place)
-        elif place == OLDER_FILE:
-            found = _unwrapped(beside, place)
-        else:
-            found = beside.readable(place).get(KEY)
-        yield from ((place, name, text.removesuffix("\n")) for name, text in _named(found))
-    for place in sorted(beside.files):
-        path = PurePosixPath(place)
-        if len(path.parts) == 2 and path.parts[0] == TEMPLATES:
-            yield place, path.stem, (_text(beside.files, place) or "").removesuffix("\n")
+    for place in sorted(beside.files, key=lambda name: (name not in LAYOUTS, name)):
+        if place not in LAYOUTS and not is_template(place):
+            continue
+        try:
+            found = [*stated(place, beside.files[place], place)]
+        except (
+            SourceError
+        ):  # no templates as transformers reads them: they have to be the same all the same
+            value = beside.readable(place).get(KEY) if place.endswith(".json") else None
+            text = beside.files[place].decode(errors="backslashreplace")
+            found = [(DEFAULT, text if value is None else json.dumps(value, default=repr))]
+        yield from ((place, name, _without_end(text)) for name, text in found)
 
 
-def _named(found: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(found, str):
-        yield DEFAULT, found
-    elif isinstance(found, Mapping):
-        yield from ((str(name), _as_text(text)) for name, text in found.items())
-    elif isinstance(found, list):
-        for item in found:
-            named = item if isinstance(item, Mapping) else {}
-            yield str(named.get("name")), _as_text(named.get("template"))
-    elif found is not None:
-        yield DEFAULT, _as_text(found)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=repr)
-
-
-def _unwrapped(beside: Beside, place: str) -> Any:
-    return beside.readable(place).get(KEY)
-
-
-def _text(files: Mapping[str, bytes], name: str) -> str | None:
-    return files[name].decode(errors="backslashreplace") if name in files else None
+def _without_end(text: str) -> str:
+    return text.removesuffix("\n")

@@ -19,6 +19,8 @@ from quantforge.verification.beside.tokenizer_tree import CONFIG, NAME, REPEATED
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report
 from quantforge.verification.structure import tokens_of
+from quantforge_calibration.chat_templates import DEFAULT, choose
+from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import SETTINGS
 
 _MARKER = re.compile(r"<\|[A-Za-z0-9_]{1,40}\|>")
@@ -140,8 +142,14 @@ def _check_tokens(report: Report, own: Beside) -> None:
     ]
     if end is not None and ends and end not in ends:
         report.warn("settings", CONFIG, f"eos_token has id {end}, text would end at {shown(ends)}")
-    template = own.files.get("chat_template.jinja", b"").decode(errors="replace")
-    strange = sorted({mark for mark in _MARKER.findall(template) if mark not in tokens})
-    if strange and any(mark in tokens for mark in _MARKER.findall(template)):
-        shown_marks = ", ".join(strange[:_SHOWN])
-        report.warn("settings", "chat_template.jinja", f"{shown_marks}: no token(s) of {NAME}")
+    try:
+        templates = choose(own.files, "")
+    except SourceError:  # nothing renders them
+        return
+    for name, template in templates.named.items():
+        marks = _MARKER.findall(template)
+        strange = sorted({mark for mark in marks if mark not in tokens})
+        if strange and any(mark in tokens for mark in marks):
+            shown_marks = ", ".join(strange[:_SHOWN])
+            where = templates.place if name == DEFAULT else f"{templates.place}: {shown(name)}"
+            report.warn("settings", where, f"{shown_marks}: no token(s) of {NAME}")
