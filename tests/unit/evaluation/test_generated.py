@@ -125,6 +125,17 @@ def test_prompts_are_rendered_by_the_template(tmp_path):
     assert read_prompts(str(text), tmp_path, offline=True) == ["[user] one", "[user] two"]
 
 
+def test_prompts_with_tools_are_rendered_with_them_and_other_columns_are_noted(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ tools[0].name }}: {{ messages[0].content }}")
+    row = {"messages": [{"role": "user", "content": "one"}], "tools": [{"name": "sun"}], "id": 1}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    notes: list[str] = []
+    source = str(tmp_path / "p.jsonl")
+    found = read_prompts(source, tmp_path, offline=True, note=notes.append)
+    assert found == ["sun: one"]
+    assert notes == ["--generated: columns that are not used: id in p.jsonl"]
+
+
 def test_the_error_of_a_block_is_its_own(models):
     source, _ = models
     window = windows_of(source).ids[0]

@@ -196,6 +196,22 @@ def test_a_chat_is_shown_through_the_template(stream):
     run(work())
 
 
+def test_documents_and_variables_reach_the_template():
+    shown = (
+        "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ mark }}{{ messages[0].content }}"
+    )
+
+    async def work():
+        async with served(template=shown) as client:
+            body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            more = {"documents": [{"text": "ab"}], "chat_template_kwargs": {"mark": "c"}}
+            for given, prompt in ((body, "hi"), ({**body, **more}, "abchi")):
+                found = await client.post("/v1/chat/completions", given)
+                assert found.document["usage"]["prompt_tokens"] == len(prompt)
+
+    run(work())
+
+
 def test_a_model_without_template_says_so():
     async def work():
         async with served() as client:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from quantforge import verbs
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.checkpoint.unstacked import unstacked
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import text
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
-from quantforge.formats.gguf.special import special_ids
+from quantforge.formats.gguf.special import chat_templates, special_ids
 from quantforge.formats.gguf.storing import STORAGE
+from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
+from quantforge.runtime.text_side import text_side
 from quantforge.settings import Settings
+from quantforge.verification.beside.facts import Beside, Pair
+from quantforge.verification.beside.templates import check_templates
+from quantforge.verification.findings import Report
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
@@ -92,6 +102,68 @@ def test_keys_say_what_the_model_is_where_it_comes_from_and_how_it_was_made(mode
 
     assert from_toml(file.value("quantforge.recipe", str)).type == "Q8_0"
     assert "general.alignment" not in file.metadata
+
+
+def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
+    named = {"default": "D", "tool_use": "T", "a-b": "{{ x }}\u00e9", "none": ""}
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    model = changed(
+        models("llama-tied"), tmp_path / "m", "tokenizer_config.json", chat_template=listed
+    )
+    (model / "chat_template.jinja").unlink()
+    path = export(model, tmp_path / "x.gguf", "Q8_0")
+    file = read_gguf(path)
+    stored = {key: file.metadata[key].value for key in file.metadata if "chat_template" in key}
+    assert stored == {
+        "tokenizer.chat_template": "D", "tokenizer.chat_templates": ["a_b", "tool_use"],
+        "tokenizer.chat_template.tool_use": "T", "tokenizer.chat_template.a_b": "{{ x }}\u00e9",
+    }  # fmt: skip
+    assert vocabulary(model, 320, {}).notes == [
+        "the chat template 'a-b' is called a_b in the file",
+        "the chat template none is empty and is not written",
+    ]
+    assert text_side(path, {}).template.named == {
+        "default": "D",
+        "tool_use": "T",
+        "a_b": "{{ x }}\u00e9",
+    }
+    plain = export(path, tmp_path / "plain", None, format="plain", allow_inexact=True)
+    loaded = AutoTokenizer.from_pretrained(plain)
+    assert loaded.chat_template == {"default": "D", "tool_use": "T", "a_b": "{{ x }}\u00e9"}
+
+
+def test_the_templates_of_a_file_are_compared_with_those_that_transformers_takes():
+    listed = [{"name": name, "template": name} for name in ("default", "a-b")]
+    source = {"tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}
+    source["chat_template.json"] = b'{"chat_template": "not taken"}'
+    own = {"chat_template.jinja": b"default\n", "additional_chat_templates/a_b.jinja": b"a-b"}
+    for files, found in (
+        (own, []),
+        ({**own, "additional_chat_templates/a_b.jinja": b"x"}, ["a_b"]),
+        ({"chat_template.jinja": b"default"}, ["is missing"]),
+        ({**own, "additional_chat_templates/more.jinja": b"m"}, ["the source does not have"]),
+    ):
+        report = Report(Path())
+        check_templates(report, Pair(Beside({}, files), Beside({}, source)), restated=True)
+        assert len(report.findings) == len(found)
+        assert all(part in one.detail for one, part in zip(report.findings, found, strict=True))
+
+
+def test_templates_whose_names_have_one_key_are_refused(models, tmp_path):
+    listed = [{"name": name, "template": name} for name in ("a-b", "a_b")]
+    model = changed(
+        models("llama-tied"), tmp_path / "m", "tokenizer_config.json", chat_template=listed
+    )
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="'a_b' has the key of another one"):
+        chat_templates(model)
+
+
+def test_a_template_whose_key_is_no_name_for_a_file_is_refused(models, tmp_path):
+    file = read_gguf(export(models("llama-tied"), tmp_path / "x.gguf", "Q8_0"))
+    metadata = {**file.metadata, "tokenizer.chat_template...": text("x")}
+    with pytest.raises(InputError, match="no name for a file"):
+        tokenizer_files(replace(file, metadata=metadata))
 
 
 def test_ends_beyond_the_vocabulary_are_no_tokens(tmp_path):
