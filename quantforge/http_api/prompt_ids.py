@@ -31,7 +31,9 @@ def prompt_ids(side: TextSide, asked: AskedAnswers) -> list[tuple[int, ...]]:
     ]
 
 
-def _ids(side: TextSide, prompt: str | tuple[int, ...] | Conversation, place: str) -> tuple[int, ...]:
+def _ids(
+    side: TextSide, prompt: str | tuple[int, ...] | Conversation, place: str
+) -> tuple[int, ...]:
     tokenizer = side.tokenizer
     if isinstance(prompt, tuple):
         with _refusals("prompt"):
