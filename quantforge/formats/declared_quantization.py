@@ -22,12 +22,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.matched import holds_codes
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.configuration import declarations, without_declarations
+from quantforge.formats.configuration import declarations, within_block, without_declarations
 from quantforge_files import roles
 
 KEY = "quantization_config"
@@ -70,10 +71,50 @@ def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
     """Return a model directory whose ``quantization_config`` declares how its tensors are packed, or that has none.
 
     A declaration that stands elsewhere is moved there; one that is left over is dropped. Both are facts.
+    Biases of zeros, which AutoGPTQ of 2023 stored for every linear, are dropped where the family has none.
 
     Raises:
         InputError: tensors are packed and nothing declares how, or several places declare it differently.
     """
+    checkpoint = _declared_once(checkpoint)
+    added = _added_biases(checkpoint)
+    if not added:
+        return checkpoint
+    said = f"{len(added)} biases of zeros, which GPTQ tools add, are left out"
+    return replace(
+        checkpoint,
+        entries={name: entry for name, entry in checkpoint.entries.items() if name not in added},
+        quantization="; ".join(filter(None, (checkpoint.quantization, said))),
+    )
+
+
+def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the names of biases of packed linears that the family does not have and that are zero."""
+    found = [
+        name
+        for name in checkpoint.entries
+        if name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in checkpoint.entries
+    ]
+    text = text_config(checkpoint.config)
+    family = architecture_of(checkpoint.config) or architecture_of(text)
+    if not found or family is None:
+        return frozenset()
+    kinds = family.layers(text, family.dimensions(text))
+    declared = [{item.stored or item.name for item in kind.parameters} for kind in kinds]
+    added = set()
+    for name in found:
+        local = within_block(name)
+        block = int(name.removesuffix(f".{local}").rpartition(".")[2]) if local else len(declared)
+        if block >= len(declared) or local in declared[block]:
+            continue
+        if bool(checkpoint.read(name).any()):
+            return frozenset()  # a model with biases of its own, which `match` refuses by name
+        added.add(name)
+    return frozenset(added)
+
+
+def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model directory with one declaration at most, in its usual place; errors as `settle_declared`."""
     config = checkpoint.config
     packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.stored())]
     if not packed and not any(name.endswith(_PARAMETERS) for name in checkpoint.entries):
@@ -167,9 +208,9 @@ def _undeclared(checkpoint: Checkpoint, packed: list[str]) -> InputError:
     kinds = sorted({checkpoint.entries[name].dtype for name in packed})
     more = f" and {len(packed) - _SHOWN} more" if len(packed) > _SHOWN else ""
     written = f"; {tool} writes such names" if tool else ""
+    what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_SHOWN])}{more})"
     return InputError(
-        f"{checkpoint.path}: {len(packed)} tensors are packed ({', '.join(kinds)}: {', '.join(packed[:_SHOWN])}{more}),"
-        f" and neither {CONFIG} nor a file beside it declares how{written}",
+        f"{checkpoint.path}: {what}, and neither {CONFIG} nor a file beside it declares how{written}",
         f"fetch {CONFIG} again: its {KEY} is missing",
         file=str(checkpoint.path),
         tensor=packed[0],

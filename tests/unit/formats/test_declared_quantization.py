@@ -346,3 +346,24 @@ def test_bits_and_groups_that_make_other_shapes_are_refused(packed, tmp_path):
     model = copied(packed("mlx"), tmp_path / "m", change)
     with pytest.raises(InputError, match="shape"):
         verbs.inspect(model)
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_biases_that_old_gptq_files_add_are_left_out_where_they_are_zero(packed, tmp_path, value):
+    names = [name for name in load_file(packed("gptq") / WEIGHTS) if name.endswith(".qweight")]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            rows = tensors[name].shape[1]
+            bias = torch.full((rows,), value, dtype=torch.float16)
+            tensors[f"{name.removesuffix('.qweight')}.bias"] = bias
+
+    model = retold(copied(packed("gptq"), tmp_path / "m"), change)
+    if value:
+        with pytest.raises(InputError, match="bias: not a tensor of llama"):
+            verbs.inspect(model)
+        return
+    assert f"{len(names)} biases of zeros" in verbs.inspect(model).notes[0]
+    verbs.export(model, None, tmp_path / "plain", format="plain")
+    verbs.export(packed("gptq"), None, tmp_path / "same", format="plain")
+    assert (tmp_path / "plain" / WEIGHTS).read_bytes() == (tmp_path / "same" / WEIGHTS).read_bytes()
