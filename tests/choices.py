@@ -19,20 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.runtime import generate, load, token_stream
-from quantforge.runtime.sampling import Chosen, RowSampler, choose_rows
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import StopLimits
+from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows
 from quantforge.runtime.token_distribution import drawn, weigh
 from quantforge.runtime.token_penalties import adjust
 
-NOISE = 1e-3  # of logits: a hundred times what float32 computations differ by
+NOISE = 2e-4  # of logits: a hundred times the deviation of float32 computations from each other
+NOISE_OF_CODES = 1e-2  # with a cache of codes, where last bits may move one to the next
 DISTURBED = 8  # times that each choice is made anew, with other noise
-# Keys and values in fewer bits: last bits move a code to the next one, whose step is as coarse as the code.
-NOISE_OF_CACHE = {"": NOISE, "16bit": NOISE, "int8": 5e-3, "fp8": 5e-2, "int4": 0.1}
-
-
-def noise_of(kind: str) -> float:
-    """Return by how much logits of two computations with a kind of cache may differ."""
-    return max(NOISE_OF_CACHE[part.split("=")[-1]] for part in kind.split(","))
 
 
 def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
@@ -79,6 +76,15 @@ def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
         for module in (generate, token_stream):
             patch.setattr(module, "choose_rows", choose)
         yield found
+
+
+def plain_text(
+    decoder: Decoder, ids: Sequence[int], limits: StopLimits, sampling: Sampling | None = None
+) -> list[int]:
+    """Return the tokens of the plain loop behind a prompt, up to the first that is not clear."""
+    with plain_choices(NOISE if limits.cache in {"", PLAIN} else NOISE_OF_CODES) as choices:
+        (tokens,) = generate.generate(decoder, [ids], limits, sampling)
+    return tokens[: choices.clear]
 
 
 @contextmanager

@@ -27,11 +27,11 @@ pytest.importorskip("uvicorn")
 DEMO = Path(__file__).parents[2] / "models/demo"
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
+def started(*arguments: object, module: str = "quantforge") -> subprocess.Popen[str]:
     words = [
         sys.executable,
         "-m",
-        "quantforge",
+        module,
         "serve",
         str(DEMO),
         "--port",
@@ -113,11 +113,13 @@ def test_two_signals_do_not_wait_and_a_document_is_one() -> None:
     assert (server.returncode, out, err) == (0, "", "")
 
 
+@pytest.mark.tokens
 @pytest.mark.thorough
 def test_an_answer_with_guesses_is_that_of_the_plain_loop() -> None:
     plain = quantforge.generate(DEMO, "import os, json, json", raw=True, max_tokens=40)
     asked = {"model": "demo", "prompt": "import os, json, json", "max_tokens": 40, "temperature": 0}
-    with started("--json", "--concurrent", 2, "--draft", "int3", "--draft-tree", "2x1x1") as server:
+    drafted = ("--json", "--concurrent", 2, "--draft", "int3", "--draft-tree", "2x1x1")
+    with started(*drafted, module="tests.choices") as server:
         assert server.stdout is not None
         text = ""
         while not text.endswith("}\n"):

@@ -154,6 +154,7 @@ def test_what_ranks_do_not_share_is_refused(
     assert "torchrun is for quantize" in refused.err
 
 
+@pytest.mark.tokens
 @pytest.mark.thorough
 def test_ranks_share_a_model_that_answers(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +166,7 @@ def test_ranks_share_a_model_that_answers(
     alone = json.loads(command(capsys, *words).out)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     shared = subprocess.run(
-        [*launch, "--standalone", "-m", "quantforge", *words],
+        [*launch, "--standalone", "-m", "tests.choices", *words],
         capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
     )  # fmt: skip
     assert shared.returncode == 0, shared.stderr

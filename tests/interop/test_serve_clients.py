@@ -56,6 +56,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.tokens
 def test_greedy_text_is_that_of_generate(client: openai.OpenAI) -> None:
     for raw in (True, False):
         for prompt in ASKED:
@@ -78,6 +79,7 @@ def test_greedy_text_is_that_of_generate(client: openai.OpenAI) -> None:
             assert found.choices[0].finish_reason == {"end": "stop"}.get(wanted.stopped, "length")
 
 
+@pytest.mark.tokens
 def test_streams_of_the_client(client: openai.OpenAI) -> None:
     whole = client.completions.create(
         model="demo", prompt=ASKED, max_tokens=12, n=2, temperature=0.8, seed=3, logprobs=2
@@ -166,6 +168,7 @@ def test_errors_are_the_classes_of_the_client(client: openai.OpenAI) -> None:
     assert client.models.retrieve("demo").id == "demo"
 
 
+@pytest.mark.tokens
 def test_lm_evaluation_harness_scores_through_the_server(url: str) -> None:
     completions = pytest.importorskip("lm_eval.models.openai_completions")
     from lm_eval.api.instance import Instance

@@ -30,6 +30,7 @@ def models(tiny, tmp_path_factory):
     return source, out
 
 
+@pytest.mark.tokens
 def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
     _, itself, row = evaluate(source, [source, rounded], options(prompts=ASKED)).rows

@@ -44,6 +44,7 @@ def by_hand(answers: Answers, ids: list[int], count: int) -> tuple[float, bool]:
     return logs.sum().item(), bool((logits.argmax(-1) == targets).all())
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_continuations_have_the_likelihood_of_their_tokens(made, family):
     answers = made(family)
@@ -66,6 +67,7 @@ def test_a_continuation_without_a_token_is_certain(made, family):
     assert value <= 0
 
 
+@pytest.mark.tokens
 def test_what_the_model_would_say_is_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
@@ -128,6 +130,7 @@ def test_batches_are_of_similar_lengths():
     assert found == [[4], [1, 3], [5, 0, 2]]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_going_on_is_greedy_generation(made, family):
     answers = made(family)

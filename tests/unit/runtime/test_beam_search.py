@@ -58,6 +58,7 @@ def theirs(
     return list(zip(rows, out.sequences_scores.tolist(), strict=True))
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     ("early", "beams", "penalty", "new_tokens"),
     [
@@ -83,6 +84,7 @@ def test_it_finds_what_transformers_finds(
         assert any(beam.ended for beam in found)
 
 
+@pytest.mark.tokens
 def test_one_beam_is_greedy() -> None:
     from quantforge.runtime.sampling import Sampling
     from quantforge.runtime.token_stream import tokens
@@ -107,6 +109,7 @@ def test_caches_follow_the_beams(kind: str) -> None:
         assert beam.score == pytest.approx(total, abs=1e-3)
 
 
+@pytest.mark.tokens
 def test_the_other_engine_finds_the_same() -> None:
     options = BeamOptions(3, 1.0, True)
     one = beam_search(Own(Decoder(demo())), PROMPT, 24, options, frozenset({11}))

@@ -254,6 +254,7 @@ def test_even_sequences_attend_as_the_definition_says(kind, window):
 # Generation
 
 
+@pytest.mark.tokens
 def test_greedy_continuations_are_those_of_the_logits(models):
     model, _ = models("llama")
     decoder = Decoder(model)
@@ -324,6 +325,7 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.tokens
 def test_generation_stops(models):
     decoder = Decoder(models("llama")[0])
     prompt = IDS[0, :20].tolist()

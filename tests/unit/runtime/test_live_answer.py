@@ -130,17 +130,19 @@ def test_log_probabilities_are_those_of_transformers() -> None:
     assert document.keys() == {"id", "token", "logprob", "top_logprobs"}
 
 
+@pytest.mark.tokens
 def test_several_answers_are_those_of_their_seeds() -> None:
     loaded = quantforge.load(DEMO)
     wanted: Any = {"raw": True, "max_tokens": 12, "temperature": 1.0}
-    found = quantforge.generate(loaded, "import", n=3, seed=4, **wanted)
+    found = quantforge.generate(loaded, "import", n=3, seed=8, **wanted)
     alone = [
-        quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (4, 5, 6)
+        quantforge.generate(loaded, "import", seed=seed, **wanted).tokens for seed in (8, 9, 10)
     ]
     assert [choice.tokens for choice in found.choices] == alone
     assert len(set(alone)) > 1
 
 
+@pytest.mark.tokens
 def test_beams_are_answers_with_scores() -> None:
     loaded = quantforge.load(DEMO)
     wanted: Any = {"raw": True, "max_tokens": 12}

@@ -19,6 +19,7 @@ from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest, NewToken
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder, drafting
 from quantforge.runtime.speculation.draft_options import DraftOptions
+from tests.choices import plain_text
 from tests.runs import copied, first_blocks
 from tests.thorough import usual
 from tests.unit.runtime.speculation.test_trees import Planted
@@ -27,7 +28,6 @@ DEMO = Path(__file__).parents[4] / "models" / "demo"
 LENGTHS = [
     (40, 45), (25, 30), (100, 5), (1, 30), (64, 12), (33, 3), (70, 14),
 ]  # of prompts, of answers  # fmt: skip
-MARGIN = 1e-3  # of logits: nearer ones may change places by rounding
 
 
 @cache
@@ -56,17 +56,10 @@ def requests():
 @cache
 def wanted(kind):
     """Return the tokens of every request alone, up to the first that is nearly a tie."""
-    found = []
-    for request in requests():
-        tokens = generate(decoder(), [request.ids], StopLimits(request.new_tokens, cache=kind))[0]
-        held = decoder().cache(1, 200, kind)
-        held.reserve(0, 200)
-        with torch.inference_mode():
-            ids = torch.tensor([[*request.ids, *tokens]])
-            logits = decoder().logits(decoder().hidden(ids, held))[0, len(request.ids) - 1 : -1]
-        best = logits.topk(2).values
-        clear = (best[:, 0] - best[:, 1] > MARGIN).tolist()
-        found.append(tokens[: clear.index(False)] if False in clear else tokens)
+    found = [
+        plain_text(decoder(), request.ids, StopLimits(request.new_tokens, cache=kind))
+        for request in requests()
+    ]
     assert sum(map(len, found)) > 0.75 * sum(new for _, new in LENGTHS)
     return found
 
@@ -95,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(("kind", "options"), usual(CASES, *CASES[::3]), ids=str)
 def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
     given = {"rows": 4, "tokens": 200, "token_budget": 48, "chunk": 30, "cache": kind, **options}
@@ -124,6 +118,7 @@ GUESSED = [
 ]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     ("kind", "draft", "tree", "options"), usual(GUESSED, *GUESSED[::4]), ids=str
 )
@@ -138,6 +133,7 @@ def test_guesses_change_no_answer(kind, draft, tree, options):
     assert draft == "ngram" or counts.acceptance > 0.2
 
 
+@pytest.mark.tokens
 @pytest.mark.thorough
 def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
     guesses = drafting(loaded(), DraftOptions("int3", tokens=3), lambda _: None)
@@ -159,6 +155,7 @@ def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
     assert engine.counters.speculation.accepted > 10
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_a_path_is_kept_in_rings(tiny, family):
     """Windows go round in a few pages: what is right of a tree lies there like everything else."""

@@ -141,6 +141,7 @@ def states(model, history):
     return found[-1][0], [part[0] for part in found]
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 1)])
 def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
     tensors = load_file(medusa / "medusa_lm_head.safetensors")
@@ -217,6 +218,7 @@ BIASES = {
 }
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     ("shape", "config", "more"),
     [
@@ -281,6 +283,7 @@ def test_heads_guess_for_no_server(request, kind, capsys):
     assert (ended.code, "single text" in ended.err) == (2, True)
 
 
+@pytest.mark.tokens
 def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
     network = read_eagle3(
         open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
@@ -362,6 +365,7 @@ def test_pickles_and_other_heads_are_refused(tmp_path, medusa):
         )
 
 
+@pytest.mark.tokens
 def test_sampling_is_a_draw_of_each_place(decoder, model, medusa, ids):
     heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
     run(

@@ -28,10 +28,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def ids():
-    draw = random.Random(0)
+    draw = random.Random(1)
     return [draw.randrange(5, 2000) for _ in range(12)] * 4
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize(
     "sampling", [Sampling(), DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"]
 )
@@ -78,6 +79,7 @@ class Followed(LookaheadGuesser):
                 assert (column[1], best) in pool.get(column[0], ())
 
 
+@pytest.mark.tokens
 def test_columns_grow_by_what_the_model_says_behind_them(model, ids):
     decoder, limits = Decoder(model), StopLimits(16)
     (plain,) = generate(decoder, [ids], limits)
@@ -99,6 +101,7 @@ def test_kept_runs_are_guessed_behind_their_first_token():
     assert guesser._columns == []  # a plain pass leaves the window behind
 
 
+@pytest.mark.tokens
 def test_verb_takes_it_and_refuses_what_has_no_effect() -> None:
     options = {"raw": True, "max_tokens": 30}
     plain = quantforge.generate(DEMO, "import os, json, json", **options)

@@ -94,6 +94,7 @@ def says(block, features, tokens):
     return y, y @ joins["shared_head.head"].T
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2)])
 def test_guesses_are_those_of_the_block(source, block, shape):
     loaded = load(source)

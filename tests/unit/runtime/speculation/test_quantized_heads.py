@@ -40,6 +40,7 @@ def heads(tmp_path_factory, embedding):
     }
 
 
+@pytest.mark.tokens
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 @pytest.mark.parametrize("scheme", ["int4:g64:sym", "int8:row:sym", "W8A8", "FP8_DYNAMIC"])
 def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme):

@@ -1,0 +1,85 @@
+"""Run the tests that compare generated tokens with each instruction set of this processor, as an older one would.
+
+    python scripts/instruction_sets.py
+    python scripts/instruction_sets.py --sets avx2 avx512 -- tests/unit/runtime -x
+
+What follows ``--`` goes to pytest, and replaces ``-m tokens``. For each set oneDNN, torch, MKL (on processors of Intel)
+and the programs that we compile are limited to it, by variables of the environment. Sets that this processor lacks are
+left out. The last set, ``all``, has no limit. Prints ``set | passed | failed``; ends with 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from quantforge_kernels.cpu.features import LIMIT, SWITCH
+
+ROOT = Path(__file__).parents[1]
+ONEDNN, ATEN, MKL = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
+OLD = {ATEN: "avx2", MKL: "AVX2", LIMIT: "avx2"}
+WIDE = {ATEN: "avx512", MKL: "AVX512", LIMIT: "avx512vnni"}
+# By name: the flags of /proc/cpuinfo that it needs, and the limits.
+SETS: dict[str, tuple[set[str], dict[str, str]]] = {
+    "sse41": ({"sse4_1"}, {ONEDNN: "SSE41", ATEN: "default", MKL: "SSE4_2", SWITCH: "off"}),
+    "avx2": ({"avx2"}, {ONEDNN: "AVX2", **OLD}),
+    "avx2_vnni": ({"avx_vnni"}, {ONEDNN: "AVX2_VNNI", **OLD}),
+    "avx512": ({"avx512bw"}, {ONEDNN: "AVX512_CORE", **WIDE, LIMIT: "avx512bw"}),
+    "avx512_vnni": ({"avx512_vnni"}, {ONEDNN: "AVX512_CORE_VNNI", **WIDE}),
+    "avx512_bf16": ({"avx512_bf16"}, {ONEDNN: "AVX512_CORE_BF16", **WIDE}),
+    "avx512_fp16": ({"avx512_fp16"}, {ONEDNN: "AVX512_CORE_FP16", **WIDE}),
+    "amx": ({"amx_tile", "amx_bf16"}, {ONEDNN: "AVX512_CORE_AMX", **WIDE}),
+    "all": (set(), {}),
+}
+LIMITS = (ONEDNN, ATEN, MKL, LIMIT, SWITCH)
+
+
+def flags() -> set[str]:
+    """Return the flags of the first processor of this machine."""
+    said = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(said[1].split()) if said else set()
+
+
+def tested(limits: dict[str, str], arguments: list[str]) -> tuple[int, int, list[str]]:
+    """Run pytest with limits; return how many tests passed and failed, and the lines that name the failed ones.
+
+    Raises:
+        SystemExit: pytest ran no test, or did not come to its end.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in LIMITS}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=line", *arguments],
+        cwd=ROOT, env=kept | limits, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode not in {0, 1}:
+        raise SystemExit(done.stdout + done.stderr)
+    lines = re.findall(r"^((?:FAILED|ERROR) .*)$", done.stdout, re.MULTILINE)
+    passed = re.search(r"(\d+) passed", done.stdout.splitlines()[-1])
+    return int(passed[1]) if passed else 0, len(lines), lines
+
+
+def main() -> None:
+    """Parse the options, run the sets one after the other, print the table."""
+    there = [name for name, (needed, _) in SETS.items() if needed <= flags()]
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog=f"sets of this processor: {there}"
+    )
+    parser.add_argument("--sets", nargs="+", choices=there, default=there)
+    parser.add_argument("pytest", nargs="*", default=["-m", "tokens"])
+    options = parser.parse_args()
+    print("| set | passed | failed |\n|---|---|---|", flush=True)
+    said: list[str] = []
+    for name in options.sets:
+        passed, failed, lines = tested(SETS[name][1], options.pytest)
+        print(f"| {name} | {passed} | {failed} |", flush=True)
+        said += [f"{name}: {line}" for line in lines]
+    print("\n".join(["", *said]) if said else "", end="")
+    sys.exit(bool(said))
+
+
+if __name__ == "__main__":
+    main()
