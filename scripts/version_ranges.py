@@ -1,0 +1,120 @@
+"""Run the tests at the lower end of the declared version ranges, and between that and the pinned versions.
+
+    python scripts/version_ranges.py
+    python scripts/version_ranges.py --only lowest -- tests/cli tests/interop -k gguf
+
+What follows ``--`` goes to pytest. Environments are made in the checkout when first asked for, and anew when
+pyproject.toml or constraints.txt changes, with plain pip; each takes some 8 GB, most of it the CUDA build of torch:
+
+    .venv-lowest      the lowest version of every direct dependency, extras included, that pyproject.toml declares
+    .venv-between     the versions of `BETWEEN`, everything else as constraints.txt pins it
+
+A range whose lower end fails has to be narrowed in pyproject.toml to the lowest version that passes. Ends with 1 if the
+tests of an environment failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BETWEEN = ("torch==2.11.0", "transformers==5.17.0")
+FOLLOWING = ("triton", "huggingface_hub")  # what these ask for in versions of their own
+
+
+def declared() -> list[str]:
+    """Return the direct dependencies, those of extras included: ``name>=version``.
+
+    Raises:
+        SystemExit: a range of another form.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    found = sorted({line for line in lines if not line.startswith(f"{project['name']}[")})
+    for line in found:
+        if not re.fullmatch(r"[\w.-]+>=[\d.]+(;.*)?", line):
+            raise SystemExit(f"pyproject.toml: {line}: a range is NAME>=VERSION")
+    return found
+
+
+def wanted(name: str) -> list[str]:
+    """Return exact versions for an environment, as pip takes them for constraints."""
+    if name == "lowest":
+        return [line.replace(">=", "==") for line in declared()]
+    others = {re.split("==", line)[0] for line in BETWEEN} | {*FOLLOWING}
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    return [*BETWEEN, *(line for line in pinned if line.split("==")[0] not in others)]
+
+
+def environment(name: str) -> Path:
+    """Return the directory of an environment, made where it is not there yet.
+
+    Raises:
+        CalledProcessError: pip found no such versions, or none that go together; it has said which.
+    """
+    place, versions = ROOT / f".venv-{name}", wanted(name)
+    text = "\n".join([*versions, (ROOT / "pyproject.toml").read_text(), sys.version])
+    stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if (place / "stamp").is_file() and (place / "stamp").read_text() == stamp:
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    (place / "versions.txt").write_text("\n".join(versions) + "\n")
+    install = [str(place / "bin/pip"), "install", "--quiet", "--no-compile"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    asked = f".[{','.join(extra for extra in extras if extra != 'all')}]"
+    limited = ["--constraint", str(place / "versions.txt"), "--editable", asked]
+    subprocess.run([*install, *limited], cwd=ROOT, check=True)
+    (place / "stamp").write_text(stamp)
+    return place
+
+
+def tested(place: Path, arguments: list[str]) -> int:
+    """Run pytest in an environment, as scripts/test does; return its exit code."""
+    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [
+        str(place / "bin/python"),
+        "-m",
+        "pytest",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "worksteal",
+    ]
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=kept | quiet | {"PATH": path}, check=False
+    ).returncode
+
+
+def main() -> None:
+    """Make the environments and run the tests in each."""
+    names = ("lowest", "between")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=names)
+    parser.add_argument("pytest", nargs="*")
+    options = parser.parse_args()
+    codes = {}
+    for name in [options.only] if options.only else names:
+        place = environment(name)
+        print(f"== {place.name}", flush=True)
+        codes[name] = tested(place, options.pytest)
+    for name, code in codes.items():
+        print(f".venv-{name}: {'passed' if code == 0 else f'failed, pytest ended with {code}'}")
+    sys.exit(any(codes.values()))
+
+
+if __name__ == "__main__":
+    main()
