@@ -34,6 +34,7 @@ KINDS: Mapping[str, str] = {
     "kv-scales-left-out": "an export to a format without a place for the scales of the KV cache",
     "window-left-out": "an export to a format without a place for the sliding window of the source",
     "token-left-out": "tokens past the embedding, which the vocabulary of a GGUF file cannot hold",
+    "tokenizer-differs": "llama.cpp's tokenizer does something other than the model's",
     "tower-differs": "llama.cpp hands on what a tower makes of a picture otherwise than the model",
     "tower-left-out": "a tower of the model that is in none of the files that llama.cpp reads",
     "model-type": "transformers does not know the type of the model, but the class that it names",

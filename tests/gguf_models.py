@@ -214,7 +214,8 @@ def sentencepiece_tokenizer(*, prefix: bool) -> Any:
     tokenizer = Tokenizer(model)
     steps: list[Any] = [normalizers.Prepend("\u2581")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    spaces = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(
         [AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]]
     )

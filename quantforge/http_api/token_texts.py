@@ -7,21 +7,10 @@ from __future__ import annotations
 
 import re
 
+from quantforge.formats.gguf.pretokenizer import BYTE_CHARACTERS
 from quantforge.runtime.token_stream import PARTIAL
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character stands for in vocabularies of byte-level BPE (GPT-2's)."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
-
-
-BYTES = _byte_characters()
 
 
 class TokenTexts:
@@ -66,6 +55,6 @@ class TokenTexts:
         alone = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
         if alone:
             return [int(alone[1], 16)]
-        if piece and all(character in BYTES for character in piece):
-            return [BYTES[character] for character in piece]
+        if piece and all(character in BYTE_CHARACTERS for character in piece):
+            return [BYTE_CHARACTERS[character] for character in piece]
         return None

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
@@ -79,7 +78,7 @@ def draft(
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     _refuse_unobserved(targets if given is None and not observed else ())
     rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
-    tokens = _tokens(checkpoint.path, rows, matched.config, recipe.pre)
+    tokens = _tokens(checkpoint, rows, matched.config, recipe.pre)
     tensors = tensor_table(targets, found)
     weights, label = sum(math.prod(tensor.shape) for tensor in tensors), _label(targets, types)
     kind = file_type(types.label, {one.name: (one.type, one.shape) for one in tensors}, shape)
@@ -145,10 +144,13 @@ def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
 
 
 def _tokens(
-    path: Path, rows: int, config: Mapping[str, Any], pre: str | None
+    checkpoint: Checkpoint, rows: int, config: Mapping[str, Any], pre: str | None
 ) -> Carried | Vocabulary:
     """Return the vocabulary of a GGUF file, or of a directory's tokenizer, for an embedding of so many rows."""
-    return carried(path, rows) if path.is_file() else vocabulary(path, rows, config, pre)
+    path = checkpoint.path
+    if path.is_file():
+        return carried(path, rows)
+    return vocabulary(path, rows, config, pre, _name(checkpoint))
 
 
 def _name(checkpoint: Checkpoint) -> str:

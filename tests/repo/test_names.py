@@ -42,6 +42,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.rope": ("gemma3", "frequencies of one family"),
     "formats.gguf.source": ("gpt2", "linears that are stored turned"),
     "formats.gguf.special": ("llama", "llama.cpp's name of a tokenizer"),
+    "formats.gguf.tokenizer_differences": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.targets": ("awq gptq mlx", "the format of choice of each engine; mlx is an engine"),

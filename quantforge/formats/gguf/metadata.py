@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,13 @@ def general(
     found["general.file_type"] = u32(file_type)
     found["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     return found
+
+
+def strips_after(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
+    """Return after which added tokens llama.cpp drops spaces: in a model of that name all but three."""
+    named = bool(_NAMED_PHI3.search(name)) and set(tokens) >= _PHI3_TOKENS
+    kept = _PHI3_TOKENS - {"</s>"}
+    return lambda text: named and text not in kept
 
 
 def provenance(recipe: str, dataset: str, entries: int, chunks: int) -> dict[str, Value]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.errors import RefusedError
+from quantforge.formats.gguf.special import flat
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,6 +37,17 @@ QWEN35 = _words(
 TEKKEN = _words(_UPPER, _LOWER, r"\p{N}", _SLASH)
 GPT4O = _words(f"{_UPPER}{_CONTRACTIONS}?", f"{_LOWER}{_CONTRACTIONS}?", r"\p{N}{1,3}", _SLASH)
 
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte that each character stands for in vocabularies of byte-level BPE (GPT-2's)."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+
+
+BYTE_CHARACTERS = _byte_characters()
 BYTES, DIGITS = "bytes", "digits"
 # Steps, and whether words that are tokens are taken whole: the name in llama.cpp.
 KNOWN: Mapping[tuple[tuple[str, ...], bool], str] = {
@@ -57,6 +69,9 @@ def recognised(tokenizer: Mapping[str, Any]) -> str:
         RefusedError: the steps are none that llama.cpp is known to do.
     """
     steps = _steps(tokenizer.get("pre_tokenizer"))
+    nodes = flat(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if not nodes or nodes[-1].get("type") != "ByteLevel":
+        steps = (*steps, "no ByteLevel at the end")
     whole = bool(tokenizer["model"].get("ignore_merges", False))
     name = KNOWN.get((steps, whole))
     if name is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +44,59 @@ def check_lengths(path: Path, pieces: Iterable[str]) -> None:
         )
 
 
-def space_before(path: Path, tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks."""
-    prefix = False
+def check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
+    """Check that every byte is a piece: llama.cpp fails on a text with one that is not."""
+    missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab]
+    if missing:
+        raise RefusedError(
+            f"{path}: byte_fallback, and {len(missing)} of the 256 bytes are no pieces, {missing[0]} first",
+            "llama.cpp needs all of them: this tokenizer cannot be carried",
+        )
+
+
+def space_before(
+    path: Path, tokenizer: Mapping[str, Any], added: Container[str], *, named: bool
+) -> bool:
+    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks.
+
+    Args:
+        path: ``tokenizer.json``.
+        tokenizer: its content.
+        added: its added tokens.
+        named: other tokens for some words are accepted (``--pre``).
+    """
+    prefix = replaced = False
+    model = tokenizer["model"]
     for node in (
         *flat(tokenizer.get("normalizer"), "normalizers"),
         *flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
     ):
         kind = node.get("type")
         spaces = node.get("pattern") == {"String": " "}
-        if kind == "Prepend" and node.get("prepend") == SPACE:
+        if kind == "Prepend" and node.get("prepend") == SPACE and not prefix:
             prefix = True
         elif kind == "Metaspace" and node.get("replacement", SPACE) == SPACE:
-            scheme = node.get(
-                "prepend_scheme", "always" if node.get("add_prefix_space", True) else "never"
+            default = "always" if node.get("add_prefix_space", True) else "never"
+            prefix = prefix or node.get("prepend_scheme", default) != "never"
+            replaced = True
+            across = next(
+                (one for one in model["vocab"] if SPACE in one[1:] and one not in added), None
             )
-            prefix = prefix or scheme != "never"
-        elif not (
-            (kind == "Replace" and spaces and node.get("content") == SPACE)
-            or (kind == "Split" and spaces)
-        ):
+            if node.get("split", True) and across is not None and not named:
+                raise RefusedError(
+                    f"{path}: Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
+                    "accept other tokens for some words with --pre default",
+                )
+        elif kind == "Replace" and spaces and node.get("content") == SPACE:
+            replaced = True
+        elif not (kind == "Split" and spaces and replaced):
             raise RefusedError(
                 f"{path}: llama.cpp's tokenizer has no step {kind!r}",
                 "this tokenizer cannot be carried",
             )
+    if not replaced:
+        raise RefusedError(
+            f"{path}: no step writes spaces as {SPACE}, and llama.cpp does",
+            "this tokenizer cannot be carried",
+        )
     return prefix

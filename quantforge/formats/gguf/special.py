@@ -80,16 +80,16 @@ def special_ids(
             continue
         if type(number) is int and 0 <= number < len(numbers):
             ids[role] = number
-    ends = [number for number in _ends(root) if 0 <= number < len(numbers)]
+    ends = [number for number in ends_of(root) if 0 <= number < len(numbers)]
     if "eos" not in ids and ends:
         ids["eos"] = ends[0]
     others = [number for number in ends if number != ids.get("eos")]
-    if others:
-        ids["eot"] = others[0]
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
     return ids
 
 
-def _ends(root: Path) -> list[int]:
+def ends_of(root: Path) -> list[int]:
+    """Return the ids that ``generation_config.json`` ends a text at."""
     stated = read_settings(root / "generation_config.json").get("eos_token_id")
     listed = stated if isinstance(stated, list) else [stated]
     return [number for number in listed if type(number) is int]

@@ -24,8 +24,11 @@ def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
 
 
 def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges in order; each is a string ``left right`` or a list of two, else raise `InputError`."""
-    pairs = []
+    """Return the merges in order; each is a string ``left right`` or a list of two, else raise `InputError`.
+
+    Of a merge that is there twice the last one counts, as for the ``tokenizers`` library; for llama.cpp the first does.
+    """
+    pairs: dict[tuple[str, str], None] = {}
     merges = model.get("merges")
     for item in merges if isinstance(merges, list) else ():
         parts = item.split(" ", 1) if isinstance(item, str) else item
@@ -35,8 +38,9 @@ def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
             or not all(isinstance(part, str) for part in parts)
         ):
             raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
-        pairs.append((parts[0], parts[1]))
-    return pairs
+        pairs.pop((parts[0], parts[1]), None)
+        pairs[parts[0], parts[1]] = None
+    return list(pairs)
 
 
 def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -49,7 +53,11 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocab, list):  # unigram: pieces with their scores
-        vocab = {piece: number for number, (piece, _) in enumerate(vocab)}
+        vocab = {
+            item[0]: number
+            for number, item in enumerate(vocab)
+            if isinstance(item, list) and item and isinstance(item[0], str)
+        }
     vocab = vocab if isinstance(vocab, Mapping) else {}
     found: dict[str, Mapping[str, Any]] = {}
     last = -1
@@ -65,7 +73,8 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             )
         content = item["content"]
         if content and content not in found:
-            number = vocab.get(content, max(last + 1, len(vocab)))
+            known = vocab.get(content)
+            number = known if type(known) is int else max(last + 1, len(vocab))
             found[content] = {**item, "id": number}
             last = max(last, number)
     return list(found.values())

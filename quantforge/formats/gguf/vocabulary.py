@@ -20,12 +20,21 @@ from typing import Any
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
+from quantforge.formats.gguf import tokenizer_differences as differences
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.pretokenizer import recognised
-from quantforge.formats.gguf.sentencepiece import BYTE, SPACE, check_merges, space_before
+from quantforge.formats.gguf.sentencepiece import (
+    BYTE,
+    SPACE,
+    check_bytes,
+    check_merges,
+    space_before,
+)
 from quantforge.formats.gguf.special import (
     added_around,
     chat_templates,
+    ends_of,
+    flat,
     read_settings,
     special_ids,
     template_ends,
@@ -38,6 +47,7 @@ from quantforge.formats.gguf.tokenizer_json import (
 )
 from quantforge_files.roles import TOKENIZER
 
+DIFFERS = "tokenizer-differs"
 MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
 _MERGE_SPACE = chr(256 + 32)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
@@ -119,7 +129,7 @@ class Vocabulary:
 
 
 def vocabulary(
-    root: Path, rows: int, config: Mapping[str, Any], pre: str | None = None
+    root: Path, rows: int, config: Mapping[str, Any], pre: str | None = None, name: str = ""
 ) -> Vocabulary:
     """Read the tokenizer of a model directory.
 
@@ -129,6 +139,7 @@ def vocabulary(
         config: ``config.json``, for ids of special tokens that nothing else states.
         pre: name of the pre-tokenizer, where it cannot be recognised; with it a normalisation, or missing merges, that
             llama.cpp does otherwise are accepted.
+        name: of the model, by which llama.cpp knows one family.
 
     Raises:
         InputError: no tokenizer, damaged, or ordinary text has tokens for which the embedding has no row.
@@ -155,6 +166,12 @@ def vocabulary(
             f"{path}: a tokenizer of kind {model['type']!r} is not written",
             "written are BPE tokenizers",
         )
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise RefusedError(
+                f"{path}: model.{key} = {model[key]!a:.40}: llama.cpp has no such pieces",
+                "this tokenizer cannot be carried",
+            )
     settings = read_settings(root / "tokenizer_config.json")
     pieces = numbered_pieces(path, model["vocab"])
     found = (
@@ -170,23 +187,37 @@ def vocabulary(
     found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
     found.templates, notes = chat_templates(root)
     found.notes += notes
+    ends = [number for number in ends_of(root) if 0 <= number < rows]
+    said = (
+        (path, differences.of_normalizer(tokenizer) if found.model == "gpt2" else ()),
+        (path, differences.of_spaces(tokenizer)),
+        (path, differences.of_model(tokenizer, found.model)),
+        (path, differences.of_added(tokenizer, found.model, name, found.tokens)),
+        (path, differences.of_post_processor(tokenizer, found.special, found.flags, numbers)),
+        (path, differences.of_decoder(tokenizer, found.model)),
+        (
+            root / "tokenizer_config.json",
+            differences.of_settings(settings, tokenizer, found.flags),
+        ),
+        (
+            root / "generation_config.json",
+            differences.of_ends(found.special, ends, found.tokens, found.model),
+        ),
+    )
+    found.events += [Event(DIFFERS, file.name, text) for file, texts in said for text in texts]
     return found
 
 
 def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
     model = tokenizer["model"]
-    normalizer = tokenizer.get("normalizer")
-    kind = normalizer.get("type") if isinstance(normalizer, Mapping) else None
-    if kind not in (None, "NFC") and pre is None:
+    kinds = [node.get("type") for node in flat(tokenizer.get("normalizer"), "normalizers")]
+    kind = next((kind for kind in kinds if kind != "NFC"), None)
+    if kind is not None and pre is None:
         raise RefusedError(
             f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
             "accept that with --pre NAME",
         )
     found = Vocabulary("gpt2", pre or recognised(tokenizer), [], [])
-    if kind == "NFC":
-        found.notes.append(
-            "llama.cpp does not normalise text to NFC: the same tokens for text that already is"
-        )
     found.merges = [
         " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in merged_pairs(model)
     ]
@@ -202,10 +233,13 @@ def _sentencepiece(
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
+    added = {item["content"] for item in added_tokens(tokenizer)}
+    check_bytes(path, vocab)
     if pre is None:
-        check_merges(path, vocab, pairs, {item["content"] for item in added_tokens(tokenizer)})
+        check_merges(path, vocab, pairs, added)
     found = Vocabulary("llama", "default", [], [])
-    found.flags["add_space_prefix"] = space_before(path, tokenizer)
+    named = pre is not None
+    found.flags["add_space_prefix"] = space_before(path, tokenizer, added, named=named)
     found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return found
 
@@ -225,7 +259,7 @@ def _past(
     if not past:
         return past
     made = {left + right for left, right in merged_pairs(model)}
-    whole = bool(model.get("ignore_merges")) or model.get("unk_token") in past
+    whole = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
     around = {piece for piece in template_ends(tokenizer) if piece is not None}
     for piece, number in past.items():
         ordinary = piece not in added and (
@@ -254,7 +288,8 @@ def _fill(
     added = {}
     for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
-        content = item["content"] if special else item["content"].replace(SPACE, " ")
+        spaced = found.model == "llama" and differences.spelled_with_spaces(item, tokenizer)
+        content = item["content"].replace(SPACE, " ") if spaced else item["content"]
         if pieces.get(item["id"], item["content"]) != item["content"]:
             raise InputError(
                 f"{path}: tokens {pieces[item['id']]!r} and {content!r} both have id {item['id']}",

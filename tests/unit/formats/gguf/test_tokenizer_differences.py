@@ -1,0 +1,312 @@
+"""Whatever a tokenizer says becomes the same tokens in llama.cpp, an event that names it, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import Tokenizer
+
+from quantforge.errors import RefusedError
+from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
+from tests import gguf_models
+from tests.gguf_exports import export
+from tests.thorough import usual
+
+ROWS = 520
+Change = Callable[[dict[str, Any]], object]
+TEXTS = ("the weights of the model", "Hello world, it's 1234  and\n\n 5678; don't", "tab\tand\r\nnew", "日本語 é",
+         "<s>a</s>b", "\u2581under a\u2581b", "")  # fmt: skip
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+
+
+class Case(NamedTuple):
+    """A change of a tokenizer: of which base, what comes of it, and a text that llama.cpp cuts otherwise."""
+
+    base: str
+    change: Change
+    event: str = ""
+    witness: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012 (nobody writes into it)
+
+
+def normalizer(*steps: dict[str, Any]) -> Change:
+    return lambda it: it.update(normalizer={"type": "Sequence", "normalizers": [*steps]})
+
+
+def cuts(*steps: dict[str, Any]) -> Change:
+    return lambda it: it.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps]})
+
+
+def model(**values: Any) -> Change:
+    return lambda it: it["model"].update(values)
+
+
+def root(**values: Any) -> Change:
+    return lambda it: it.update(values)
+
+
+def added(*texts: str, **flags: Any) -> Change:
+    def change(it: dict[str, Any]) -> None:
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for text in texts:
+            it["added_tokens"].append({"id": 0, "content": text, **plain, "special": True, **flags})
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    return lambda it: [change(it) for change in changes]
+
+
+def special(name: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": name, "type_id": 0}}
+
+
+def template(*items: dict[str, Any], **ids: int) -> Change:
+    """A post-processor; ``ids`` of <s> and </s> as the base has them."""
+    numbers = {"<s>": 0, "</s>": 1, **ids}
+    known = {
+        name: {"id": name, "ids": [number], "tokens": [name]} for name, number in numbers.items()
+    }
+    return root(post_processor={
+        "type": "TemplateProcessing", "single": [*items], "pair": [TEXT, special("</s>"), TEXT],
+        "special_tokens": known})  # fmt: skip
+
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def metaspace(**values: Any) -> Change:
+    step = {"type": "Metaspace", "replacement": "\u2581", **values}
+    return both(root(normalizer=None), cuts(step))
+
+
+def piece(text: str) -> Change:
+    return lambda it: it["model"]["vocab"].setdefault(text, len(it["model"]["vocab"]))
+
+
+def without_z(it: dict[str, Any]) -> None:
+    left = [piece for piece in it["model"]["vocab"] if "z" not in piece]
+    it["model"]["vocab"] = {piece: number for number, piece in enumerate(left)}
+    it["model"]["merges"] = [pair for pair in it["model"]["merges"] if "z" not in "".join(pair)]
+
+
+def repeated(it: dict[str, Any]) -> None:
+    it["model"]["merges"].append(it["model"]["merges"][0])
+
+
+def apart(it: dict[str, Any]) -> None:
+    """Move one of the merges of a piece that has several behind all others."""
+    merges = it["model"]["merges"]
+    joined = ["".join(pair) for pair in merges]
+    merges.append(merges.pop(next(n for n, piece in enumerate(joined) if joined.count(piece) > 1)))
+
+
+def nothing(it: dict[str, Any]) -> None:
+    del it
+
+
+SAME = {
+    "bytes": Case("gpt-2", nothing),
+    "pieces": Case("pieces", nothing),
+    "no steps of normalization": Case("gpt-2", normalizer()),
+    "offsets": Case("gpt-2", root(pre_tokenizer={**BYTES, "trim_offsets": False})),
+    "unknown token that is never needed": Case("gpt-2", model(unk_token="<s>")),
+    "missing byte": Case("gpt-2", without_z, witness=""),
+    "empty affixes": Case("gpt-2", model(continuing_subword_prefix="", end_of_word_suffix="")),
+    "merge twice": Case("gpt-2", repeated),
+    "added": Case("gpt-2", added("<x>")),
+    "added, normalized by nothing": Case("gpt-2", added("<x>", normalized=True)),
+    "added with a mark of a space": Case("gpt-2", added("<a\u2581b>", special=False)),
+    "added piece with a mark": Case("pieces", added("<a\u2581b>", special=False)),
+    "added with a space": Case("pieces", added("<a b>", special=False)),
+    "added within another": Case("gpt-2", added("<a>", "<a><b>", "<b>")),
+    "added runs": Case("gpt-2", added("\n\n", "\n\n\n", special=False)),
+    "begins": Case("gpt-2", template(special("<s>"), TEXT)),
+    "begins and ends": Case("gpt-2", template(special("<s>"), TEXT, special("</s>"))),
+    "ends": Case("gpt-2", template(TEXT, special("</s>"))),
+    "offsets of the post-processor": Case("gpt-2", root(post_processor={**BYTES, "trim_offsets": False})),
+    "truncation": Case("gpt-2", root(truncation={
+        "max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"})),
+    "decoder in a sequence": Case("gpt-2", root(decoder={"type": "Sequence", "decoders": [BYTES]})),
+    "clean_up": Case("gpt-2", nothing, settings={"clean_up_tokenization_spaces": True}),
+    "legacy": Case("gpt-2", nothing, settings={"legacy": False}),
+    "space before, last": Case("pieces", normalizer(SPACES, PREPEND)),
+    "metaspace": Case("pieces", metaspace(prepend_scheme="never", split=False)),
+    "metaspace after a space": Case("pieces", both(
+        metaspace(prepend_scheme="always", split=False), normalizer(PREPEND, SPACES))),
+    "split at nothing": Case("pieces", cuts(
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False})),
+    "no token for the unknown": Case("pieces", model(unk_token=None, fuse_unk=False)),
+}  # fmt: skip
+EVENTS = {
+    "NFC": Case("gpt-2", normalizer({"type": "NFC"}), "normalizer NFC", "e\u0301"),
+    "dropout": Case("gpt-2", model(dropout=1.0), "model.dropout", "the"),
+    "unknown bytes": Case("gpt-2", both(without_z, model(unk_token="<s>")), "model.unk_token", "zoo"),
+    "words": Case("gpt-2", added("<x>", single_word=True), "('<x>') single_word", "a<x>b"),
+    "spaces before": Case("gpt-2", added("<x>", lstrip=True), "('<x>') lstrip", "a <x>"),
+    "spaces after": Case("gpt-2", added("<x>", rstrip=True), "('<x>') rstrip", "<x> b"),
+    "normalized": Case("prefix", added("<x>", normalized=True), "('<x>') normalized", "a<x>"),
+    "normalized spaces": Case(
+        "pieces", added("<a\u2581b>", normalized=True, special=False), "normalized", "<a\u2581b>"),
+    "overlap": Case("gpt-2", added("ab", "bcd"), "'ab' and 'bcd' can overlap", "abcd"),
+    "pieces that are added": Case(
+        "pieces", both(piece("\u2581\u2581"), added("\u2581\u2581", special=False)), "hold \u2581", "\u2581\u2581"),
+    "two begin": Case("gpt-2", template(special("<s>"), special("</s>"), TEXT), "puts '<s>', '</s>' before", "a"),
+    "another begins": Case("gpt-2", template(special("</s>"), TEXT), "puts '</s>' before", "a"),
+    "another id": Case("gpt-2", template(special("<s>"), TEXT, **{"<s>": 5}), "puts '<s>' before", "a"),
+    "text twice": Case("gpt-2", template(TEXT, TEXT), "with the text 2 times", "a"),
+    "classifier": Case("gpt-2", root(post_processor={
+        "type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0]}), "post_processor BertProcessing", "a"),
+    "decoder": Case("gpt-2", root(decoder={"type": "Fuse"}), "decoder Fuse"),
+    "no decoder": Case("gpt-2", root(decoder=None), "decoder none"),
+    "decoder of pieces": Case("pieces", root(decoder={"type": "ByteFallback"}), "decoder ByteFallback"),
+    "space before": Case("gpt-2", nothing, "add_prefix_space", settings={"add_prefix_space": True}),
+    "special tokens as text": Case("gpt-2", nothing, "split_special", settings={"split_special_tokens": True}),
+    "begins by settings": Case("gpt-2", nothing, "add_bos_token = true", settings={"add_bos_token": True}),
+    "ends by settings": Case("pieces", nothing, "add_eos_token = true", settings={"add_eos_token": True}),
+    "does not begin by settings": Case(
+        "gpt-2", template(special("<s>"), TEXT), "add_bos_token = false", settings={"add_bos_token": False}),
+    "no end": Case("gpt-2", nothing, "no token that ends a text", settings={"eos_token": None}),
+    "metaspace first": Case("pieces", metaspace(prepend_scheme="first", split=False), '"first"', "a<s>b"),
+    "metaspace always": Case("pieces", metaspace(prepend_scheme="always", split=False), '"always"', " a"),
+    "ranks apart": Case("pieces", apart, "ranked apart"),
+    "ignore_merges": Case("pieces", model(ignore_merges=True), "model.ignore_merges"),
+}  # fmt: skip
+REFUSED = {
+    **{kind: Case("gpt-2", normalizer({"type": kind}), f"does {kind}")
+       for kind in ("NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")},
+    "a space before": Case("gpt-2", cuts({**BYTES, "add_prefix_space": True}), "a space before the text"),
+    "no words": Case("gpt-2", cuts({**BYTES, "use_regex": False}), "unknown pre-tokenizer: none"),
+    "no bytes": Case("qwen2", lambda it: it["pre_tokenizer"]["pretokenizers"].pop(), "no ByteLevel at the end"),
+    "bytes first": Case("qwen2", lambda it: it["pre_tokenizer"]["pretokenizers"].reverse(), "no ByteLevel at the end"),
+    "numbers": Case("gpt-2", cuts({"type": "Digits", "individual_digits": False}, BYTES), "a step 'Digits'"),
+    "punctuation": Case("gpt-2", cuts({"type": "Punctuation", "behavior": "Isolated"}, BYTES), "a step 'Punct"),
+    "words taken whole": Case("gpt-2", model(ignore_merges=True), "ignore_merges"),
+    "prefixes": Case("gpt-2", model(continuing_subword_prefix="##"), "model.continuing_subword_prefix"),
+    "suffixes": Case("gpt-2", model(end_of_word_suffix="</w>"), "model.end_of_word_suffix"),
+    "spaces stay": Case("pieces", root(normalizer=None), "no step writes spaces"),
+    "two spaces before": Case("pieces", normalizer(PREPEND, PREPEND, SPACES), "no step 'Prepend'"),
+    "pieces stripped": Case("pieces", normalizer({"type": "Strip"}, SPACES), "no step 'Strip'"),
+    "digits": Case("pieces", cuts({"type": "Digits", "individual_digits": True}), "no step 'Digits'"),
+    "a byte that is no piece": Case("pieces", lambda it: it["model"]["vocab"].pop("<0x41>"), "<0x41> first"),
+    "cut at spaces": Case(
+        "pieces", both(piece("a\u2581"), lambda it: it["model"]["merges"].append(["a", "\u2581"]),
+                       metaspace(split=True)), "Metaspace splits"),
+}  # fmt: skip
+
+
+def made(case: Case, place: Path) -> dict[str, Any]:
+    """Write the tokenizer of a case into a directory that may hold a model; return it."""
+    base = (
+        gguf_models.sentencepiece_tokenizer(prefix=case.base == "prefix")
+        if case.base in {"prefix", "pieces"}
+        else gguf_models.byte_level_tokenizer(case.base)
+    )
+    document: dict[str, Any] = json.loads(base.to_str())
+    case.change(document)
+    (place / "tokenizer.json").write_text(json.dumps(document))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", **case.settings}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    return document
+
+
+def written(case: Case, place: Path) -> Vocabulary:
+    made(case, place)
+    return vocabulary(place, ROWS, {})
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_changes_nothing_is_no_event(name: str, tmp_path: Path) -> None:
+    assert written(SAME[name], tmp_path).events == []
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_what_llama_cpp_does_otherwise_is_an_event(name: str, tmp_path: Path) -> None:
+    events = written(EVENTS[name], tmp_path).events
+    assert [event.kind for event in events] == ["tokenizer-differs"], events
+    assert EVENTS[name].event in events[0].detail
+    assert "llama.cpp" in events[0].detail or "keys" in events[0].detail
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_cut_ordinary_text_otherwise_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError) as refused:
+        written(REFUSED[name], tmp_path)
+    assert REFUSED[name].event in refused.value.message
+
+
+def test_what_is_accepted_by_name_is_an_event(tmp_path: Path) -> None:
+    made(Case("gpt-2", normalizer({"type": "Lowercase"})), tmp_path)
+    (event,) = vocabulary(tmp_path, ROWS, {}, "gpt-2").events
+    assert "normalizer Lowercase" in event.detail
+
+
+def test_ends_of_a_text_beyond_the_keys_are_an_event(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21]}')
+    found = written(SAME["bytes"], tmp_path)
+    assert [found.special[role] for role in ("eos", "eot", "eom")] == [1, 20, 21]
+    assert found.events == []
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20, 21, 22]}')
+    (event,) = written(SAME["bytes"], tmp_path).events
+    assert "keys for three tokens" in event.detail
+
+
+def test_the_family_whose_name_llama_cpp_knows_drops_spaces(tmp_path: Path) -> None:
+    names = ["<|endoftext|>", "<unk>", "<|end|>"]
+    case = Case("gpt-2", added(*names))
+    made(case, tmp_path)
+    assert vocabulary(tmp_path, ROWS, {}, name="tiny").events == []
+    (event,) = vocabulary(tmp_path, ROWS, {}, name="Phi-3-mini").events
+    assert "2 added token(s) ('</s>', '<|end|>') no rstrip: llama.cpp drops" in event.detail
+
+
+def test_added_tokens_have_the_ids_of_the_library(tmp_path: Path) -> None:
+    """Which reads no id of one that is no piece; two that it gives one id cannot be carried."""
+
+    def numbered(it: dict[str, Any]) -> None:
+        for number, text in ((900, "<x>"), (3, "<y>"), (7, "the"), (901, "<x>"), (5, "")):
+            added(text, id=number)(it)
+
+    document = made(Case("gpt-2", numbered), tmp_path)
+    library = Tokenizer.from_str(json.dumps(document))
+    found = {item["content"]: item["id"] for item in added_tokens(document)}
+    assert found == {
+        text: library.token_to_id(text) for text in ("<s>", "</s>", "<x>", "<y>", "the")
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        {**SAME, **{k: c for k, c in EVENTS.items() if c.witness}},
+        "bytes",
+        "added piece with a mark",
+        "overlap",
+    ),
+)
+def test_llama_cpp_agrees(name: str, models: Callable[..., Path], tmp_path: Path) -> None:
+    """Without an event on every text; where there is one, the witness is cut otherwise."""
+    pytest.importorskip("xllamacpp")
+    from quantforge.evaluation.llama_cpp import LlamaCpp
+
+    case = (SAME | EVENTS)[name]
+    place = tmp_path / "m"
+    place.mkdir()
+    for path in models("llama-tied", vocab_size=ROWS).iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    library = Tokenizer.from_str(json.dumps(made(case, place)))
+    library.no_truncation()
+    engine = LlamaCpp(export(place, tmp_path / "x.gguf", "F32"), 32)
+    if case.event:
+        assert library.encode(case.witness).ids != engine.tokenize(case.witness, special=True)
+        return
+    for text in (*TEXTS, "a<x> <a><b>\n\n\n\n\nb<a b><a\u2581b> zoo"):
+        assert library.encode(text).ids == engine.tokenize(text, special=True), text
