@@ -361,9 +361,10 @@ def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
     other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
     with pytest.raises(InputError, match=r"no added token \[IMG_BREAK\]"):
         projector_file(open_checkpoint(other), "x")
-    pieces = json.loads((model / "tokenizer.json").read_text())["model"]
-    pieces["vocab"]["[IMG_BREAK]"] = 320
-    other = changed(model, tmp_path / "n", "tokenizer.json", model=pieces)
+    other = changed(model, tmp_path / "n", "config.json")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["[IMG_BREAK]"] = 320
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InputError, match=r"embed_tokens\.weight: \[320, 64\], and row 320"):
         projector_file(open_checkpoint(other), "x")
     whole = changed(model, tmp_path / "o", "config.json", vision_feature_layer=-2)
