@@ -52,9 +52,12 @@ def draft_by_module(
     builder = _ModuleDraft(choices, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
+        odd = builder.choices.substitutions[:1]
         raise InputError(
-            "nothing would be quantized: every layer is kept",
-            "check --ignore, --rule and the recipe",
+            f"nothing would be quantized: every layer is kept{''.join(f'; {one.where}: {one.detail}' for one in odd)}",
+            "choose another --scheme, or --format compressed-tensors, which holds any number of columns"
+            if odd
+            else "check --ignore, --rule and the recipe",
         )
     if engine == "transformers":
         tensors = _turned(form, tensors)

@@ -9,6 +9,7 @@ refused, with the formats that would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -134,6 +135,9 @@ class LayerSchemes:
                 return Fitted(found, change, reason)
             reason = reason or fit.reason
         others = holders(form, matrix, self._model_dtype)
+        whole = self._whole(form, matrix)
+        if whole.verdict is Verdict.IMPOSSIBLE:  # whatever the shape
+            reason, others = whole.reason, others or holders(form, None, self._model_dtype)
         module = tensor.stored.name.removesuffix(".weight")
         raise RefusedError(
             f"{tensor.stored.name}: {form} does not fit {self._form.KEY}: {reason}",
@@ -184,11 +188,10 @@ class LayerSchemes:
             return None
         rows, columns = _matrix(tensor)
         fits = [fit for _, fit in self._near(form, (rows, columns))]
-        even = (-(-rows // WHOLE) * WHOLE, -(-columns // WHOLE) * WHOLE)
         scheme = form.weight.stored_as(self._scale)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
-            or self._check(scheme, form.input, even).verdict is Verdict.IMPOSSIBLE
+            or self._whole(form, (rows, columns)).verdict is Verdict.IMPOSSIBLE
         ):
             return None
         row = replace(scheme, granularity=Row())
@@ -196,6 +199,12 @@ class LayerSchemes:
         other = by_row and by_row.verdict is not Verdict.IMPOSSIBLE
         hint = f"; --scheme {row.grid}:{row.granularity}:{row.zero} holds it, with one scale for each row of all"
         return Fitted(None, f"{form.weight} -> kept", fits[0].reason + (hint if other else ""))
+
+    def _whole(self, form: LayerScheme, matrix: tuple[int, int]) -> Fit:
+        """Judge a scheme for the next larger shape that everything divides: what it says is not of the shape."""
+        step = math.lcm(WHOLE, _group(form.weight) or 1)
+        rows, columns = (-(-size // step) * step for size in matrix)
+        return self._check(form.weight.stored_as(self._scale), form.input, (rows, columns))
 
     def _near(self, form: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
         """Return the scheme and finer ones that a matrix may get, each with how it fits."""

@@ -189,6 +189,18 @@ def test_what_no_group_divides_forces_no_other_group_where_a_format_has_one(tmp_
         plan(model, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g128:sym"),))
 
 
+def test_a_refusal_says_what_is_in_the_way_whatever_the_columns(tmp_path):
+    odd = {"hidden_size": 1096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    model = headers.llama(tmp_path / "m", **odd, intermediate_size=1096)
+    with pytest.raises(RefusedError, match="the layout holds 4 bits") as refused:
+        plan(model, scheme="int8:g128:sym", format="awq")
+    assert "compressed-tensors or gptq" in refused.value.hint
+    with pytest.raises(InputError, match="1096 input columns are no multiple of 128") as refused:
+        plan(model, bits=4, format="awq")
+    assert "--format compressed-tensors" in refused.value.hint
+    assert schemes(plan(model, bits=4, format="gptq"), "up_proj") == {"int4:row:sym:f16"}
+
+
 def test_groups_that_were_asked_for_and_differ_are_refused_with_what_to_type(llama):
     with pytest.raises(RefusedError) as refused:
         plan(llama, bits=4, format="gptq", rules=(Rule("down_proj", "int4:g32:sym"),))
