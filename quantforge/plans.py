@@ -126,11 +126,24 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """Verdict on whether an engine loads the result, and why not."""
+    """Verdict on whether an engine loads the result, and why not.
+
+    Attributes:
+        engine: its name.
+        loads: None where it was not tried.
+        reason: why it does not load it, or was not tried; what is good to know where it loads it.
+        note: what is good to know if it loads it, of one that was not tried.
+    """
 
     engine: str
-    loads: bool
+    loads: bool | None
     reason: str = ""
+    note: str = ""
+
+    @property
+    def word(self) -> str:
+        """Return the verdict as tables show it."""
+        return "not tried" if self.loads is None else ("yes" if self.loads else "no")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class Architecture:
             one behind the other, that others hold in their place.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
+        unmapped: by ``model_type`` of the whole configuration, a regular expression of the beginnings of names that
+            are read here and that transformers does not look for: it would fill the parameters with random numbers.
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
         optional: regular expressions of declared canonical names that may be absent.
         foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
@@ -79,6 +81,7 @@ class Architecture:
     head: str
     final_norm: str
     prefixes: tuple[tuple[str, str], ...] = (("", ""),)
+    unmapped: Mapping[str, str] = field(default_factory=dict)
     droppable: tuple[str, ...] = (
         r".*rotary_emb\.inv_freq",
         r".*\.self_attn\.[kv]_scale",  # of a quantized KV cache, which this runtime does not read

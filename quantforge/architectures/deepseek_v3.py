@@ -135,6 +135,7 @@ ARCHITECTURE = replace(
         "rope_interleave": True,
     },
     gguf=LATENT_GGUF,
+    unmapped={"kimi_k2": ""},  # transformers has no such model_type
 )
 
 

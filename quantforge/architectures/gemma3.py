@@ -21,6 +21,7 @@ from quantforge.architectures.projector import (
     norm,
     not_carried,
 )
+from quantforge.architectures.tower_names import ALONE, WITHIN_TOWERS
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 ARCHITECTURE = replace(
@@ -28,6 +29,7 @@ ARCHITECTURE = replace(
     model_type="gemma3",
     kinds=(layer(gemma2.NORMS, HEAD_NORMS, *gemma2.MIXERS),),
     prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
+    unmapped={"gemma3": ALONE, "gemma3_text": WITHIN_TOWERS},
     foreign=(*gemma2.ARCHITECTURE.foreign, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     requires={"use_bidirectional_attention": False},
     defaults={

@@ -26,6 +26,7 @@ from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import experts_in_one
 from quantforge.architectures.sequence_state import keys_and_values
 from quantforge.architectures.shared_keys import COUNT
+from quantforge.architectures.tower_names import ALONE, WITHIN_TOWERS
 
 LAYERS = "quantforge.architectures.gemma4_layers"
 GRAPH = "quantforge.architectures.gemma4_graph"
@@ -126,6 +127,7 @@ ARCHITECTURE = Architecture(
     head="lm_head",
     final_norm="model.norm",
     prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
+    unmapped={"gemma4": rf"{ALONE}|language_model\.", "gemma4_text": WITHIN_TOWERS},
     # Published files hold what layers without keys and values of their own do not read.
     droppable=(
         r".*rotary_emb\.inv_freq",

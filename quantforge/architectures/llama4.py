@@ -25,7 +25,7 @@ from quantforge.architectures.mixtures import (
     shared_experts,
 )
 from quantforge.architectures.projector import Projector
-from quantforge.architectures.tower_names import beside_towers
+from quantforge.architectures.tower_names import ALONE, WITHIN, beside_towers
 from quantforge.errors import InputError
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
@@ -101,6 +101,10 @@ ARCHITECTURE = replace(
         (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
         (("language_model.", ""), ("model.language_model.", "model.")),
     ),
+    unmapped={
+        "llama4": rf"{ALONE}|{WITHIN}\.",
+        "llama4_text": rf"{WITHIN}\.",
+    },
     projector={"llama4": f"{__name__}.projector"},
 )
 

@@ -14,6 +14,8 @@ from quantforge.architectures import Architecture
 
 QWEN_TOWER = r"(model\.)?visual\..*"
 WITHIN = "model.language_model"
+ALONE = r"model\.(embed_tokens|layers|norm)\."  # names of a decoder alone, as `Architecture.unmapped` states them
+WITHIN_TOWERS = r"(model\.)?language_model\."  # names of one within a model that has towers
 
 
 def beside_towers(
@@ -34,6 +36,7 @@ def beside_towers(
         text,
         model_type=model_type,
         prefixes=(*text.prefixes, *prefixes),
+        unmapped={**text.unmapped, model_type: ALONE},
         foreign=(*text.foreign, *towers),
         text_config="text_config",
     )

@@ -136,7 +136,7 @@ def _show(console: Console, found: Allocated) -> None:
     console.text()
     console.table(
         ("engine", "loads", "why"),
-        [(v.engine, "yes" if v.loads else "no", v.reason) for v in found.engines],
+        [(v.engine, v.word, v.reason) for v in found.engines],
     )
     console.text()
     console.wrapped(_loaded(found))

@@ -135,7 +135,7 @@ def show(console: Console, plan: Plan, output: Path, took: Forecast | None, *, e
     console.text()
     console.table(
         ("engine", "loads", "why"),
-        [(v.engine, "yes" if v.loads else "no", v.reason) for v in plan.engines],
+        [(v.engine, v.word, v.reason) for v in plan.engines],
     )
 
 

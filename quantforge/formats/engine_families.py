@@ -10,18 +10,19 @@ it compares the projections of a mixture's first expert, and takes the others fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantforge.architectures import text_config
+from quantforge.architectures import Architecture, text_config
 from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.formats import About
 from quantforge.formats.engines import UNTRIED, Engine, verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
+TRANSFORMERS = "transformers"
 _JOINED = "its loader takes tensors that it joins or cuts for quantized ones, and finds none"
 _CONVERTED = f"{_JOINED}; --for transformers stores them as it runs them"
 _CUT = "it cannot cut tensors of its tower on loading beside packed layers, nor builds its rules for that"
@@ -53,6 +54,9 @@ _TURNED_ROWS = (
     "it reorders the rows of q and k of this family on loading, those of packed ones wrongly or not at all (vLLM: "
     "changes 34243, 34471 and 34997); --ignore '*self_attn*' leaves them as they are"
 )
+_UNDECLARED = "names of a family without declarations are not compared by a plan; verify --for transformers does"
+_UNMAPPED = "transformers is not known to look for {}; verify --for transformers compares all names"
+_OF_NAMES = frozenset({_CONVERTED, _CUT, _SPLIT, _UNROLLED})
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _STACK = re.compile(r"\bexperts\.[^\W\d]\w*$")
 _UNROLLED_FAMILIES = ("llama4", "llama4_text")
@@ -95,6 +99,8 @@ class ModelToLoad:
         kept: names of the tensors that stay as they are.
         unstacked: whether experts are stored one by one although the family publishes them in one tensor.
         running: whether tensors that transformers joins or cuts are stored as it runs them.
+        unmapped: why it is not known whether transformers finds its tensors by their names, as `unmapped` says.
+        compared: whether transformers' own loader was asked about names and shapes, so that the family says nothing.
         draft: the kind of draft heads that it is, "" for a model.
     """
 
@@ -106,6 +112,8 @@ class ModelToLoad:
     kept: tuple[str, ...] = ()
     unstacked: bool = False
     running: bool = False
+    unmapped: str = ""
+    compared: bool = False
     draft: str = ""
 
     @cached_property
@@ -145,8 +153,38 @@ class ModelToLoad:
         return any(len(found) > 1 for found in ways.values())
 
 
+def unmapped(
+    architecture: Architecture | None, config: Mapping[str, Any], names: Iterable[str]
+) -> str:
+    """Return why it is not known whether transformers finds tensors by their names, "" where it does.
+
+    Args:
+        architecture: the declarations, written or derived; None where there are none.
+        config: of the whole model.
+        names: of its tensors in files.
+    """
+    if architecture is None:
+        return _UNDECLARED
+    pattern = architecture.unmapped.get(str(config.get("model_type")))
+    if pattern is None or architecture.derived is not None:
+        return ""
+    lost = next((name for name in names if re.match(pattern, name)), "")
+    return _UNMAPPED.format(lost) if lost else ""
+
+
 def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return which engines load a model in a format, and why another would not."""
+    if about.one_file or model.draft or model.compared or not model.unmapped:
+        return _by_layers(about, model)
+    return tuple(
+        EngineVerdict(TRANSFORMERS, None, model.unmapped, verdict.reason)
+        if verdict.engine == TRANSFORMERS and verdict.loads
+        else verdict
+        for verdict in _by_layers(about, model)
+    )
+
+
+def _by_layers(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     found = verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
@@ -159,7 +197,7 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
 
 def reads_weights(*model_types: str) -> bool:
     """Return whether one of these is a family whose blocks take no packed linears."""
-    return any(HOW["transformers"].get(name) == _WEIGHT for name in model_types)
+    return any(HOW[TRANSFORMERS].get(name) == _WEIGHT for name in model_types)
 
 
 def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
@@ -211,7 +249,7 @@ def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
 def converts(config: Mapping[str, Any]) -> bool:
     """Return whether transformers joins or cuts tensors of a family, which it cannot do beside packed weights."""
     types = (text_config(config).get("model_type"), config.get("model_type"))
-    return any(HOW["transformers"].get(str(name)) == _CONVERTED for name in types)
+    return any(HOW[TRANSFORMERS].get(str(name)) == _CONVERTED for name in types)
 
 
 def _one_scheme(model: ModelToLoad) -> str:
@@ -232,6 +270,8 @@ def _family(engine: str, model: ModelToLoad, *, unrolls: bool) -> str:
     reasons = HOW.get(engine, {})
     family = next((name for name in model.model_types if name in reasons), "")
     if not family or (model.running and reasons[family] == _CONVERTED):
+        return ""
+    if model.compared and reasons[family] in _OF_NAMES:
         return ""
     if unrolls and not model.kept_stacks:
         return ""

@@ -149,7 +149,7 @@ def check(
     target = target_of(engine)
     wanted = f"--bits {either(target.wanted)}"
     for verdict in verdicts:
-        if verdict.engine == target.judged and not verdict.loads:
+        if verdict.engine == target.judged and verdict.loads is False:
             raise RefusedError(
                 f"{engine} does not load this in {key}: {verdict.reason}",
                 f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",

@@ -84,6 +84,31 @@ def class_of(
         if found is not None:
             return parsed, found
     parsed = _parsed(config)
+    return parsed, _named_class(config, parsed)
+
+
+def loaded_class(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Return the parsed configuration and the class of a ``config.json`` as a stock loader chooses them.
+
+    What transformers raises about values that it does not expect passes through.
+
+    Raises:
+        InputError: transformers does not know the ``model_type``, or not as a decoder.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"config.json: model_type {model_type!r} is unknown to transformers",
+            "remote code is never executed",
+        )
+    values = _clean(config)
+    values.pop("model_type")
+    parsed: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    return parsed, _named_class(config, parsed)
+
+
+def _named_class(config: Mapping[str, Any], parsed: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of the whole model: one that the configuration names, or else the first of its tables."""
     tables = (*_WHOLE, _TEXT) if "text_config" in config else (_TEXT, *_WHOLE)
     named = config.get("architectures")
     found = _class_in(tables, parsed, named if isinstance(named, list) else ())
@@ -92,7 +117,7 @@ def class_of(
             f"config.json: transformers has no decoder for model_type {config.get('model_type')!r}",
             "models that write text are quantized",
         )
-    return parsed, found
+    return found
 
 
 def _tower(config: Mapping[str, Any]) -> dict[str, Any]:

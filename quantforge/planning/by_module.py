@@ -16,7 +16,7 @@ from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
-from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
 from quantforge.formats.storage import turned_of
 from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
@@ -77,6 +77,9 @@ def draft_by_module(
         embedding=builder.rounds_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
+        unmapped=unmapped(
+            family, checkpoint.config, (item.stored.name for item in matched.tensors)
+        ),
         draft=matched.draft,
     )
     return Draft(

@@ -50,11 +50,11 @@ def least_bits(
     """
     known = format_of(key).ABOUT.engines
     found = {}
-    for engine in (one.engine for one in final.plan.engines if not one.loads):
+    for engine in (one.engine for one in final.plan.engines if one.loads is False):
         taken = [
             name
             for name, alone in plans.items()
-            if any(one.engine == engine and one.loads for one in alone.plan.engines)
+            if any(one.engine == engine and one.loads is not False for one in alone.plan.engines)
         ]
         if key in candidates(engine) and not known[engine].mixture and len(taken) > 1:
             found[engine] = min(bits[name] for name in taken)

@@ -30,7 +30,7 @@ from quantforge.formats import (
 from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS
 from quantforge.formats.convert import of_input
-from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.one_group import named, split_group
 from quantforge.grids import PerGroup
@@ -39,6 +39,7 @@ from quantforge.planning.by_module import files_of
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
 from quantforge.planning.heads_alone import check_alone
+from quantforge.planning.loader_form import names_settled
 from quantforge.planning.notes import facts
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
@@ -131,6 +132,8 @@ def plan_export(
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
     engines = judged(target.ABOUT, _loaded(checkpoint, modules))
+    draft = names_settled(recipe.engine, checkpoint, replace(draft, engines=engines))
+    engines = draft.engines
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     place = str(checkpoint.path)
     said = targets.check(recipe.engine, served, draft.tensors, engines, recipe.format, place)
@@ -202,6 +205,7 @@ def _loaded(
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
+        unmapped=unmapped(family, checkpoint.config, checkpoint.entries),
         draft=_draft(checkpoint),
     )
 

@@ -67,11 +67,13 @@ def chosen_embedding(
     quantized = any(item.scheme for item in draft.tensors)
     if part <= LARGE or wanted.embedding or matched.draft or not quantized:
         return wanted.embedding, (told,)
-    loaded = {verdict.engine for verdict in draft.engines if verdict.loads}
+    loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
     narrow = wanted.bits is not None and wanted.bits <= NARROW
     lost: tuple[str, str] | None = None
     for scheme, lean in _smaller(form, draft, drafted):
-        missing = loaded - {verdict.engine for verdict in lean.engines if verdict.loads}
+        missing = loaded - {
+            verdict.engine for verdict in lean.engines if verdict.loads is not False
+        }
         saved = f"{draft.output_bytes - lean.output_bytes:,} bytes less"
         if missing:
             which = ", ".join(sorted(missing))

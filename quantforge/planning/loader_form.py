@@ -1,10 +1,19 @@
-"""View of a source in the form that a named engine loads, where it does not load that of its files."""
+"""A source, and the names of its result, as the loader of a named engine takes them.
+
+The only such loader is that of transformers. It is asked where the engine is named, with torch; what a plan without an
+engine cannot tell from declarations is left open, for the publication of the result.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.formats.engine_families import converts
+from quantforge.formats.decoded import plain_config
+from quantforge.formats.engine_families import TRANSFORMERS, converts
 from quantforge.planning.drafting import draft_of
+from quantforge.plans import Draft
 
 
 def as_loaded(checkpoint: Checkpoint, key: str, engine: str | None) -> Checkpoint:
@@ -17,8 +26,25 @@ def as_loaded(checkpoint: Checkpoint, key: str, engine: str | None) -> Checkpoin
 
     Errors as `running_form`.
     """
-    if engine != "transformers" or draft_of(key) is not None or not converts(checkpoint.config):
+    if engine != TRANSFORMERS or draft_of(key) is not None or not converts(checkpoint.config):
         return checkpoint
     from quantforge.model.running_form import running_form  # torch, which planning does without
 
     return running_form(checkpoint)
+
+
+def names_settled(engine: str | None, checkpoint: Checkpoint, draft: Draft) -> Draft:
+    """Return a draft whose verdict on a named engine is settled by the names of its tensors.
+
+    Args:
+        engine: that has to load the result, None where none is named.
+        checkpoint: the source.
+        draft: with verdicts.
+    """
+    if engine != TRANSFORMERS or all(verdict.loads is not None for verdict in draft.engines):
+        return draft
+    from quantforge.model.transformers_loading import settled  # torch, which planning does without
+
+    config = plain_config(checkpoint)
+    config = untied(config) if draft.untie else config
+    return replace(draft, engines=settled(draft.engines, config, draft.tensors))

@@ -28,6 +28,7 @@ from quantforge.planning.effort import Asked, Dials, spent
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.guidance import disk_bytes, guide_notes
 from quantforge.planning.heads_alone import check_alone
+from quantforge.planning.loader_form import names_settled
 from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
@@ -110,6 +111,7 @@ def make_plan(
     sizes = (dials.awq.rows, needs, in_memory, workers, dials.guide or 0, dials.tune or 0)
     run = RunSizes(dials.calibration, asked.words, *sizes, source_transforms(recipe.method))
     name = str(checkpoint.path)
+    draft = names_settled(recipe.engine, checkpoint, draft)
     told = targets.check(recipe.engine, served, draft.tensors, draft.engines, recipe.format, name)
     own = (*chosen, *effort, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
     plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)

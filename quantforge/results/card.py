@@ -138,7 +138,7 @@ def _source_bytes(document: Mapping[str, Any]) -> int:
 def _engines(plan: Plan) -> Iterator[str]:
     yield from ("| engine | loads | |", "|---|---|---|")
     for verdict in plan.engines:
-        yield f"| {verdict.engine} | {'yes' if verdict.loads else 'no'} | {cell(verdict.reason)} |"
+        yield f"| {verdict.engine} | {verdict.word} | {cell(verdict.reason)} |"
 
 
 def loading(plan: Plan, place: str, *, chat: bool) -> str:

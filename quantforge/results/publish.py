@@ -133,8 +133,10 @@ def publish(
     if plan.untie:
         config = untied(config)
     from quantforge.model.running_names import running_names  # torch, which planning does without
+    from quantforge.model.transformers_loading import settled
 
-    plan = replace(plan, running=running_names(plan, config))
+    engines = settled(plan.engines, config, plan.tensors)
+    plan = replace(plan, running=running_names(plan, config), engines=engines)
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)
     if len(files) > 1:

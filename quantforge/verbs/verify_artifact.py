@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.formats.engine_families import TRANSFORMERS
 from quantforge.formats.targets import target_of
+from quantforge.model import lean_imports as lean
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -55,8 +57,8 @@ def verify(
     original = resolve(str(source), offline) if source else None
     check_device(device)  # with torch, which takes seconds
     merged, public = (Path(one) if one else None for one in (adapter, key))
-    if engine is not None:
-        target_of(engine)
+    if engine is not None and target_of(engine).judged == TRANSFORMERS:
+        lean.forbid()  # its quantizers ask for packages that we never use
     if public is not None:
         FILES.read(public, KEY, None)
     from quantforge.verification.verify import VerificationOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from quantforge.errors import InputError
 from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_modules import declared
-from quantforge.formats.engine_families import ModelToLoad, judged
+from quantforge.formats.decoded import decoded
+from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, judged
 from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
+from quantforge.model.transformers_loading import Loading, compare
 from quantforge.verification.artifact import Artifact
 from quantforge.verification.findings import Report
 from quantforge_files.roles import TOKENIZER
@@ -175,11 +178,38 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
+    """Check that an engine loads the artifact: by the rules of its format; of transformers, by its own loader too."""
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
+    about, target, model = artifact.form.ABOUT, target_of(engine), _model_of(artifact)
+    loading = Loading()
+    if target.judged == TRANSFORMERS and not (about.one_file or model.draft):
+        loading = _loading(artifact)
+        model = replace(model, compared=not loading.untried)
+    verdicts = {item.engine: item for item in judged(about, model)}
+    found = verdicts.get(engine) or verdicts[target.judged]
+    refused = found.reason if found.loads is False else ""
+    if refused or loading.obstacle:
+        report.add("engine", engine, "; ".join(filter(None, (loading.obstacle, refused))))
+    elif loading.untried:
+        report.skip(f"not tried: {loading.untried}", "engine")
+
+
+def _loading(artifact: Artifact) -> Loading:
+    """Return what transformers' own loader makes of the names and shapes of an artifact."""
+    checkpoint = artifact.checkpoint
+    return compare(
+        checkpoint.config,
+        [entry.stored() for entry in checkpoint.entries.values()],
+        checkpoint.read,
+        lambda: [entry.stored() for entry in decoded(checkpoint).entries.values()],
+    )
+
+
+def _model_of(artifact: Artifact) -> ModelToLoad:
     matched, config = artifact.matched, artifact.checkpoint.config
-    model = ModelToLoad(
+    return ModelToLoad(
         {module: (item.scheme, item.shape) for module, item in artifact.layouts.items()},
         (matched.model_type, str(config.get("model_type"))),
         transposed=matched.architecture is not None and matched.architecture.transposed,
@@ -194,10 +224,6 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         running=artifact.running,
         draft=matched.draft,
     )
-    verdicts = {item.engine: item for item in judged(artifact.form.ABOUT, model)}
-    found = verdicts.get(engine) or verdicts[target_of(engine).judged]
-    if not found.loads:
-        report.add("engine", engine, found.reason)
 
 
 def _counted(names: list[str]) -> str:

@@ -1,0 +1,255 @@
+"""Whether transformers finds every parameter of a model in its files: its own loader, run on tensors without memory.
+
+`compare` takes the steps of ``from_pretrained``: the class that the configuration names, its modules replaced by the
+quantizer of ``quantization_config``, names changed by transformers' rules, tensors joined and cut by its converters.
+Only headers are read. Code that lies beside a model never runs, and the hub is never asked.
+
+A quantizer whose library is not installed leaves the rest of the question: the same model with its weights decoded.
+Where these do not fit, neither do packed ones; where they do, nothing is known.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import text_config
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.errors import InputError
+from quantforge.model.model_class import loaded_class
+from quantforge.plans import Action, EngineVerdict, StoredTensor, TensorPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SHOWN = 3  # names in a sentence
+_NOWHERE = torch.device("meta")
+# Small tensors of which loaders read the values, to know how to read the others: bitsandbytes' description of a matrix.
+_READ = re.compile(r"\.quant_state\.bitsandbytes__")
+_NO_MEMORY = re.compile(r"\bmeta\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What transformers makes of the tensors of some files.
+
+    Attributes:
+        missing: parameters that no tensor fills, so that they would be random.
+        mismatched: parameters whose tensor has another shape, each with both shapes.
+        failed: parameters whose tensors cannot be joined, cut or unpacked.
+        fault: what transformers raises when all of them are there.
+        untried: why it was not tried, "" where it was.
+    """
+
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    fault: str = ""
+    untried: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether nothing is known to be in the way."""
+        return not self.obstacle
+
+    @property
+    def obstacle(self) -> str:
+        """Return what is in the way, as a sentence; "" where nothing is known to be."""
+        found = (
+            ("{} parameter(s) are in no file and would be random", self.missing),
+            ("{} parameter(s) have another shape in the files", self.mismatched),
+            ("the tensors of {} parameter(s) cannot be converted", self.failed),
+        )
+        said = [f"{text.format(len(names))}: {_some(names)}" for text, names in found if names]
+        return "; ".join([*said, *filter(None, [self.fault])])
+
+
+def compare(
+    config: Mapping[str, Any],
+    stored: Iterable[StoredTensor],
+    read: Callable[[str], Tensor],
+    decoded: Callable[[], Iterable[StoredTensor]],
+) -> Loading:
+    """Compare the tensors of a model's files with the parameters that transformers would fill.
+
+    Args:
+        config: ``config.json``.
+        stored: headers of all tensors.
+        read: returns the values of a stored tensor by name.
+        decoded: returns the headers of the same model with its quantized weights decoded.
+    """
+    stored = tuple(stored)
+    quantized = _quantization(config)
+    found = _compared(config, stored, read, quantized)
+    if not found.untried or not quantized:
+        return found
+    try:
+        plain = compare_plain(config, decoded())
+    except InputError:  # the format's reader says so itself
+        return found
+    # Stacks of experts, whose names end otherwise, a quantizer may take apart.
+    lost = tuple(name for name in plain.missing if name.endswith(".weight"))
+    return Loading(lost, plain.mismatched) if lost or plain.mismatched else found
+
+
+def compare_plain(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Loading:
+    """Compare tensors as `compare`, as if none of them were quantized."""
+    return _compared(config, tuple(stored), _unread, None)
+
+
+def settled(
+    verdicts: tuple[EngineVerdict, ...], config: Mapping[str, Any], tensors: Iterable[TensorPlan]
+) -> tuple[EngineVerdict, ...]:
+    """Return verdicts, with one that a plan has left open settled by the names and shapes of its tensors.
+
+    Args:
+        verdicts: of the plan.
+        config: of the result, without what it says of quantization.
+        tensors: of the plan.
+    """
+    if all(verdict.loads is not None for verdict in verdicts):
+        return verdicts
+    kept = (item for item in tensors if item.action in {Action.KEEP, Action.QUANTIZE})
+    found = compare_plain(
+        config, [StoredTensor(item.name, item.dtype, item.shape) for item in kept]
+    )
+    return tuple(_settled(one, found) if one.loads is None else one for one in verdicts)
+
+
+def _settled(verdict: EngineVerdict, found: Loading) -> EngineVerdict:
+    if found.untried:
+        return replace(verdict, reason=found.untried)
+    return EngineVerdict(verdict.engine, not found.obstacle, found.obstacle or verdict.note)
+
+
+def _unread(name: str) -> Tensor:
+    raise InputError(f"{name}: its values describe a quantized matrix", "", tensor=name)
+
+
+def _compared(
+    config: Mapping[str, Any],
+    stored: tuple[StoredTensor, ...],
+    read: Callable[[str], Tensor],
+    quantized: Any,
+) -> Loading:
+    try:
+        parsed, kind = loaded_class(config)
+        with _quiet():
+            return _loaded(
+                parsed, kind, quantized, {item.name: _tensor(item, read) for item in stored}
+            )
+    except InputError as error:
+        return Loading(untried=error.message)
+    except Exception as error:  # whatever constructors, quantizers and their libraries raise
+        said = " ".join(str(error).split())
+        return Loading(untried=f"transformers: {said or type(error).__name__}"[:300])
+
+
+def _loaded(
+    parsed: PreTrainedConfig, kind: type[PreTrainedModel], quantized: Any, tensors: dict[str, Any]
+) -> Loading:
+    """Take the steps of ``from_pretrained`` that decide which tensor fills which parameter."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import ContextManagers
+
+    places: Any = {"": _NOWHERE}
+    quantizer: Any = None
+    if quantized:
+        from transformers.quantizers.auto import get_hf_quantizer
+
+        parsed.quantization_config = quantized
+        quantizer, parsed, places = get_hf_quantizer(parsed, None, places, True, {})
+    dtype = torch.bfloat16
+    with ContextManagers(kind.get_init_context(dtype, quantizer is not None, False, False)):
+        model: Any = kind(parsed)
+        if quantizer is not None:
+            quantizer.preprocess_model(
+                model=model, dtype=dtype, device_map=places, checkpoint_files=[], use_kernels=False
+            )
+    settings = LoadStateDictConfig(
+        device_map=places,
+        dtype=dtype,
+        hf_quantizer=quantizer,
+        weight_mapping=get_model_conversion_mapping(model, None, quantizer),
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
+    model.mark_tied_weights_as_initialized(info)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    if not info.missing_and_mismatched() and not info.conversion_errors:
+        model._move_missing_keys_from_meta_to_device(set(), places, None, quantizer)
+        try:
+            model._initialize_missing_keys(quantizer is not None)
+        except AttributeError as error:  # code of a family that reads the weights of packed layers
+            return Loading(fault=f"transformers fails at it: {error}")
+    failed = dict(info.conversion_errors)
+    for name, said in failed.items():
+        if _NO_MEMORY.search(said):
+            return Loading(untried=f"transformers converts {name} by its values")
+    return Loading(
+        tuple(sorted(set(info.missing_keys) - failed.keys())),
+        tuple(
+            f"{name} {list(own)} instead of {list(wanted)}"
+            for name, own, wanted in sorted(info.mismatched_keys)
+        ),
+        tuple(sorted(failed)),
+    )
+
+
+def _quantization(config: Mapping[str, Any]) -> Any:
+    """Return a copy of what a configuration says of quantization, None where it says nothing."""
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+class _Held:
+    """Values in the place of a tensor, which stay where they are."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def __getitem__(self, _: object) -> _Held:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
+
+    def to(self, **_: object) -> Tensor:
+        return self._value
+
+
+def _tensor(stored: StoredTensor, read: Callable[[str], Tensor]) -> Any:
+    if _READ.search(stored.name):
+        return _Held(read(stored.name))
+    return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=_NOWHERE)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let neither progress bars nor warnings through, nor anybody ask the hub."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    before, level = constants.HF_HUB_OFFLINE, logging.get_verbosity()
+    with ExitStack() as stack:
+        stack.callback(setattr, constants, "HF_HUB_OFFLINE", before)
+        stack.callback(logging.set_verbosity, level)
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        constants.HF_HUB_OFFLINE = True
+        logging.set_verbosity(logging.CRITICAL)
+        yield
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
