@@ -124,7 +124,7 @@ def options_for(family: Family) -> dict[str, Any]:
     named = {**OPTIONS, "engine": "transformers"}
     try:
         plan = quantforge.plan(str(family.source), method="rtn", **OPTIONS)
-        if not next(v for v in plan.engines if v.engine == "transformers").loads:
+        if next(v for v in plan.engines if v.engine == "transformers").loads is False:
             quantforge.plan(str(family.source), method="rtn", **named)
             return named
     except QuantForgeError:  # what is refused is said by the steps
@@ -166,7 +166,7 @@ def same_logits(family: Family) -> str:
         v for v in quantforge.plan(str(family.source), method="rtn", **family.options).engines
         if v.engine == "transformers"
     )  # fmt: skip
-    theirs = _stock(family, family.place / "rtn") if says.loads else None
+    theirs = _stock(family, family.place / "rtn") if says.loads is not False else None
     if theirs is None:
         raise UnloadedError(says.reason[:200])
     if isinstance(theirs, str):

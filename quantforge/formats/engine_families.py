@@ -1,6 +1,8 @@
 """Engines and families: which engine loads a quantized model, by its layers, by its family, by how that stores them.
 
-`HOW` is the one list of families whose artifacts are known not to load, until loaders and writers agree about them.
+`HOW` is the one list of families whose artifacts are known not to load: what a plan says, which runs no loader.
+`verify --for transformers` runs its loader on headers (`quantforge.model.transformers_loading`), and takes its word for
+names and shapes. A plan leaves open whether transformers finds tensors under names that it is not known to look for.
 Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
 layers left random. A format of one file is not meant: it has names of its own for every tensor. Experts that are stored
 one by one load in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes. vLLM 0.32:
@@ -77,9 +79,10 @@ HOW: Mapping[str, Mapping[str, str]] = {
         "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
         "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
         "ernie4_5_vl_moe": _SPLIT, "ernie4_5_vl_moe_text": _SPLIT,
-        **dict.fromkeys(_UNROLLED_FAMILIES, _UNROLLED), "mistral_large4": _UNROLLED,
-        "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT, "mamba": _WEIGHT, "mamba2": _WEIGHT,
-        "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
+        **dict.fromkeys(_UNROLLED_FAMILIES, _UNROLLED),
+        "blt": _WEIGHT, "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT,
+        "mamba": _WEIGHT, "mamba2": _WEIGHT,
+        "kosmos-2": _WEIGHT, "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
         "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
         "longcat_flash": _TYPES,
     },
@@ -177,11 +180,14 @@ def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     if about.one_file or model.draft or model.compared or not model.unmapped:
         return _by_layers(about, model)
     return tuple(
-        EngineVerdict(TRANSFORMERS, None, model.unmapped, verdict.reason)
-        if verdict.engine == TRANSFORMERS and verdict.loads
-        else verdict
+        _left_open(verdict, model) if verdict.engine == TRANSFORMERS and verdict.loads else verdict
         for verdict in _by_layers(about, model)
     )
+
+
+def _left_open(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
+    said = "; ".join(filter(None, (model.unmapped, verdict.reason)))
+    return EngineVerdict(verdict.engine, None, said, verdict.reason)
 
 
 def _by_layers(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:

@@ -88,7 +88,7 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
     """
     model_type = config.get("model_type")
-    _check_counts(config)
+    check_counts(config)
     try:
         parsed, kind = class_of(config, whole=whole)
         with _EmptyOnMeta(config):
@@ -109,11 +109,15 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse a number of layers or experts that no model has: a module would be made for each of them."""
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse a number of layers or experts that no model has: a module would be made for each of them.
+
+    Raises:
+        InputError: the key and its value.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
-            _check_counts(value)
+            check_counts(value)
         elif type(value) is int and value > MOST and _counts(key):
             raise InputError(
                 f"config.json: {key} = {value}", "compare it with the model's publication"

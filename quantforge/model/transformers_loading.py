@@ -24,6 +24,7 @@ from quantforge.architectures import text_config
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import InputError
 from quantforge.model.model_class import loaded_class
+from quantforge.model.skeleton import check_counts
 from quantforge.plans import Action, EngineVerdict, StoredTensor, TensorPlan
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def _compared(
     quantized: Any,
 ) -> Loading:
     try:
+        check_counts(config)
         parsed, kind = loaded_class(config)
         with _quiet():
             return _loaded(

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import RefusedError
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.engine_families import TRANSFORMERS, converts
 from quantforge.planning.drafting import draft_of
@@ -40,6 +41,9 @@ def names_settled(engine: str | None, checkpoint: Checkpoint, draft: Draft) -> D
         engine: that has to load the result, None where none is named.
         checkpoint: the source.
         draft: with verdicts.
+
+    Raises:
+        RefusedError: transformers would not find its tensors.
     """
     if engine != TRANSFORMERS or all(verdict.loads is not None for verdict in draft.engines):
         return draft
@@ -47,4 +51,11 @@ def names_settled(engine: str | None, checkpoint: Checkpoint, draft: Draft) -> D
 
     config = plain_config(checkpoint)
     config = untied(config) if draft.untie else config
-    return replace(draft, engines=settled(draft.engines, config, draft.tensors))
+    engines = settled(draft.engines, config, draft.tensors)
+    for verdict in engines:
+        if verdict.engine == engine and verdict.loads is False:
+            raise RefusedError(
+                f"{engine} does not load this: {verdict.reason}",
+                f"name the tensors as {engine} saves this family, or drop --for {engine}",
+            )
+    return replace(draft, engines=engines)

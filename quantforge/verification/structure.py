@@ -182,13 +182,13 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
-    about, target, model = artifact.form.ABOUT, target_of(engine), _model_of(artifact)
+    about, model = artifact.form.ABOUT, _model_of(artifact)
+    of = engine if engine in about.engines else target_of(engine).judged
     loading = Loading()
-    if target.judged == TRANSFORMERS and not (about.one_file or model.draft):
+    if of == TRANSFORMERS and not (about.one_file or model.draft):
         loading = _loading(artifact)
         model = replace(model, compared=not loading.untried)
-    verdicts = {item.engine: item for item in judged(about, model)}
-    found = verdicts.get(engine) or verdicts[target.judged]
+    found = next(item for item in judged(about, model) if item.engine == of)
     refused = found.reason if found.loads is False else ""
     if refused or loading.obstacle:
         report.add("engine", engine, "; ".join(filter(None, (loading.obstacle, refused))))

@@ -206,7 +206,7 @@ CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
             "quantforge.http_api.application", "quantforge.http_api.engine_thread",  # one request, one step
             "quantforge.verification.beside.tokenizer_tree", "quantforge_calibration.tokenizer",
             "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
-            "quantforge_calibration.readers"}  # fmt: skip
+            "quantforge_calibration.readers", "quantforge.model.transformers_loading"}  # fmt: skip
 
 
 def test_only_boundaries_to_foreign_code_catch_everything():

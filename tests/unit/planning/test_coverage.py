@@ -228,7 +228,7 @@ def test_a_rule_for_what_is_never_rounded_is_no_secret(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["mistral_large4", "longcat_flash", "qianfan_ocr"])
+@pytest.mark.parametrize("family", ["ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr"])
 def test_families_that_do_not_load_are_refused_for_that_engine(family, tmp_path, capsys):
     model = made(tmp_path / "m", PER_EXPERT, family, num_experts=EXPERTS)
     verdicts = {verdict.engine: verdict for verdict in planned(model).engines}
@@ -246,7 +246,7 @@ def test_blocks_that_read_weights_themselves_are_decoded_on_loading_by_one_schem
         return {v.engine: v for v in planned(model, **options).engines}["transformers"]
 
     alone = said()
-    assert (alone.loads, "no memory is saved" in alone.reason) == (True, True)
+    assert (alone.loads, "no memory is saved" in alone.reason) == (None, True)
     mixed = said(
         rules=(Rule("*q_proj", "int8:row"), Rule("k_proj", "int8:row"), Rule("v_proj", "int8:row"))
     )
@@ -269,7 +269,7 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     plan = verbs.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
-    assert (verdict.loads, "joins" in verdict.reason) == (loads, not loads)
+    assert (verdict.loads is not False, "joins" in verdict.reason) == (loads, not loads)
 
 
 @pytest.mark.parametrize(("family", "config"), [
