@@ -75,37 +75,50 @@ def choose(
         SourceError: a template is not text, an entry of a list lacks its name or text, or a processor would refuse the
             combination.
     """
-    layouts: dict[str, dict[str, str]] = {}
-    notes: list[str] = []
-    for name in sorted(files, key=lambda name: (name != FILE, name)):
-        if not is_template(name) and name not in LAYOUTS:
+    taken: dict[str, str] = {}
+    place, notes = "", []
+    for layout in _LAYOUTS_OF_PROCESSORS if processor else LAYOUTS:
+        try:
+            named, said = _layout(layout, files, model)
+        except SourceError as error:
+            if not taken:
+                raise
+            notes.append(f"{error.message}; it is not used: transformers takes {_shown(place)}")
             continue
-        layout = layouts.setdefault(FILE if is_template(name) else name, {})
-        for called, text in stated(name, files[name], f"{model}/{name}"):
-            if layout.get(called, text) != text:
-                notes.append(
-                    f"{name}: another template {called!r} than before: the last one is used"
-                )
-            layout[called] = text
-    order = _LAYOUTS_OF_PROCESSORS if processor else LAYOUTS
-    there = [(place, layouts[place]) for place in order if layouts.get(place)]
-    if not there:
-        return TemplateSet({})
-    place, taken = there[0]
+        differ = sorted(name for name, text in named.items() if not _same(taken.get(name), text))
+        if not taken and named:
+            taken, place = named, layout
+            notes += said
+        elif differ:
+            notes.append(
+                f"{layout}: its chat template {', '.join(differ)} is not used: transformers takes {_shown(place)}"
+            )
     if processor and place == OLDER_FILE and any(is_template(n) and n != FILE for n in files):
         raise SourceError(
             f"{model}: {OLDER_FILE} and {FOLDER}/ contradict each other: transformers' processors refuse them",
             f"rename the template of {OLDER_FILE} to {FILE}",
         )
-    for other, named in there[1:]:
-        differ = sorted(name for name, text in named.items() if not _same(taken.get(name), text))
-        if differ:
-            notes.append(
-                f"{other}: its chat template {', '.join(differ)} is not used: transformers takes {_shown(place)}"
-            )
     if processor and DEFAULT in taken:
         taken = {DEFAULT: taken[DEFAULT]}
     return TemplateSet(taken, place, tuple(notes))
+
+
+def _layout(
+    layout: str, files: Mapping[str, bytes], model: Path | str
+) -> tuple[dict[str, str], list[str]]:
+    """Return the templates of one layout by name, and notes where two of them have one name; errors as `stated`."""
+    named: dict[str, str] = {}
+    notes = []
+    for name in sorted(files, key=lambda name: (name != FILE, name)):
+        if name != layout and not (layout == FILE and is_template(name)):
+            continue
+        for called, text in stated(name, files[name], f"{model}/{name}"):
+            if named.get(called, text) != text:
+                notes.append(
+                    f"{name}: another template {called!r} than before: the last one is used"
+                )
+            named[called] = text
+    return named, notes
 
 
 def is_template(name: str) -> bool:

@@ -75,6 +75,8 @@ def inspect(
     console.text()
     rows2 = [(name, str(count)) for name, count in sorted(found.schemes.items())]
     console.table(("scheme or type", "tensors"), rows2)
+    if found.chat_templates:
+        console.text(f"chat templates: {', '.join(found.chat_templates)}")
     for key, value in found.provenance.items():
         if said := _said(key, value):
             console.text(f"{key.replace('_counts', 's')}: {said}")

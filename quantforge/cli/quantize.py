@@ -109,6 +109,7 @@ def quantize(
 
 def report(console: Console, outcome: Outcome, model: str, seconds: float, taker: str = "") -> None:
     """Say what was made of a model, as it was typed, and what to do next; ``taker`` took weight files."""
+    from quantforge.formats.gguf.special import TEMPLATE_NOTE
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD
@@ -150,7 +151,7 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float, taker
         )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if of_engine(note) or note.startswith(TOLD) or is_change(note):
+        if of_engine(note) or note.startswith((TOLD, TEMPLATE_NOTE)) or is_change(note):
             console.note(placed(note, out))
     for note in plan.left_behind:
         console.note(note)

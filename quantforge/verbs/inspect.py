@@ -20,7 +20,8 @@ from quantforge.formats import detect
 from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
-from quantforge.formats.gguf.source import headers_alone
+from quantforge.formats.gguf.source import GgufCheckpoint, headers_alone
+from quantforge.formats.gguf.tokenizer_files import template_files
 from quantforge.formats.matching import match_headers
 from quantforge.formats.opening import open_model
 from quantforge.planning.notes import facts
@@ -28,6 +29,8 @@ from quantforge.plans import DTYPE_BITS, HeldTensor
 from quantforge.results import manifest
 from quantforge.results.source_changes import stated_adapters, stated_experts
 from quantforge.verbs.given_options import checks_options
+from quantforge_calibration.chat_templates import TemplateSet, choose, read_templates
+from quantforge_calibration.source_error import SourceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Inspected:
         quantized_bytes, quantized_weights: of the quantized layers alone.
         provenance: what the manifest says, if there is one, or that it is damaged.
         tensors: every tensor, with the type and the shape in elements that its file states.
-        notes: what became of a declared quantization that is left over, or in an unusual place.
+        notes: what became of a declared quantization that is left over, or in an unusual place; chat templates that
+            are not used or cannot be read.
+        chat_templates: the names of those that transformers takes.
     """
 
     path: Path
@@ -57,6 +62,7 @@ class Inspected:
     provenance: dict[str, Any]
     tensors: tuple[HeldTensor, ...]
     notes: tuple[str, ...] = ()
+    chat_templates: tuple[str, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -87,6 +93,7 @@ class Inspected:
             "bits_per_quantized_weight": self.bits_per_quantized_weight,
             "provenance": self.provenance,
             "notes": list(self.notes),
+            "chat_templates": list(self.chat_templates),
             "tensors": [
                 {"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes}
                 for t in self.tensors
@@ -126,7 +133,18 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     model_type = type_of(checkpoint.config)
     key, layers = _understood(checkpoint)
     found = _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
-    return replace(found, notes=facts(checkpoint))
+    templates = _chat_templates(checkpoint)
+    notes = (*facts(checkpoint), *templates.notes)
+    return replace(found, notes=notes, chat_templates=tuple(templates.named))
+
+
+def _chat_templates(checkpoint: Checkpoint) -> TemplateSet:
+    try:
+        if isinstance(checkpoint, GgufCheckpoint):
+            return choose(template_files(checkpoint.file), checkpoint.path)
+        return read_templates(checkpoint.path)
+    except (InputError, SourceError) as error:
+        return TemplateSet({}, notes=(error.message,))
 
 
 def _importance(path: Path) -> Inspected:

@@ -55,6 +55,7 @@ def write(model: Path, files: dict[str, Any]) -> Path:
         ({FILE: ""}, []),
         ({FILE: "F", OLDER_FILE: "J", PROCESSOR: "P"}, ["chat_template.json", "processor_config"]),
         ({TOKENIZER_CONFIG: None, EXTRA: "X"}, []),
+        ({TOKENIZER_CONFIG: [{"name": "default"}], FILE: "F"}, ["lacks a name", "is not used"]),
         ({}, []),
     ],
 )

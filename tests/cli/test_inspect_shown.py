@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.results.manifest import NAME
@@ -109,3 +110,19 @@ def test_an_importance_matrix_is_explained(model, tmp_path, capsys):
         assert "chunks: 6" in told.out
         listed = command(capsys, "inspect", file, "--tensors").out
         assert "blk.0.attn_q.weight" in listed
+
+
+def test_inspect_names_the_chat_templates_that_are_taken(tiny, tmp_path, capsys):
+    source = tmp_path / "m"
+    shutil.copytree(tiny("llama-wide"), source)
+    (source / "chat_template.jinja").write_text("D")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    file = tmp_path / "x.gguf"
+    assert command(capsys, "export", source, "--type", "Q8_0", "-o", file).code == 0
+    for model in (source, file):
+        assert "\nchat templates: default, tool_use\n" in command(capsys, "inspect", model).out
+    (source / "chat_template.jinja").write_bytes(b"\xff")
+    assert (
+        "cannot be read" in json.loads(command(capsys, "inspect", source, "--json").out)["notes"][0]
+    )

@@ -21,6 +21,7 @@ from quantforge_files.roles import SETTINGS
 _FIRST_TOKEN = frozenset(
     {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "chameleon", "pixtral"}
 )
+TEMPLATE_NOTE = "chat template: "  # how each note on a template begins
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -159,7 +160,7 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
     for name, text in stated.named.items():
         called = "" if name == DEFAULT else template_key(name)
         if not text:
-            notes.append(f"the chat template {name} is empty and is not written")
+            notes.append(f"{name} is empty and is not written")
             continue
         if called in found:
             raise InputError(
@@ -167,9 +168,9 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
                 "rename one of them: letters, digits and _ stay",
             )
         if called not in {"", name}:
-            notes.append(f"the chat template {name!a} is called {called} in the file")
+            notes.append(f"{name!a} is called {called} in the file")
         found[called] = text
-    return found, notes
+    return found, [TEMPLATE_NOTE + note for note in notes]
 
 
 def template_key(name: str) -> str:

@@ -56,11 +56,11 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     files = {"tokenizer.json": _json(document), "tokenizer_config.json": _json(config)}
-    return files | _templates(file)
+    return files | template_files(file)
 
 
-def _templates(file: GgufFile) -> dict[str, bytes]:
-    """Return a file for each chat template; an empty one is none."""
+def template_files(file: GgufFile) -> dict[str, bytes]:
+    """Return a file for each chat template; an empty one is none. Errors as `tokenizer_files`."""
     found = {}
     for key in file.metadata:
         if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):

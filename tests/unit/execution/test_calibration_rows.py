@@ -200,3 +200,15 @@ def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
         Policy(strict=True).check(found.events)
     events = calibrate(DEMO, options, plan, vocabulary=1 << 20).events
     assert "calibration-random" not in {one.kind for one in events}
+
+
+def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "word and word and word", "id": 1, "url": "x"}\n' * 40)
+    options = CalibrationOptions(source=str(rows), samples=2, length=32)
+    plan = verbs.plan(DEMO, method="gptq", bits=4, samples=2, length=32)
+    found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
+    assert found.notes == ("calibration: columns that are not used: id, url in rows.jsonl",)
+    assert found.describe()["unused_columns"] == {"rows.jsonl": ["id", "url"]}
+    without = calibrate(DEMO, CalibrationOptions(samples=2, length=32), plan, vocabulary=1 << 20)
+    assert (without.notes, "unused_columns" in without.describe()) == ((), False)

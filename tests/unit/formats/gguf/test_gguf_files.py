@@ -119,8 +119,8 @@ def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
         "tokenizer.chat_template.tool_use": "T", "tokenizer.chat_template.a_b": "{{ x }}\u00e9",
     }  # fmt: skip
     assert vocabulary(model, 320, {}).notes == [
-        "the chat template 'a-b' is called a_b in the file",
-        "the chat template none is empty and is not written",
+        "chat template: 'a-b' is called a_b in the file",
+        "chat template: none is empty and is not written",
     ]
     assert text_side(path, {}).template.named == {
         "default": "D",
