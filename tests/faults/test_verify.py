@@ -220,9 +220,7 @@ def new_token(tokenizer: dict[str, Any]) -> None:
 
 
 def large_token(tokenizer: dict[str, Any]) -> None:
-    tokenizer["added_tokens"].append(
-        {**tokenizer["added_tokens"][0], "id": 99999, "content": "<x>"}
-    )
+    tokenizer["model"]["vocab"]["<x>"] = 99999
 
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
