@@ -172,7 +172,7 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "another format": (INT4, kind("nvfp4-pack-quantized"), "nvfp4"),
     "the format of the group is another": (INT4, said(format="int-quantized"), "format"),
     "another width": (INT4, weights(num_bits=8), "asks for"),
-    "larger groups": (INT4, weights(group_size=64), "asks for"),
+    "larger groups": (INT4, weights(group_size=64), "the other tensors hold"),
     "one scale for a row": (INT4, weights(strategy="channel", group_size=None), "asks for"),
     "asymmetric without zero points": (INT4, weights(symmetric=False), "weight_zero_point"),
     "symmetric with zero points": (ASYM, weights(symmetric=True), "weight_zero_point"),
