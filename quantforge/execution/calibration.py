@@ -13,6 +13,7 @@ from quantforge.architectures.match import declared
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
+from quantforge.formats.opening import tokenizer_folder
 from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
@@ -58,7 +59,7 @@ def calibrate(
     """Draw the rows that a recipe asks for.
 
     Args:
-        model: the directory with ``tokenizer.json``.
+        model: a directory with ``tokenizer.json``, or a GGUF file.
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
         place: the source with the paths that ``options`` do not say (see `quantforge.planning.cited_files`).
@@ -75,10 +76,13 @@ def calibrate(
         column=options.column, offline=offline, random=options.random or 0.0,
     )  # fmt: skip
     try:
-        tokenizer = load_tokenizer(model, vocabulary)
-        chat = load_chat_template(model) if options.chat_template else None
         unused = UnusedColumns()
-        sample = draw(request, tokenizer, chat=chat, own_rows=own_rows, model=model, unused=unused)
+        with tokenizer_folder(model) as (folder, _):
+            tokenizer = load_tokenizer(folder, vocabulary)
+            chat = load_chat_template(folder) if options.chat_template else None
+            sample = draw(
+                request, tokenizer, chat=chat, own_rows=own_rows, model=folder, unused=unused
+            )
         names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error

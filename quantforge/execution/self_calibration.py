@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantforge.architectures.positions import embedding_rows
 from quantforge.errors import InputError
-from quantforge.formats.opening import open_model
+from quantforge.formats.opening import open_model, tokenizer_folder
 from quantforge.numerics.products import cutting
 from quantforge.recipe import CalibrationOptions
 from quantforge_calibration.tokenizer import load_tokenizer
@@ -31,7 +31,8 @@ def own_rows(model: Path, options: CalibrationOptions, device: str) -> Callable[
     def sample(rows: int, length: int) -> Tensor:
         from quantforge.runtime.load import load
 
-        tokenizer = load_tokenizer(model, embedding_rows(open_model(model).config))
+        with tokenizer_folder(model) as (folder, _):
+            tokenizer = load_tokenizer(folder, embedding_rows(open_model(model).config))
         first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if first is None:
             raise InputError(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.formats.declared_quantization import settle_declared
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import plain_source
 from quantforge.formats.sources.merged import merged
+
+if TYPE_CHECKING:
+    from quantforge.formats.gguf.parsing import GgufFile
 
 
 def open_model(path: Path) -> Checkpoint:
@@ -48,3 +56,29 @@ def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
     opened = checkpoint.opened
     assert isinstance(opened, GgufCheckpoint)
     return tokenizer_files(opened.file)
+
+
+@contextmanager
+def tokenizer_folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
+    """Yield a directory with the files of a model's tokenizer.
+
+    Yields:
+        A model directory itself and None; for a GGUF file a temporary directory with the files that its keys stand for,
+        and the parsed file.
+
+    Raises:
+        InputError: as `tokenizer_files`.
+    """
+    if not path.is_file():
+        yield path, None
+        return
+    from quantforge.formats.gguf.parsing import read_gguf
+    from quantforge.formats.gguf.tokenizer_files import tokenizer_files
+
+    file = read_gguf(path)
+    with TemporaryDirectory() as folder:
+        for name, data in tokenizer_files(file).items():
+            place = Path(folder) / name
+            place.parent.mkdir(exist_ok=True)
+            save(place, data)
+        yield Path(folder), file

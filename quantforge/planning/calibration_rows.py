@@ -16,6 +16,7 @@ from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.positions import positions_in
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
+from quantforge.formats.opening import tokenizer_folder
 from quantforge.planning.peak_memory import whole_model
 from quantforge.planning.run_sizes import RunSizes
 from quantforge.plans import TensorPlan
@@ -101,10 +102,11 @@ def check_source(
     from quantforge_calibration.row_count import check_rows  # tokenizers, as below
 
     try:
-        check_rows(
-            place or options.source, model, options.samples, options.length, options.column,
-            chat_template=options.chat_template, vocabulary=vocabulary,
-        )  # fmt: skip
+        with tokenizer_folder(model) as (folder, _):
+            check_rows(
+                place or options.source, folder, options.samples, options.length, options.column,
+                chat_template=options.chat_template, vocabulary=vocabulary,
+            )  # fmt: skip
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
@@ -189,8 +191,9 @@ def _builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
     )  # tokenizers, which planning does without
 
     try:
-        return builtin_rows(model, options.length, options.samples)
-    except SourceError:
+        with tokenizer_folder(model) as (folder, _):
+            return builtin_rows(folder, options.length, options.samples)
+    except (SourceError, InputError):
         return None
 
 

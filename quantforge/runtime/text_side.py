@@ -10,17 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantforge.architectures import text_config
 from quantforge.architectures.positions import embedding_rows, positions_in
-from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
-from quantforge.formats.gguf.parsing import GgufFile, read_gguf
-from quantforge.formats.gguf.tokenizer_files import tokenizer_files
-from quantforge.formats.opening import open_model
+from quantforge.formats.opening import open_model, tokenizer_folder
 from quantforge_calibration.chat import ChatTemplate, find_chat_template
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
@@ -53,7 +49,7 @@ def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
     Raises:
         InputError: no tokenizer that can be read, or a damaged file.
     """
-    with _folder(path) as (folder, file), as_input_errors():
+    with tokenizer_folder(path) as (folder, file), as_input_errors():
         tokenizer = load_tokenizer(folder, embedding_rows(config))
         template = find_chat_template(folder)
         stated = _listed(text_config(config).get("eos_token_id"))
@@ -74,7 +70,7 @@ def tokenizer_of(path: Path) -> TextTokenizer:
         InputError: there is none that can be read, or no model.
     """
     rows = embedding_rows(open_model(path).config)
-    with _folder(path) as (folder, _), as_input_errors():
+    with tokenizer_folder(path) as (folder, _), as_input_errors():
         return load_tokenizer(folder, rows)
 
 
@@ -85,21 +81,6 @@ def as_input_errors(hint: str = "") -> Iterator[None]:
         yield
     except SourceError as error:
         raise InputError(error.message, hint or error.hint) from error
-
-
-@contextmanager
-def _folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
-    """Yield the directory with the files of a tokenizer, and the GGUF file that they were made of."""
-    if not path.is_file():
-        yield path, None
-        return
-    file = read_gguf(path)
-    with TemporaryDirectory() as folder:
-        for name, data in tokenizer_files(file).items():
-            place = Path(folder) / name
-            place.parent.mkdir(exist_ok=True)
-            save(place, data)
-        yield Path(folder), file
 
 
 def _listed(value: Any) -> list[int]:
