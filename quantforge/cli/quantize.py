@@ -52,6 +52,7 @@ def quantize(
     output: options.Output = None,
     size: Size,
     imatrix: options.ImatrixFile = None,
+    requantize: options.Requantize = False,
     modelfile: options.Modelfile = False,
     mmproj: options.Mmproj = False,
     provenance: options.Provenance = False,
@@ -96,7 +97,9 @@ def quantize(
     def run(settings: Settings) -> Outcome:
         from quantforge import verbs
 
-        return verbs.quantize(model, out=output, settings=settings, imatrix=imatrix, **given)
+        return verbs.quantize(
+            model, out=output, settings=settings, imatrix=imatrix, requantize=requantize, **given
+        )
 
     if dry_run:
         show_plan(console, settings, imatrix, run, size["target"] or size["like"])

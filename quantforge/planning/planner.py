@@ -7,6 +7,7 @@ prints is the object that ``quantize`` executes.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -192,9 +193,11 @@ def _matched(checkpoint: Checkpoint, key: str, engine: str | None) -> Matched:
     """Account for every tensor of a model that is not quantized yet; errors as `match` and `check_alone`."""
     found = checkpoint.config.get("quantization_config")
     if isinstance(found, Mapping):
+        place = shlex.quote(str(checkpoint.path))
         raise InputError(
             f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
-            "quantize the original model, or move this one with `quantforge export`;"
+            f"`quantforge quantize {place} --requantize --dry-run` plans a second quantization,"
+            f" `quantforge export {place} --format plain` makes a source for other commands;"
             " `quantforge plan` with --context N looks at it as it is",
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]

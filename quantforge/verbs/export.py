@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,6 +86,14 @@ def export(
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
         mixture = chosen.type is not None and source is None
         if _as_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
+            if chosen.format == DECODED and chosen.type is not None:
+                first = (
+                    f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
+                )
+                raise RefusedError(
+                    f"--type {chosen.type}: {checkpoint.path} is decoded into its own type first",
+                    f"`{first}`, then --type on DIR",
+                )
             with _goes_on():
                 return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
@@ -121,7 +130,8 @@ def _check_moves(checkpoint: Checkpoint, key: str) -> None:
     if key == GGUF and not checkpoint.path.is_dir():
         raise RefusedError(
             f"{checkpoint.path}: is a file of that format already, with the types that it has",
-            "use it as it is; --type TYPE --requantize rounds it again",
+            "use it as it is; to round it again:"
+            f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
         )
 
 

@@ -6,6 +6,7 @@ leaves the output as it was, and beside it either a run that the same command go
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
 from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import plain_source, quantized_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
@@ -63,6 +65,7 @@ def quantize(
     settings: Settings | None = None,
     *,
     imatrix: str | Path | None = None,
+    requantize: bool = False,
     target: str | None = None,
     like: str | Path | None = None,
     candidates: str | Sequence[str] = (),
@@ -76,6 +79,7 @@ def quantize(
         out: the result; where `naming` says when left out.
         settings: how to run.
         imatrix: importance of columns, made there first where it is missing.
+        requantize: quantize the decoded weights of a quantized model again, as an event.
         target: a size that the result is to have, as of `allocate`, which is done first.
         like: likewise.
         candidates: likewise.
@@ -87,8 +91,14 @@ def quantize(
     settings = settings or Settings()
     asked = asked_size(target, like, candidates, recipe, options)
     if asked is not None:
-        if imatrix is not None or settings.join:
-            given = "--join" if settings.join else f"--imatrix {imatrix}"
+        if imatrix is not None or settings.join or requantize:
+            given = (
+                "--join"
+                if settings.join
+                else "--requantize"
+                if requantize
+                else f"--imatrix {imatrix}"
+            )
             raise UsageError(
                 f"{given}: not while a mixture is looked for",
                 "quantforge allocate first, then quantize --recipe with what it writes",
@@ -105,7 +115,28 @@ def quantize(
         wanted, settings = with_importance(model, wanted, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
             checkpoint = open_model(resolve(str(model), settings.offline))
-        return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings)
+        again = is_quantized(checkpoint)
+        if again and not requantize:
+            place = shlex.quote(str(checkpoint.path))
+            raise InputError(
+                f"{checkpoint.path}: already quantized; quantizing it again rounds rounded weights",
+                f"`quantforge quantize {place} --requantize`, with your other options, accepts the loss;"
+                " the model that it was made from has none, and `quantforge export` moves it as it is",
+            )
+        checkpoint, *events = decoded_source(checkpoint) if again else (checkpoint,)
+        return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings, *events)
+
+
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Return whether a model is a result of quantization, not one that is published in low precision."""
+    found = checkpoint.config.get("quantization_config")
+    return isinstance(found, Mapping) and plain_source(checkpoint) is checkpoint
+
+
+def decoded_source(checkpoint: Checkpoint) -> tuple[Checkpoint, Event]:
+    """Return a quantized model as its decoded weights, and the event for quantizing them again."""
+    event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
+    return quantized_source(checkpoint), event
 
 
 def quantize_opened(

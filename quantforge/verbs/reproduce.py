@@ -107,13 +107,14 @@ def reproduce(
         modelfile=not path.is_dir() and any(name.endswith(MODELFILE) for name in stated),
         mmproj=not path.is_dir() and projector_name(path) in stated,
     )
+    again = "requantized" in document["event_counts"]
     with followed(settings.progress):
         if keep is not None:
-            quantize(source, recipe, keep, settings)
+            quantize(source, recipe, keep, settings, requantize=again)
             return _compared(path, document, Path(keep))
         with TemporaryDirectory(prefix="quantforge-") as directory:
             out = Path(directory) / _called(path, document)
-            quantize(source, recipe, out, settings)
+            quantize(source, recipe, out, settings, requantize=again)
             return _compared(path, document, out)
 
 

@@ -1,7 +1,8 @@
-"""Quantizing a model again: from the source that its manifest names, by the recipe that its manifest holds."""
+"""Quantizing a quantized model again: from the source that its manifest names, or from its decoded weights."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
-from quantforge.events import Event
-from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import Recipe, from_toml
@@ -18,7 +17,7 @@ from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Outcome
-from quantforge.verbs.quantize import quantize_opened
+from quantforge.verbs.quantize import decoded_source, quantize_opened
 
 
 def quantize_again(
@@ -53,12 +52,14 @@ def quantize_again(
         check_adapter_given(again.adapter, settings.adapter)
         return quantize_opened(original, again, out, settings)
     if not requantize:
+        place = shlex.quote(str(checkpoint.path))
         raise RefusedError(
             f"{checkpoint.path}: already quantized; --type {wanted.type} would be a second quantization",
-            "name what it was made from with --source MODEL, accept the loss with --requantize, or drop --type",
+            f"`quantforge export {place} --type {wanted.type} --requantize` accepts the loss;"
+            " --source MODEL, the model that it was made from, has none",
         )
-    event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
-    return quantize_opened(decoded(checkpoint), wanted, out, settings, event)
+    checkpoint, *events = decoded_source(checkpoint)
+    return quantize_opened(checkpoint, wanted, out, settings, *events)
 
 
 def recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:

@@ -39,11 +39,17 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
     stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
     if not reader and (not stated or checkpoint.path.is_file()):
         return checkpoint
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     if reader:
+        headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
         return decoding(checkpoint, *import_module(reader).weights(headers))
     if (checkpoint.path / MANIFEST).exists() or not detect(checkpoint.config).ABOUT.published:
         return checkpoint
+    return quantized_source(checkpoint)
+
+
+def quantized_source(checkpoint: Checkpoint) -> Checkpoint:
+    """Return any quantized model as runs read a source: decoded, in the type of the model; errors as `plain_source`."""
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     weights = [
         Encoded(name, shape, rows.layout.stored, rows, _words(rows.layout))
         for name, (rows, shape) in decoded_weights(checkpoint).items()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantforge import verbs
+from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, RefusedError
 from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
@@ -20,6 +22,7 @@ from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
+from tests.runs import command
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 
@@ -93,6 +96,35 @@ def test_a_second_quantization_starts_from_the_recorded_source_or_is_an_event(mo
         export(source, tmp_path / "z.gguf", "Q8_0", source=str(other))
     decoded = export(source, tmp_path / "z.gguf", "Q8_0", requantize=True)
     assert manifest.read(decoded)["event_counts"] == {"requantized": 1}
+
+
+def test_what_refuses_a_quantized_file_names_a_command_that_runs(
+    models, tmp_path, capsys, monkeypatch
+):
+    """The tokenizer that calibration reads, and the files of the result, come from the keys of the file."""
+    monkeypatch.chdir(tmp_path)
+    export(models("llama-tied", **WIDE), Path("m.gguf"), "Q4_K_S")
+    small = ("--samples", 4, "--length", 24)  # scales are searched, for which rows are read
+    for typed in (
+        ("quantize", "m.gguf", "--method", "rtn", "-o", "a", *small),
+        ("export", "m.gguf", "--type", "Q8_0", "-o", "b.gguf"),
+        ("export", "m.gguf", "--format", "gguf", "-o", "c.gguf"),
+    ):
+        refused = command(capsys, *typed)
+        assert refused.code in {3, 4}
+        named = shlex.split(" ".join(refused.err.split()).split("`")[1])
+        assert named[:3] == ["quantforge", typed[0], "m.gguf"]
+        options = typed[2:] if typed[0] == "quantize" else typed[-2:]
+        made = command(capsys, *named[1:], *options)
+        assert made.code == 0, made.err
+        out = Path(typed[typed.index("-o") + 1])
+        assert manifest.read(out)["event_counts"]["requantized"] == 1
+    kept = open_checkpoint(Path("a")).entries["model.embed_tokens.weight"]
+    assert kept.dtype == "F16"  # the type of the model, not that in which it was decoded
+    files = tokenizer_files(read_gguf(Path("m.gguf")))
+    assert all((Path("a") / name).read_bytes() == data for name, data in files.items())
+    assert not verbs.reproduce("a", "m.gguf").differing
+    assert not verbs.verify("a", source="m.gguf").findings
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
