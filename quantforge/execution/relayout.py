@@ -22,7 +22,7 @@ from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, settle
 from quantforge.formats.storage import storage_of
 from quantforge.grids import PerGroup
-from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer
+from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer, rounding_command
 from quantforge.plans import Action, TensorPlan
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
     """
     verdicts: Counter[Verdict] = Counter()
-    for done, layer in enumerate(conversion.layers.values()):
+    # What no rounding helps is refused before what --allow-inexact lets through.
+    layers = sorted(conversion.layers.values(), key=lambda layer: layer.wanted is None)
+    for done, layer in enumerate(layers):
         tell(layer.layout.module, done, len(conversion.layers))
         verdicts[_settled(conversion, layer, allow_inexact)] += 1
     for tensor in conversion.plan.tensors:
@@ -78,7 +80,7 @@ def write_all(
             (stored,) = tensor.stored
             value = _cast(tensor, value)[0] if _is_cast(tensor) else value
             found = {stored.name: storage.keep(tensor, value)}
-        elif conversion.plan.format == DECODED:
+        elif layer.wanted is None or conversion.plan.format == DECODED:
             found = {tensor.name: _decoded(conversion, layer)[0]}
         else:
             source, index = _in_order(conversion, layer)
@@ -112,8 +114,12 @@ def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool)
     fit = layer.fit
     if fit.verdict is Verdict.EXACT:
         return fit.verdict
-    if conversion.plan.format == DECODED:
+    if layer.wanted is None or conversion.plan.format == DECODED:
         fit = _decoded(conversion, layer)[1]
+        if layer.wanted is None:
+            fit = replace(
+                fit, reason=f"decoded, as {conversion.plan.format} holds none such: {fit.reason}"
+            )
     elif fit.verdict is Verdict.READ:
         target = format_of(conversion.plan.format)
         tensor, _ = _in_order(conversion, layer)
@@ -122,6 +128,9 @@ def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool)
         fit = settle(tensor, layer.wanted.weight, target.LEAST_ZERO)
         if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
             fit = Fit(Verdict.INEXACT, layer.fit.reason)
+        if fit.verdict is Verdict.IMPOSSIBLE:
+            command = rounding_command(conversion.checkpoint, conversion.plan.format)
+            fit = replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
     return _accepted(conversion, layer.layout.module, fit, allow_inexact=allow_inexact)
 
 

@@ -18,8 +18,11 @@ _CONTAINS = {
     ScaleType.BF16: {ScaleType.BF16},
     ScaleType.F32: {ScaleType.F16, ScaleType.BF16, ScaleType.F32, ScaleType.DOUBLE},
 }
-# Types of ggml whose numbers are those of an integer grid with a float16 scale for 32 columns.
-INTEGERS = {f"q{bits}_0": parse(f"int{bits}:g32:sym:f16") for bits in (4, 5, 8)}
+# Types of ggml whose numbers are those of an integer grid with a float16 scale (and minimum) for 32 columns.
+INTEGERS = {
+    **{f"q{bits}_0": parse(f"int{bits}:g32:sym:f16") for bits in (4, 5, 8)},
+    **{f"q{bits}_1": parse(f"int{bits}:g32:min:f16") for bits in (4, 5)},
+}
 
 
 def express(

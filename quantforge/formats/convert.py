@@ -11,7 +11,8 @@ Formats differ in what they can spell, not in what the numbers are. These restat
 * a zero point stays what it is, unless the files cannot hold it (0 in the first GPTQ layout);
 * a zero point is the minimum ``-zero * scale`` where its type can hold that, and the other way
   round;
-* ggml's ``q4_0``, ``q5_0`` and ``q8_0`` are integers in groups of 32 with a float16 scale.
+* ggml's ``q4_0``, ``q5_0`` and ``q8_0`` are integers in groups of 32 with a float16 scale, ``q4_1`` and ``q5_1`` with a
+  minimum as well, as MLX has them.
 
 The schemes alone often settle it (`quantforge.formats.agreement`); whether *these*
 scales, zero points and minima convert can only be read from their values (`settle`), before

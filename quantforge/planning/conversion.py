@@ -6,6 +6,7 @@ format ``plain`` takes the decoded weights, in the type of floating-point number
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.agreement import express_layer
-from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS
+from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
 from quantforge.formats.matching import match_headers, settle_tied
@@ -54,15 +55,16 @@ DECODED = PLAIN
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
-    """One quantized matrix: how it lies in the source, what it becomes, and how well that fits."""
+    """One quantized matrix: how it lies in the source, what it becomes (None: decoded), and how well that fits."""
 
     layout: ModuleLayout
-    wanted: LayerScheme
+    wanted: LayerScheme | None
     fit: Fit
     plan: TensorPlan
 
     def with_inputs(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """Return a tensor whose input is quantized as the target says; measured parameters of another are dropped."""
+        assert self.wanted is not None
         if tensor.input == self.wanted.input:
             return tensor
         beside = of_input(tensor.parameters)
@@ -114,7 +116,11 @@ def plan_export(
     expressed = tuple(_layers(checkpoint, layouts, recipe.format, asked_type))
     split = _with_one_group(expressed, target)
     layers = {layer.plan.name: layer for layer in split}
-    modules = {layer.layout.module: (layer.wanted, layer.layout.shape) for layer in layers.values()}
+    modules = {
+        layer.layout.module: (layer.wanted, layer.layout.shape)
+        for layer in layers.values()
+        if layer.wanted is not None
+    }
     if recipe.format == DECODED:
         modules = _none_left(_loaded(checkpoint, modules))
     mixture = target.check_model(modules)
@@ -127,7 +133,7 @@ def plan_export(
         draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
     else:
         matched = settle_tied(matched, checkpoint)
-        schemes = {layer.layout.module: layer.wanted.weight for layer in layers.values()}
+        schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
@@ -270,12 +276,17 @@ def _layers(
             )
         else:
             fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
+            if _is_left_plain(checkpoint, layout, (fit, wanted), target):
+                held = StoredTensor(name, checkpoint.dtype, shape)
+                plan = TensorPlan(
+                    name, checkpoint.dtype, shape, Action.KEEP, "decoded", stored=(held,), part=part
+                )
+                yield ConvertedLayer(layout, None, Fit(Verdict.READ), plan)
+                continue
             if fit.verdict is Verdict.IMPOSSIBLE:
                 raise RefusedError(
                     f"{layout.module}: {layout.scheme} cannot be stored in {key}: {fit.reason}",
-                    f"quantize again with --scheme {fit.nearest}"
-                    if fit.nearest
-                    else "choose another format",
+                    rounding_command(checkpoint, key, fit.nearest),
                     tensor=layout.module,
                 )
             stored = target.stored(layout.module, wanted, layout.shape)
@@ -299,6 +310,27 @@ def _keeps_index(
     return same and f"{layout.module}{target.ABOUT.group_index}" in names
 
 
+def rounding_command(checkpoint: Checkpoint, key: str, scheme: str = "") -> str:
+    """Return the command that rounds decoded weights into a format, as a hint where its numbers are others."""
+    place, chosen = shlex.quote(str(checkpoint.path)), f" --scheme {scheme}" if scheme else ""
+    return f"`quantforge export {place} --format {key}{chosen} --requantize` rounds the decoded weights"
+
+
+def _is_left_plain(
+    checkpoint: Checkpoint, layout: ModuleLayout, expressed: tuple[Fit, LayerScheme], target: Format
+) -> bool:
+    """Return whether an embedding or a head is decoded, since the target holds none, or none with such numbers."""
+    fit, wanted = expressed
+    head = head_of(checkpoint.config)
+    if layout.module != head and layout.module.rpartition(".")[2] not in EMBEDDINGS:
+        return False
+    if target.ABOUT.planner or is_draft(checkpoint.config):
+        return False
+    if fit.verdict is not Verdict.IMPOSSIBLE:
+        fit = target.check_model({layout.module: (wanted, layout.shape)})
+    return fit.verdict is Verdict.IMPOSSIBLE
+
+
 def _with_one_group(
     layers: tuple[ConvertedLayer, ...], target: Format
 ) -> tuple[ConvertedLayer, ...]:
@@ -306,12 +338,14 @@ def _with_one_group(
 
     A finer group with its scale repeated is as exact as the coarser one: how well a layer fits stays what it is.
     """
-    held = ((layer.wanted, layer.layout.shape) for layer in layers)
+    held = ((layer.wanted, layer.layout.shape) for layer in layers if layer.wanted is not None)
     size = split_group(held) if target.ABOUT.one_group else None
     if size is None:
         return layers
 
     def with_group(layer: ConvertedLayer) -> ConvertedLayer:
+        if layer.wanted is None:
+            return layer
         weight = replace(layer.wanted.weight, granularity=PerGroup(size))
         wanted = replace(layer.wanted, weight=weight)
         stored = target.stored(layer.layout.module, wanted, layer.layout.shape)
@@ -330,9 +364,10 @@ def _split_note(
     if not pairs:
         return ()
     more = sum(new.plan.stored_bytes - old.plan.stored_bytes for old, new in pairs)
-    names, (_, last) = [new.layout.module for _, new in pairs], pairs[-1]
+    names, last = [new.layout.module for _, new in pairs], pairs[-1][1].wanted
+    assert last is not None
     return (
-        f"groups of {named(names)} are split into groups of {last.wanted.weight.group_size(0)} columns, with the same"
+        f"groups of {named(names)} are split into groups of {last.weight.group_size(0)} columns, with the same"
         f" scales repeated ({more:,} bytes): the files state one group size for the whole model",
     )
 

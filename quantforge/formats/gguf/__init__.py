@@ -67,7 +67,7 @@ KEY = "gguf"
 _PLUGIN = "vllm-gguf-plugin"
 ABOUT = About(
     library="gguf",
-    specimens=("q4_0", "q8_0", "q4_k", "mxfp4"),
+    specimens=("q4_0", "q4_1", "q8_0", "q4_k", "mxfp4"),
     joined=False,
     engines={
         "llama.cpp": Engine(),
@@ -132,9 +132,12 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme as it is, that of integers with a float16 scale for each 32 columns."""
+    """Return the scheme as it is, that of integers with a float16 scale, and minimum, for each 32 columns."""
     del shape
-    return INTEGERS[f"q{scheme.bits}_0"] if scheme.integer else scheme
+    if not scheme.integer:
+        return scheme
+    centered = INTEGERS[f"q{scheme.bits}_0"]
+    return centered if scheme.symmetric else INTEGERS.get(f"q{scheme.bits}_1", centered)
 
 
 def blocks_of(scheme: Scheme) -> Scheme:

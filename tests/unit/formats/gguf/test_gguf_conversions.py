@@ -17,7 +17,7 @@ from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.packers.ggml.decoding import decode_blocks
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
@@ -53,6 +53,54 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
         assert torch.equal(blocks.read(name), again.read(name))
 
 
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)])
+def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_path):
+    """The same numbers in the other terms; with a minimum in the same bytes, of which Q4_1 holds any."""
+    from quantforge.formats.decoded import decoded
+
+    rules = (Rule("embed_tokens", f"q{kind[1:].lower()}"),)  # llama-quantize would take Q6_K
+    file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", kind, rules=rules)
+    made = verbs.export(str(file), None, tmp_path / "b", format="mlx")
+    assert (made.verdict, made.events) == ("exact", ())
+    stated = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
+    assert (stated["bits"], stated["group_size"]) == (bits, 32)
+    numbers, same = decoded(open_gguf(file)), decoded(open_checkpoint(tmp_path / "b"))
+    assert len(same.computed) == 15
+    assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
+    if kind.endswith("_1"):
+        back = open_gguf(export(tmp_path / "b", tmp_path / "c.gguf", None))
+        assert all(torch.equal(back.read(n), open_gguf(file).read(n)) for n in back.entries)
+
+
+def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
+    """Blocks are exact; an embedding of superblocks is rounded to the type of the model, where that is accepted."""
+    from quantforge.formats.decoded import decoded
+
+    file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", "Q4_0")
+    with pytest.raises(RefusedError, match=r"embed_tokens: decoded, .* not F16 numbers") as caught:
+        verbs.export(str(file), None, tmp_path / "b", format="gptq")
+    assert "--allow-inexact" in caught.value.hint
+    made = verbs.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
+    assert [event.where for event in made.events] == ["model.embed_tokens"]
+    numbers, same = decoded(open_gguf(file)), decoded(open_checkpoint(tmp_path / "b"))
+    assert len(same.computed) == 14
+    assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(same.read(name), numbers.read(name).half())
+    for kind in (
+        "Q4_1",
+        "Q4_K_S",
+    ):  # minima that are no whole steps, and superblocks: rounded again alone
+        other = export(models("llama-tied", **WIDE), tmp_path / f"{kind}.gguf", kind)
+        for accepted in (False, True):
+            with pytest.raises(RefusedError) as caught:
+                verbs.export(
+                    str(other), None, tmp_path / "c", format="gptq", allow_inexact=accepted
+                )
+            assert f"`quantforge export {other} --format gptq" in caught.value.hint
+            assert "--requantize` rounds the decoded weights" in caught.value.hint
+
+
 def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(models, tmp_path):
     a = tmp_path / "a"
     recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
@@ -69,8 +117,8 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
 
 def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_path):
     model = models("llama-tied")
-    asymmetric = quantized(model, tmp_path / "a", "int4:g32:asym")
-    with pytest.raises(RefusedError, match="zero points differ"):
+    asymmetric = quantized(model, tmp_path / "a", "int4:g32:asym:f32")
+    with pytest.raises(RefusedError, match="minima are not f16 numbers"):
         export(asymmetric, tmp_path / "x.gguf", None)
     three = quantized(model, tmp_path / "b", "int3:g32:sym")
     with pytest.raises(RefusedError, match="3-bit integers are no type"):
