@@ -35,7 +35,7 @@ from quantforge.results import manifest
 from quantforge.results.front_matter import carried_fields
 from quantforge.verification.findings import Report
 from quantforge.verification.release import check_release
-from quantforge_calibration.readers import read_jsonl, read_text
+from quantforge_calibration.readers import RowReader, read_jsonl, read_text
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import parse_sources
 
@@ -175,7 +175,7 @@ def jsonl(data: bytes, place: Path) -> None:
     path = written(place / "text.jsonl", data)
     with suppress(SourceError):
         read_text(path, 1000)
-    for _ in read_jsonl(path, "text", chat=True):
+    for _ in read_jsonl(path, RowReader(chat=True)):
         pass
 
 
