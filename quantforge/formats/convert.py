@@ -177,7 +177,7 @@ def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
     if not bool(whole.all()):
         raise RefusedError(
             f"{int((~whole).sum())} minima are no whole number of steps below 0",
-            "keep the minima: export to mlx, or quantize again",
+            "--format mlx keeps the minima",
         )
     return torch.where(scales == 0, 1 << (scheme.bits - 1), steps).to(torch.uint8)
 

@@ -136,6 +136,7 @@ def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
     """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
     if (
         artifact.layouts
+        or quantization_config(source.checkpoint.opened.config)  # a quantized source, decoded
         or not report.path.is_dir()
         or not source.checkpoint.facts.keys().isdisjoint(CHANGES)
     ):
