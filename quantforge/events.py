@@ -31,6 +31,7 @@ KINDS: Mapping[str, str] = {
     "dead-channels": "input columns that never were non-zero in calibration",
     "requantized": "the input was already quantized and was quantized again",
     "inexact": "an export changed values within the allowed error",
+    "embedding-rounded": "an export rounded the embedding, which is the head too, as the tool of the format does",
     "kv-scales-left-out": "an export to a format without a place for the scales of the KV cache",
     "window-left-out": "an export to a format without a place for the sliding window of the source",
     "token-left-out": "tokens past the embedding, which the vocabulary of a GGUF file cannot hold",

@@ -26,7 +26,7 @@ from quantforge.architectures.generic import match_by_names
 from quantforge.architectures.heads import head_tensors
 from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role, holds_codes
 from quantforge.architectures.slots import Slots
-from quantforge.architectures.tied_embeddings import no_tie, tied
+from quantforge.architectures.tied_embeddings import SAME, no_tie, tied
 from quantforge.architectures.towers import BLOCK
 from quantforge.architectures.value_rules import check_values
 from quantforge.errors import InputError
@@ -139,7 +139,7 @@ def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched
     ):
         raise no_tie(embedding.stored.name, head.stored.name)
     kept = tuple(tensor for tensor in matched.tensors if tensor is not head)
-    dropped = (*matched.dropped, (head.stored, "equal to the tied embedding"))
+    dropped = (*matched.dropped, (head.stored, SAME))
     return replace(matched, tensors=kept, dropped=dropped, tied_twice=False)
 
 

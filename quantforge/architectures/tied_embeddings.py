@@ -7,6 +7,8 @@ from typing import Any
 
 from quantforge.errors import InputError
 
+SAME = "equal to the tied embedding"  # why a head that is stored a second time is left out
+
 
 def tied(
     config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]

@@ -11,6 +11,7 @@ from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import OnShard, list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
+from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.targets import placed
 from quantforge.results import manifest
 from quantforge.results.handed import away, put_back
@@ -31,6 +32,7 @@ FORM = (
     "scales",
     "ignore",
     "rules",
+    "embedding",
 )
 
 
@@ -124,7 +126,8 @@ def _show(console: Console, result: Exported, taker: str) -> None:
         console.note(str(result.coverage))
     list_events(console, result.events)
     for note in result.notes:
-        console.note(placed(note, out))
+        if not note.startswith(CHOSEN):  # said before the work
+            console.note(placed(note, out))
     if gone := away(out, manifest.read(out) or {}):
         console.note(put_back(gone, out, taker))
     console.note(upload(out))

@@ -1,13 +1,15 @@
 """A planned conversion carried out: every tensor settled before the first byte is written, then written.
 
-A format never quantizes: what was rounded stays as it was, in other words. ``plain`` takes the decoded weights in one
-floating-point type: the one that is asked for, else the model's own if it holds every weight, else float32.
+What was rounded stays as it was, in other words; an embedding that is the head too is rounded where that is planned.
+``plain`` takes the decoded weights in one floating-point type: the one that is asked for, else the model's own if it
+holds every weight, else float32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,15 +26,25 @@ from quantforge.formats.storage import storage_of
 from quantforge.grids import PerGroup
 from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer, rounding_command
 from quantforge.plans import Action, TensorPlan
+from quantforge.quantizers import PLAIN, rounder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.quantizers import Rounded
 
 
-def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
-    """Settle every layer, by its values where headers do not; return ``"exact"``, or ``"inexact"`` if any is.
+def settle_all(conversion: Conversion, *, allow_inexact: bool, workers: int = 1) -> str:
+    """Settle every layer, by its values where headers do not, and round what is to be rounded.
+
+    Args:
+        conversion: which; gets the events and what was rounded.
+        allow_inexact: whether rounding of layers is accepted.
+        workers: threads that round strips of the embedding side by side.
+
+    Returns:
+        ``"exact"``, ``"exact but for the embedding"``, or ``"inexact"`` if any layer is.
 
     Raises:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
@@ -47,7 +59,38 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool) -> str:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             fit = _cast(tensor, conversion.checkpoint.read(tensor.name))[1]
             verdicts[_accepted(conversion, tensor.name, fit, allow_inexact=allow_inexact)] += 1
-    return "inexact" if verdicts[Verdict.INEXACT] else "exact"
+    for tensor in conversion.rounded:
+        _round(conversion, tensor, workers)
+    if verdicts[Verdict.INEXACT]:
+        return "inexact"
+    return "exact but for the embedding" if conversion.rounded else "exact"
+
+
+def _round(conversion: Conversion, tensor: TensorPlan, workers: int) -> None:
+    """Round a matrix that the source holds plainly to nearest, in strips of rows."""
+    from quantforge.execution.row_wise import RowWise, Strips, round_rows
+    from quantforge.model.statistics import Statistics
+
+    assert tensor.scheme is not None
+    scheme, checkpoint, strips = (
+        tensor.scheme.weight,
+        conversion.checkpoint,
+        Strips(tensor.matrix[0]),
+    )
+
+    def rounded(weight: Tensor) -> Rounded:
+        weights, schemes = {tensor.name: weight}, {tensor.name: scheme}
+        found = rounder_of(PLAIN).round_shared(weights, Statistics(), schemes, conversion.rounding)
+        return found[tensor.name]
+
+    def read(first: int, last: int) -> Tensor:
+        return checkpoint.read_rows(tensor.name, first, last).float()
+
+    with closing(round_rows([RowWise(tensor, rounded, read, strips.add)], workers)) as done:
+        for _, record in done:
+            conversion.events += [Event(**event) for event in record["events"]]
+            conversion.figures |= record["figures"]
+    conversion.made[tensor.name] = strips.whole()
 
 
 def write_all(
@@ -74,7 +117,9 @@ def write_all(
             done and all(item.name in done for item in tensor.stored)
         ):
             continue
-        if layer is None:
+        if tensor.name in conversion.made:
+            found = storage.pack(tensor, conversion.made.pop(tensor.name))
+        elif layer is None:
             value = conversion.checkpoint.read(tensor.name)
             scan_finite(tensor.name, value)
             (stored,) = tensor.stored

@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
+from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.storage import turned_of
 from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
-from quantforge.planning.embedding_choice import tied_note, tied_rule
+from quantforge.planning.embedding_choice import rounded_words, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
@@ -91,7 +93,7 @@ def draft_by_module(
             *builder.choices.notes,
             *([UNTIED] if builder.unties else []),
             *(
-                tied_note(item)
+                f"{CHOSEN}{item.name}: {rounded_words(item)}"
                 for item in tensors
                 if item.scheme and item.rule.startswith(tied_rule(form))
             ),
@@ -185,7 +187,7 @@ class _ModuleDraft:
         if self._head is not None and not self.unties:
             layers = [tensor for tensor in layers if tensor is not self._head]
             if self.matched.tied_twice:
-                dropped.append((self._head.stored, "equal to the tied embedding"))
+                dropped.append((self._head.stored, SAME))
         planned = [self._plan(tensor) for tensor in layers]
         self._schemes.check_groups()
         return [

@@ -7,17 +7,20 @@ format ``plain`` takes the decoded weights, in the type of floating-point number
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.draft_kinds import is_draft, type_of
-from quantforge.architectures.matched import Matched
+from quantforge.architectures.matched import Matched, Role
+from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
+    KEEP,
     PLAIN,
     Fit,
     Format,
@@ -32,19 +35,23 @@ from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
+from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.one_group import named, split_group
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
+from quantforge.planning.choice import Choices
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.drafting import draft_of
+from quantforge.planning.embedding_choice import check_not_quantized, rounded_words
 from quantforge.planning.heads_alone import check_alone
+from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.planning.loader_form import names_settled
 from quantforge.planning.notes import facts
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
-from quantforge.recipe import Recipe
+from quantforge.recipe import LayerChoices, Recipe, Rounding
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -84,6 +91,14 @@ class Conversion:
     matched: Matched
     events: list[Event] = field(default_factory=list)
     asked_type: str | None = None  # of decoded weights: rounding to it is accepted
+    rounding: Rounding = field(default_factory=Rounding)
+    made: dict[str, QuantizedTensor] = field(default_factory=dict)  # of `rounded`, once settled
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of those, for the manifest
+
+    @property
+    def rounded(self) -> tuple[TensorPlan, ...]:
+        """Return the tensors that the source holds plainly and the result in codes: the embedding, or none."""
+        return tuple(one for one in self.plan.quantized() if one.name not in self.layers)
 
     @property
     def coverage(self) -> Coverage | None:
@@ -101,6 +116,12 @@ def plan_export(
         UsageError: options that only make sense when quantizing.
     """
     given = (recipe.bits, recipe.scheme, recipe.rules, recipe.ignore, recipe.scales == "reference")
+    target = format_of(recipe.format)
+    if recipe.embedding not in {"", KEEP} and not target.ABOUT.embedding_tool:
+        raise UsageError(
+            f"--embedding {recipe.embedding}: an export to {recipe.format} rounds no embedding",
+            "drop --embedding, or quantize the original model",
+        )
     if any(given):
         raise UsageError(
             f"{checkpoint.path} is already quantized: an export keeps its numbers",
@@ -112,7 +133,6 @@ def plan_export(
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
     matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
-    target = format_of(recipe.format)
     expressed = tuple(_layers(checkpoint, layouts, recipe.format, asked_type))
     split = _with_one_group(expressed, target)
     layers = {layer.plan.name: layer for layer in split}
@@ -131,10 +151,13 @@ def plan_export(
     own = draft_of(recipe.format)
     if own is None:
         draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
-    else:
+    if target.ABOUT.embedding_tool:
         matched = settle_tied(matched, checkpoint)
+    if own is not None:
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
+    elif target.ABOUT.embedding_tool:
+        draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
     engines = judged(target.ABOUT, _loaded(checkpoint, modules))
@@ -166,7 +189,23 @@ def plan_export(
         left_behind=left_behind(checkpoint),
     )
     lost = _lost(checkpoint, recipe.format, draft)
-    return Conversion(checkpoint, source.KEY, plan, draft.files, layers, matched, lost, asked_type)
+    found = Conversion(
+        checkpoint,
+        source.KEY,
+        plan,
+        draft.files,
+        layers,
+        matched,
+        lost,
+        asked_type,
+        recipe.rounding,
+    )
+    for tensor in found.rounded:
+        lost.append(Event("embedding-rounded", tensor.name, rounded_words(tensor)))
+    if not recipe.embedding:
+        notes = (f"{CHOSEN}{tensor.name}: {rounded_words(tensor)}" for tensor in found.rounded)
+        found.plan = replace(plan, notes=(*notes, *plan.notes))
+    return found
 
 
 def _number_type(recipe: Recipe) -> str | None:
@@ -256,6 +295,55 @@ def _relaid(
     ]  # fmt: skip
     tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
     return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+
+
+def _with_embedding(
+    draft: Draft,
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    matched: Matched,
+    layers: Mapping[str, ConvertedLayer],
+) -> Draft:
+    """Return a draft with the embedding rounded, where it is the head too or ``--embedding`` names a scheme.
+
+    Args:
+        draft: with everything that is not quantized kept.
+        recipe: the format, and what is asked for the embedding.
+        checkpoint: the source.
+        matched: its tensors.
+        layers: what has codes already, by name: the embedding gets the scheme that most of these have in the result.
+
+    Raises:
+        UsageError: a scheme is asked for an embedding that is quantized already.
+        RefusedError: the format does not hold it.
+    """
+    form = format_of(recipe.format)
+    counts = Counter(layer.wanted for layer in layers.values() if layer.wanted is not None)
+    if not counts:
+        return draft
+    common = counts.most_common(1)[0][0]
+    wanted = LayerChoices(scheme=str(common), embedding=recipe.embedding)
+    terms = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
+    choices = Choices(wanted, matched.tensors, terms, together=False)
+    plans = {tensor.name: tensor for tensor in draft.tensors}
+    for tensor in matched.tensors:
+        if tensor.role is not Role.EMBEDDING:
+            continue
+        plan = plans[tensor.stored.name]
+        if plan.name in layers:
+            check_not_quantized(plan.name, recipe.embedding)
+        elif (layer := (decision := choices.decided(tensor)).form) is not None:
+            stored = form.stored(plan.name.removesuffix(".weight"), layer, plan.matrix)
+            plans[plan.name] = replace(
+                plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, stored=stored
+            )
+            for item, reason in matched.dropped:
+                if reason == SAME:
+                    plans[item.name] = replace(
+                        plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", stored=()
+                    )
+    tensors = tuple(plans.values())
+    return replace(draft, tensors=tensors, files=files_of(tensors, recipe.max_shard_bytes))
 
 
 def _layers(

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from quantforge.architectures.match import Matched, Role
-from quantforge.errors import QuantForgeError
-from quantforge.formats import Format
+from quantforge.errors import QuantForgeError, UsageError
+from quantforge.formats import KEEP, Format
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Draft, StoredTensor, TensorPlan
 from quantforge.recipe import LayerChoices
@@ -37,13 +37,22 @@ def tied_rule(form: Format) -> str:
     return f"tied embedding, as {form.ABOUT.embedding_tool}"
 
 
-def tied_note(tensor: TensorPlan) -> str:
-    """Return what is said of such an embedding before the work begins: its sizes, and how to keep it."""
+def rounded_words(tensor: TensorPlan) -> str:
+    """Return what is said of an embedding that is rounded: its sizes, by which rule, and how to keep it."""
     before = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
     return (
-        f"{CHOSEN}{tensor.name}: {tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.stored_bytes)}"
-        f" ({tensor.rule}); --embedding keep leaves it"
+        f"{tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.stored_bytes)} ({tensor.rule});"
+        " --embedding keep leaves it"
     )
+
+
+def check_not_quantized(name: str, asked: str) -> None:
+    """Raise `UsageError` where another scheme is asked for an embedding that has codes already."""
+    if asked not in {"", KEEP}:
+        raise UsageError(
+            f"--embedding {asked}: {name} is quantized already, and an export keeps its numbers",
+            "drop --embedding, or quantize the original model",
+        )
 
 
 def chosen_embedding(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
 from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.errors import InputError, RefusedError
@@ -72,8 +73,12 @@ def draft(
     kept, sizes = _written(matched), found.dimensions
     named = names(family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
-    wanted = recipe.layers if given is None else LayerChoices()
-    types = MixtureTypes(wanted, named, kept, shape) if given is None else GivenTypes(given)
+    if given is None:
+        wanted = recipe.layers
+        types: FileTypes = MixtureTypes(wanted, named, kept, shape)
+    else:
+        wanted = LayerChoices(embedding=recipe.embedding)
+        types = GivenTypes(given, tied=matched.tied)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     _refuse_unobserved(targets if given is None and not observed else ())
@@ -188,7 +193,7 @@ def _dropped(matched: Matched, kept: Sequence[MatchedTensor]) -> list[TensorPlan
 def _left_out(tensor: MatchedTensor) -> str:
     if tensor.further:
         return "predicts further tokens, for which these files have no place"
-    return "of another tower" if tensor.role is Role.FOREIGN else "equal to the tied embedding"
+    return "of another tower" if tensor.role is Role.FOREIGN else SAME
 
 
 def _tied(wanted: LayerChoices, matched: Matched, kept: Sequence[MatchedTensor]) -> LayerChoices:

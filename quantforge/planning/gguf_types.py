@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
+from quantforge.formats import KEEP, gguf
 from quantforge.formats.format_choice import holders
 from quantforge.formats.gguf import blocks_of, mixture
 from quantforge.formats.gguf.families import Named
@@ -21,6 +22,7 @@ from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices.lattice_types import LATTICES
 from quantforge.planning.choice import Decision, Fitted
+from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
 from quantforge.planning.rules import Choice
 from quantforge.recipe import LayerChoices
 from quantforge.scheme import LayerScheme, Scheme
@@ -106,21 +108,37 @@ class MixtureTypes(FileTypes):
 
 
 class GivenTypes(FileTypes):
-    """Types of a model that is quantized already, by the schemes of its modules; what else it has keeps its type."""
+    """Types of a model that is quantized already, by the schemes of its modules; what else it has keeps its type.
 
-    def __init__(self, given: Mapping[str, Scheme]) -> None:
+    An embedding that is the head too (``tied``) is rounded as in the mixture that the other types are of.
+    """
+
+    def __init__(self, given: Mapping[str, Scheme], *, tied: bool) -> None:
+        self._tied = tied
         self._given = {
             module: type_of(LayerScheme(scheme), module) for module, scheme in given.items()
         }
         counted = list(self._given.values())
         self.label = max(sorted(set(counted)), key=counted.count)
 
+    def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
+        """Return the type that is asked for the embedding; of one that has codes, theirs."""
+        given = self._given.get(tensor.stored.name.removesuffix(".weight"))
+        if given is None:
+            return super().stated(tensor, choice)
+        check_not_quantized(tensor.stored.name, str(choice.scheme or KEEP))
+        return given
+
     def default(self, tensor: MatchedTensor) -> Decision[str]:
         """Return the type that the tensor's codes have."""
         module = tensor.stored.name.removesuffix(".weight")
-        if module not in self._given:
-            return Decision(tensor.stored.dtype, "kept")
-        return Decision(self._given[module], "re-laid out")
+        if module in self._given:
+            return Decision(self._given[module], "re-laid out")
+        if self._tied and tensor.role is Role.EMBEDDING:
+            columns = tensor.stored.shape[-1]
+            kind = mixture.output_type(self.label, self.label, columns)
+            return Decision(mixture.fitting(kind, columns), tied_rule(gguf))
+        return Decision(tensor.stored.dtype, "kept")
 
     def meant(self, tensor: MatchedTensor) -> str:
         """Return the type of most tensors."""

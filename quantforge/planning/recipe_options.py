@@ -45,6 +45,7 @@ class ExportOptions(TypedDict, total=False):
     scales: str | None
     ignore: Sequence[str] | None
     rules: Sequence[str | Rule] | None  # PATTERN=SCHEME
+    embedding: str | None
     calibration: str | None
     adapter: str | None
     max_shard_bytes: int | None
@@ -58,7 +59,6 @@ class RecipeOptions(ExportOptions, total=False):
     inputs: str | None
     kv_cache: str | None
     head: str | None
-    embedding: str | None
     mtp: str | None
     guide: int | None
     tune: int | None

@@ -165,7 +165,8 @@ def steps(document: Mapping[str, Any]) -> Iterator[str]:
         if told.get("recipe"):
             done = f"quantized by {code(str(told.get('method')))} into {form}"
         else:
-            done = f"exported to {form}, which restates its numbers"
+            but = " but for the embedding" if "embedding-rounded" in told["event_counts"] else ""
+            done = f"exported to {form}, which restates its numbers{but}"
         alone = {"source": source}  # what was merged in this step
         yield f"{number}. {code(str(source.get('model')))}{revision}{_merged(alone)}: {done}"
 

@@ -28,7 +28,7 @@ from quantforge.planning.coverage import Coverage
 from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files, taken
-from quantforge.settings import Settings
+from quantforge.settings import Settings, workers_of
 from quantforge.verbs.finished_result import is_whole
 from quantforge.verbs.output import beyond_disk, placed_in, side_bytes, stage_for
 
@@ -115,7 +115,9 @@ def move(
             conversion.checkpoint, origin = taken(checkpoint, before, settings)
             with phase("reading", 0.4):
                 settle_tied(conversion.matched, conversion.checkpoint)
-                verdict = settle_all(conversion, allow_inexact=allow_inexact)
+                verdict = settle_all(
+                    conversion, allow_inexact=allow_inexact, workers=workers_of(settings)
+                )
             settings.policy.check(conversion.events)
             if goes_on:
                 wanted = fingerprint_of(asked, origin, None, settings.device, None)
@@ -140,7 +142,7 @@ def _document(
     checkpoint: Checkpoint, conversion: Conversion, origin: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the manifest; what that of the source, as it was opened, says of its origin is passed on as it is."""
-    document = manifest.manifest(conversion.plan, "", origin, None, [], {})
+    document = manifest.manifest(conversion.plan, "", origin, None, [], conversion.figures)
     document["lineage"] = manifest.lineage(checkpoint.path)
     return document | manifest.of_events(conversion.events)
 

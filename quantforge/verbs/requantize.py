@@ -45,7 +45,7 @@ def quantize_again(
             )
         again = replace(
             recorded(checkpoint, original), format=wanted.format, type=wanted.type, pre=wanted.pre,
-            bits=None, scheme=None, rules=(), head="keep", embedding="", kv_cache="none",
+            bits=None, scheme=None, rules=(), head="keep", embedding=wanted.embedding, kv_cache="none",
             max_shard_bytes=wanted.max_shard_bytes,
         )  # fmt: skip
         check_given(again.calibration, settings)

@@ -119,7 +119,7 @@ def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> di
         if base in FLOATING:
             chosen[name] = base
         elif name == "output.weight" or (tied and name in LOOKED_UP):
-            chosen[name] = _output(mixture, base, columns)
+            chosen[name] = output_type(mixture, base, columns)
         elif name in LOOKED_UP:
             chosen[name] = _embedding(mixture, base)
         elif _is_value(name):
@@ -147,7 +147,8 @@ def _more(index: int, count: int) -> bool:
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
 
-def _output(mixture: str, base: str, columns: int) -> str:
+def output_type(mixture: str, base: str, columns: int) -> str:
+    """Return the type of the output matrix, or of the embedding that is one, where most tensors are ``base``."""
     if base == "Q8_0" or columns % TYPES["Q6_K"].columns:
         return "Q8_0"
     return "Q5_K" if mixture in _LOW or mixture == "IQ3_XXS" else "Q6_K"

@@ -11,7 +11,8 @@ import torch
 
 from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.errors import InputError, IntegrityError, RefusedError
+from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
+from quantforge.events import Policy
 from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
@@ -22,7 +23,7 @@ from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
-from tests.runs import command
+from tests.runs import ROWS, command
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 
@@ -39,7 +40,7 @@ def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
 )
 def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, models, tmp_path):
     source = quantized(models("llama-tied"), tmp_path / "a", scheme)
-    file = export(source, tmp_path / "b.gguf", None, allow_inexact=True)
+    file = export(source, tmp_path / "b.gguf", None, allow_inexact=True, embedding="keep")
     assert {entry.type for entry in read_gguf(file).tensors.values()} == {kind, "F32"}
     back = export(file, tmp_path / "c", None, format="compressed-tensors")
     plain = export(file, tmp_path / "d", None, format="plain")
@@ -114,6 +115,50 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     first, second = decoded(open_model(a)), decoded(open_model(b))
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
     assert len(first.computed) == 14
+
+
+def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, capsys):
+    """The codes of the linears stay what they are; what is rounded is said first, recorded, and can be kept."""
+    model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **WIDE)
+    name = "model.embed_tokens.weight"
+    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    ended = command(capsys, "export", source, "-o", tmp_path / "b.gguf")
+    assert ended.code == 0, ended.err
+    assert "exact but for the embedding" in ended.err
+    told = f"chosen: {name}: F16, 164 kB -> q6_k, 67.2 kB (tied embedding, as llama-quantize); --embedding keep"
+    assert ended.err.index(told) < ended.err.index("exact but for the embedding")
+    types = {key: entry.type for key, entry in read_gguf(tmp_path / "b.gguf").tensors.items()}
+    assert types.pop("token_embd.weight") == "Q6_K"
+    assert set(types.values()) == {"Q4_0", "F32"}
+    said = manifest.read(tmp_path / "b.gguf")
+    assert said["event_counts"] == {"embedding-rounded": 1}
+    (entry,) = [item for item in said["tensors"] if item["name"] == name]
+    assert (entry["scheme"], entry["error"] < 1e-3) == ("q6_k", True)
+    for origin in (model, source):
+        assert verbs.verify(tmp_path / "b.gguf", source=origin).findings == []
+    strict = Policy(strict=True)
+    with pytest.raises(RefusedError, match="embedding-rounded"):
+        export(source, tmp_path / "x.gguf", None, policy=strict)
+    assert not (tmp_path / "x.gguf").exists()
+    kept = export(source, tmp_path / "c.gguf", None, embedding="keep", policy=strict)
+    eights = export(source, tmp_path / "d.gguf", None, embedding="q8_0")
+    found = [read_gguf(path).tensors["token_embd.weight"].type for path in (kept, eights)]
+    assert found == ["F16", "Q8_0"]
+
+
+def test_what_an_export_does_not_round(models, tmp_path):
+    """A head of its own and the embedding beside it, and an embedding that has codes already."""
+    untied = quantized(models("llama", dtype=torch.float16, **WIDE), tmp_path / "a", "int4:g32:sym")
+    file = export(untied, tmp_path / "a.gguf", None, policy=Policy(strict=True))
+    tensors = read_gguf(file).tensors
+    assert {tensors[f"{name}.weight"].type for name in ("token_embd", "output")} == {"F16"}
+    file = export(models("llama-tied", **WIDE), tmp_path / "b.gguf", "Q8_0")
+    moved = export(file, tmp_path / "c", None, format="mlx", allow_inexact=True)
+    assert "embedding-rounded" not in manifest.read(moved)["event_counts"]
+    with pytest.raises(UsageError, match="is quantized already"):
+        export(file, tmp_path / "x", None, format="mlx", embedding="int4:g64:min")
+    with pytest.raises(UsageError, match="an export to gptq rounds no embedding"):
+        export(untied, tmp_path / "x", None, format="gptq", embedding="int8:row")
 
 
 def test_numbers_that_no_block_has_are_refused_with_the_ways_out(models, tmp_path):
@@ -356,8 +401,6 @@ def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_aske
 
 def test_the_three_commands(tmp_path, capsys):
     """Quantize, export, evaluate: each result is the input of the next; a file is a model like any other."""
-    from tests.runs import ROWS, command
-
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.bfloat16, **WIDE)
     a, b, c = (tmp_path / name for name in ("a", "b.gguf", "c.gguf"))
     text = tmp_path / "text.txt"
@@ -368,7 +411,7 @@ def test_the_three_commands(tmp_path, capsys):
         command(capsys, "quantize", model, "--method", "awq", "--bits", "4", "-o", a, *ROWS).code
         == 0
     )
-    assert command(capsys, "export", a, "--format", "gguf", "-o", b).code == 0
+    assert command(capsys, "export", a, "--embedding", "keep", "-o", b).code == 0
     common = ("--text", text, "--windows", "2", "--length", "32", "--no-speed", "--json")
     ended = command(capsys, "eval", model, a, b, *common)
     assert ended.code == 0, ended.err
