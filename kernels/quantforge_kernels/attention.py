@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels.cpu import layer_launchers
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
 from quantforge_kernels.problem import has_triton, knows_float8, power_of_two
 
@@ -113,7 +114,8 @@ def attend_fused(
     shares = max(1, min(PROGRAMS // (sequences * kv_heads), table.shape[1] // LEAST_PAGES))
     sums = q.new_empty((sequences, heads, shares, head), dtype=torch.float32)
     peaks, totals = sums.new_empty(2, sequences, heads, shares)
-    paged_kernel[(sequences, kv_heads, shares)](
+    launch_kernel(
+        paged_kernel, (sequences, kv_heads, shares),
         q, *_three(keys), *_three(values), table, lengths, sums, peaks, totals,
         kv_heads, table.stride(0), scores.scale, scores.cap, scores.window,
         GROUP=group, HEAD=head, KEY_RUN=key_run, KEY_KIND=key_kind, VALUE_RUN=value_run,
@@ -123,7 +125,8 @@ def attend_fused(
         WIDEN=q.dtype == torch.float32 or not q.is_cuda, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(q)
-    combine_kernel[(sequences * heads,)](
+    launch_kernel(
+        combine_kernel, (sequences * heads,),
         sums, peaks, totals, out, shares,
         HEAD=head, BLOCK_S=power_of_two(shares), BLOCK=power_of_two(head), num_warps=4,
     )  # fmt: skip

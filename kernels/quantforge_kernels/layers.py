@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, silu
 
 from quantforge_kernels.cpu import layer_launchers, many_rows
 from quantforge_kernels.cpu.layer_launchers import side_by_side
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.problem import has_triton, power_of_two
 
 
@@ -53,7 +54,8 @@ def add_norm_fused(
     rows = x.numel() // columns
     if rows:
         other = x if residual is None else residual.contiguous()
-        norm_kernel[(rows,)](
+        launch_kernel(
+            norm_kernel, (rows,),
             x, other, weight, out, total, columns, heads, stride, epsilon,
             OFFSET=offset, ADD=residual is not None, BLOCK=power_of_two(columns),
             num_warps=4 if columns < 4096 else 8,
@@ -101,7 +103,8 @@ def rotate_fused(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     tokens, heads, width = x.shape
     if x.numel():
-        rotary_kernel[(tokens, heads)](
+        launch_kernel(
+            rotary_kernel, (tokens, heads),
             x, cosine.contiguous(), sine.contiguous(), out, heads, x.stride(0),
             HALF=width // 2, BLOCK=power_of_two(width // 2), num_warps=1,
         )  # fmt: skip
@@ -134,7 +137,8 @@ def gate_fused(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
     rows, width = gate.shape
     out = gate.new_empty(gate.shape)
     if gate.numel():
-        gate_kernel[(rows, -(-width // 1024))](
+        launch_kernel(
+            gate_kernel, (rows, -(-width // 1024)),
             gate, up, out, width, gate.stride(0), up.stride(0),
             TANH=tanh, BLOCK=1024, num_warps=4,
         )  # fmt: skip

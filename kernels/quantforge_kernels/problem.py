@@ -48,7 +48,7 @@ class Problem:
         group_size: columns that share a scale; ``in_features`` when a row has one scale.
         symmetric: there are neither zeros nor minima; an integer code ``2^(bits-1)`` stands for 0.
         dtype: of activations and results.
-        device: type of the device, ``cpu`` or ``cuda``.
+        device: where the weights are: ``cpu``, ``cuda`` or ``cuda:N``; GPUs of one machine may be of several kinds.
         grid: one of `GRIDS`.
         tile_rows: rows that share a scale (fp8 in tiles; 1 otherwise).
         activation: ``""``, or ``fp8`` or ``int8`` where each row of ``x`` is quantized, too, to a
@@ -76,6 +76,11 @@ class Problem:
     superblock: int = 0
     lower: str = ""
     input_bits: int = 16
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the weights are on a GPU."""
+        return torch.device(self.device).type == "cuda"
 
     @property
     def groups(self) -> int:

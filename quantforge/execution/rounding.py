@@ -54,9 +54,11 @@ class MatrixRounding:
         self.workers = workers_of(settings)
 
     def known(self, tensor: TensorPlan) -> Statistics:
-        """Return what is known of the input of a matrix without calibration."""
+        """Return what is known of the input of a matrix without calibration, on the device of its weights."""
         squares = self.importance.get(tensor.name)
-        return Statistics(tokens=int(squares is not None), squares=squares)
+        if squares is None:
+            return Statistics()
+        return Statistics(tokens=1, squares=squares.to(self.source.device))
 
     def shared(
         self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None

@@ -124,7 +124,7 @@ class MixtureGradients:
         tokens, weights = part
         behind = self._behind.gather(tokens)
         with one_thread(), torch.enable_grad():
-            device = next(iter(self._experts.held(number).values())).device
+            device = self._experts.device(number)
             states = self._tokens.states(tokens).to(device).detach().requires_grad_()
             outputs, watcher = self._experts.watched(number, states)
             wanted = [states, *watcher.products.values()]

@@ -57,7 +57,7 @@ class ExpertStatistics:
         self._shuffled = torch.randperm(
             self._tokens.count, generator=torch.Generator().manual_seed(seed)
         )
-        self._outer = self._of_input() if wanted else Statistics()
+        self._outer: Statistics | None = None
         self._reads: frozenset[str] | None = None
 
     def of(self, number: int, *, add: bool) -> dict[str, Statistics]:
@@ -77,7 +77,7 @@ class ExpertStatistics:
             found = {name: total.result() for name, total in totals.items()}
             for name, one in found.items():
                 _to_diagonal(one, one.tokens / experts.columns(number, name))
-            return found | {name: self._outer.copy() for name in outer}
+            return found | {name: self._of_input(number).copy() for name in outer}
         totals = {name: Accumulator(self._wanted) for name in names}
         experts.run(number, tokens, weights, totals, add=add)
         return {name: self._shrunk(number, name, total.result()) for name, total in totals.items()}
@@ -99,7 +99,7 @@ class ExpertStatistics:
         """Return statistics of own tokens, mixed with the prior."""
         width = self._experts.columns(number, name)
         if name in self._outer_stacks(number):
-            return own.toward(self._outer, WEIGHT * width)
+            return own.toward(self._of_input(number), WEIGHT * width)
         prior = self._inner(number, name, max(SAMPLE * width - own.tokens, LEAST * width))
         share = own.tokens / (own.tokens + WEIGHT * width)
         variance = share**2 / max(own.tokens, 1) + (1 - share) ** 2 / prior.tokens
@@ -107,14 +107,17 @@ class ExpertStatistics:
         _to_diagonal(found, 1 / variance / width)
         return found
 
-    def _of_input(self) -> Statistics:
-        """Return the statistics of the input of the mixture, of all tokens."""
-        total = Accumulator(self._wanted)
-        with one_thread():
-            for part in torch.split(self._all, TOKENS * TOGETHER):
-                states = [self._tokens.states(run) for run in torch.split(part, TOKENS)]
-                side_by_side(lambda job: job(), total.adding(states))
-        return total.result()
+    def _of_input(self, number: int) -> Statistics:
+        """Return the statistics of the input of the mixture, of all tokens; they are where the expert's weights are."""
+        if self._outer is None:
+            total, device = Accumulator(self._wanted), self._experts.device(number)
+            with one_thread():
+                for part in torch.split(self._all, TOKENS * TOGETHER):
+                    runs = torch.split(part, TOKENS)
+                    states = [self._tokens.states(run).to(device) for run in runs]
+                    side_by_side(lambda job: job(), total.adding(states))
+            self._outer = total.result()
+        return self._outer
 
     def _outer_stacks(self, number: int) -> frozenset[str]:
         """Return the parameters whose matrices read the input of the mixture itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, Place
@@ -65,6 +66,10 @@ class ExpertWeights:
             if self._restore is not None:
                 self._restore(number)
         return self._held[number]
+
+    def device(self, number: int) -> torch.device:
+        """Return where the weights of an expert are; it is held until `release`."""
+        return next(iter(self.held(number).values())).device
 
     def holds(self, number: int) -> bool:
         """Return whether the weights of an expert are held."""

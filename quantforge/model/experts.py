@@ -182,7 +182,7 @@ class Experts(RoutedExperts):
 
     def _pass(self, number: int, tokens: Tensor) -> ExpertPass:
         assert self.tokens is not None
-        device = next(iter(self._held[number].values())).device
+        states = self.tokens.states(tokens).to(self.device(number))
         with cutting():
-            outputs, watcher = self.watched(number, self.tokens.states(tokens).to(device))
+            outputs, watcher = self.watched(number, states)
         return ExpertPass(outputs.float(), watcher.found)

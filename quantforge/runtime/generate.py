@@ -205,14 +205,16 @@ class Step:
     def _capture(self) -> None:
         """Run the step twice, so that every kernel is compiled, and record it; undo its effect."""
         lengths = self._cache.lengths.clone()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._compute()
-                self._cache.lengths.copy_(lengths)  # the same place is written again
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._compute()
+        with torch.cuda.device(self._decoder.device):  # streams are of the thread's current device
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self._compute()
+                    self._cache.lengths.copy_(lengths)  # the same place is written again
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            # A stream of our own: the default one is of the device of the process's first capture.
+            with torch.cuda.graph(self._graph, stream=stream):
+                self._logits = self._compute()
         self._cache.lengths.copy_(lengths)

@@ -40,7 +40,7 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
         group_size=scheme.group_size(columns),
         symmetric=not {"zeros", "mins"} & parameters.keys(),
         dtype=dtype,
-        device=device.type,
+        device=str(device),
         grid=said.grid,
         tile_rows=tile_rows,
         activation=_activation(tensor),

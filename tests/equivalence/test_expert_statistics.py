@@ -193,6 +193,35 @@ def test_an_expert_without_tokens_has_what_the_layer_knows(
         assert torch.allclose(one.peaks.double(), read.abs().amax(0), **CLOSE)
 
 
+def test_the_input_of_a_mixture_is_observed_where_the_weights_of_its_experts_are(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are kept in the memory of the host, whatever the device."""
+    lonely(tiny, monkeypatch, 3)
+    checkpoint, matched = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, matched, ROWS) as stream:
+        for part in stream:
+            if part.index == BLOCK:
+                part.observe({})
+                experts = part.experts
+                assert experts is not None
+                wanted = ALL - {Statistic.HISTOGRAM}  # which this device cannot count
+                statistics = ExpertStatistics(experts, wanted, everyone=False, seed=0)
+                # On this device nothing is computed: all matrices read the input, which no token of theirs adds to.
+                outer, meta = frozenset(experts.stacks), torch.device("meta")
+                monkeypatch.setattr(
+                    ExpertStatistics, "_outer_stacks", lambda *_, found=outer: found
+                )
+                monkeypatch.setattr(Experts, "device", lambda *_, found=meta: found)
+                found = statistics.of(3, add=False)
+                break
+            part.advance()
+    for one in found.values():
+        for value in (one.hessian, one.squares, one.peaks):
+            assert value is not None
+            assert value.is_meta
+
+
 def test_neither_threads_nor_micro_batch_nor_place_change_a_bit(tiny: Tiny, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     ways: list[tuple[int, dict[str, Any]]] = [

@@ -129,7 +129,7 @@ def _by_slabs(
 
 
 def _on_gpu(problem: Problem) -> bool:
-    return problem.device == "cuda" and not problem.activation and has_triton()
+    return problem.on_gpu and not problem.activation and has_triton()
 
 
 def accepts_integers(problem: Problem) -> bool:

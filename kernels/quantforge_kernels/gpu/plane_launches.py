@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.gpu.tiles import Configuration
 from quantforge_kernels.grouped import OwnedRows
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of
@@ -128,7 +129,8 @@ def launch(
     constants = shape.constants | {"MODE": chosen, "EACH": each}
     programs = -(-rows // tile.block_n)
     if kernel == "matvec":
-        matvec_kernel[(programs, pairs, tile.split)](
+        launch_kernel(
+            matvec_kernel, (programs, pairs, tile.split),
             x, *pointers, out, x if owners is None else owners.pairs, *sizes, **constants, WHOLE=shape.chunk[1],
             EVEN=columns % tile.block_k == 0 and columns % chunk == 0,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
@@ -140,7 +142,8 @@ def launch(
         lists = (x, x) if owners is None else (owners.order, owners.starts)
         matrices = 0 if owners is None else owners.matrices
         strips = -(-pairs // strip) if owners is None else pairs // strip + min(pairs, matrices)
-        rows_kernel[(programs, strips, tile.split)](
+        launch_kernel(
+            rows_kernel, (programs, strips, tile.split),
             x, *pointers, out, *lists, tokens, pairs, matrices, *sizes, **constants, WHOLE=shape.chunk[1],
             AFTER=after, WIDEN=x.dtype == torch.bfloat16 and x.device.type == "cpu",
             BLOCK_E=power_of_two(max(1, matrices)), BLOCK_M=strip, BLOCK_N=tile.block_n,
@@ -162,7 +165,9 @@ def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
         return parts[0]
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
     programs = -(-out.numel() // 512)
-    splits_kernel[(programs,)](parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4)
+    launch_kernel(
+        splits_kernel, (programs,), parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4
+    )
     return out
 
 
@@ -175,7 +180,8 @@ def decode(
     rows = len(planes[0])
     out = torch.empty(rows, shape.in_features, dtype=dtype, device=planes[0].device)
     grid = (-(-rows // 8), -(-shape.in_features // 512))
-    decode_kernel[grid](
+    launch_kernel(
+        decode_kernel, grid,
         *_pointers(planes, tensors), out, rows, shape.in_features, _groups(shape), *_quads(planes),
         **shape.constants, MODE=mode_of(dtype, out.device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
     )  # fmt: skip

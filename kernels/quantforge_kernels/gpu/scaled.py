@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.layout import chunk_of
 from quantforge_kernels.problem import (
     Kernel,
@@ -33,7 +34,7 @@ _ALIGNED = 16
 
 def accepts(problem: Problem) -> bool:
     """Return whether a problem is solved: both factors of one kind; symmetric; columns of a tile a multiple of 32."""
-    if problem.device != "cuda" or not has_triton():
+    if not problem.on_gpu or not has_triton():
         return False
     if problem.activation != _ACTIVATIONS.get(problem.grid, "-") or problem.bits != 8:
         return False
@@ -91,7 +92,8 @@ def _scaled_matmul(
     quantized, x_scales = quantize_rows(x, _ACTIVATIONS[grid])
     quantized = _padded(quantized.view(torch.uint8)).view(_DTYPES[grid])
     block_k = TILE_COLUMNS if group >= columns else chunk_of(8, group)[0]
-    eight_bit_kernel[(-(-rows // 64), -(-tokens // 16))](
+    launch_kernel(
+        eight_bit_kernel, (-(-rows // 64), -(-tokens // 16)),
         quantized, x_scales, codes.view(_DTYPES[grid]), scales, out,
         tokens, rows, columns, codes.shape[1] // _ALIGNED, scales.shape[1],
         GROUP=max(group, 1), TILE_ROWS=tile_rows, BLOCK_M=16, BLOCK_N=64, BLOCK_K=block_k,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels import base3
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES
 from quantforge_kernels.gpu.plane_launches import add_splits, mode_of
 from quantforge_kernels.gpu.tiles import Configuration, split_of
@@ -22,7 +23,7 @@ from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weig
 
 def accepts(problem: Problem) -> bool:
     """Return whether a problem is solved: ternary codes in whole groups."""
-    on_gpu = problem.device == "cuda" and not problem.activation and has_triton()
+    on_gpu = problem.on_gpu and not problem.activation and has_triton()
     return on_gpu and problem.grid == "ternary" and problem.in_features % problem.group_size == 0
 
 
@@ -90,12 +91,23 @@ def launch(
     }  # fmt: skip
     if tokens == 1:
         mode = mode_of(x.dtype, x.device) if mode is None else mode
-        ternary.row_kernel[(programs, tile.split)](
-            x, words, scales, out, rows, *sizes, **constants, MODE=mode
+        launch_kernel(
+            ternary.row_kernel,
+            (programs, tile.split),
+            x,
+            words,
+            scales,
+            out,
+            rows,
+            *sizes,
+            **constants,
+            MODE=mode,
         )
     else:
         widen = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-        ternary.rows_kernel[(programs, -(-tokens // 16), tile.split)](
+        launch_kernel(
+            ternary.rows_kernel,
+            (programs, -(-tokens // 16), tile.split),
             x,
             words,
             scales,
@@ -120,7 +132,8 @@ def _by_slabs(x: Tensor, words: Tensor, scales: Tensor, group: int) -> Tensor:
     for first in range(0, rows, step):
         part, scaled = words[first : first + step], scales[first : first + step]
         weight = x.new_empty(len(part), columns)
-        decode_kernel[(-(-len(part) // 8), -(-columns // 512))](
+        launch_kernel(
+            decode_kernel, (-(-len(part) // 8), -(-columns // 512)),
             part, scaled, weight, len(part), columns, columns // group, words.shape[1] // 4,
             GROUP=group, STEP=base3.words_of(group), BLOCK_N=8, BLOCK_K=512, num_warps=4,
         )  # fmt: skip

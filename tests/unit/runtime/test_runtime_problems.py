@@ -97,6 +97,14 @@ def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
     assert select(task).name == "triton-w8a8"
 
 
+def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
+    abilities = {"cuda:0": (9, 0), "cuda:1": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: abilities[str(where)])
+    task = Problem(1, 64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
+    assert select(task).name == "triton-w8a8"
+    assert select(replace(task, device="cuda:1")).name == "reference"
+
+
 # Quantized inputs
 
 

@@ -1,0 +1,57 @@
+"""A model on a GPU that is not the current one: every launch, stream and graph is of the GPU that has the tensors."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.load import load
+from tests.runs import quantize, recipe
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+IDS = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def logits(path, device, kind="", graph=True):
+    """Logits after a prompt and two more tokens."""
+    decoder = Decoder(load(path, device=device).model)
+    cache = decoder.cache(2, 32, kind)
+    with torch.inference_mode():
+        found = [prefill(decoder, IDS.to(device), cache, 2)]
+        step = Step(decoder, cache, graph)
+        for token in (5, 7):
+            found.append(step(torch.full((2,), token, device=device)).clone())
+    return torch.stack(found).cpu()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_the_second_gpu_computes_what_the_first_does(tiny, tmp_path, family, kind):
+    quantize(tiny(family), tmp_path / "out", recipe(bits=4))
+    assert torch.cuda.current_device() == 0
+    wanted = logits(tmp_path / "out", "cuda:0", kind, graph=False)
+    found = logits(tmp_path / "out", "cuda:1", kind, graph=family == "llama")
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert torch.cuda.current_device() == 0
+
+
+def test_a_graph_is_captured_on_each_gpu(tiny):
+    first, second = (logits(tiny("llama"), device) for device in ("cuda:0", "cuda:1"))
+    torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-2)
+
+
+def test_a_thread_of_its_own_computes_on_the_second_gpu(tiny):
+    """The current device is that of a thread: a new one begins with the first GPU."""
+    found = []
+    thread = Thread(target=lambda: found.append(logits(tiny("llama"), "cuda:1", graph=False)))
+    thread.start()
+    thread.join()
+    wanted = logits(tiny("llama"), "cuda:0", graph=False)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-2, atol=1e-2)
