@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gguf
 import numpy
@@ -13,9 +14,12 @@ import torch
 from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.execution import row_wise
+from quantforge.execution.rounding import MatrixRounding
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.model import hidden_states
+from quantforge.notation import parse_layer
+from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -32,6 +36,17 @@ FOUND = Imatrix(
     512,
 )
 TEXT = CalibrationOptions(samples=8, length=32)
+
+
+def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
+    scheme = parse_layer("int4:g32:asym")
+    one, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
+    rounding = MatrixRounding(
+        SimpleNamespace(plan=SimpleNamespace(rounder="rtn", tensors=(one, other)), recipe=Recipe()),
+        SimpleNamespace(device="meta"), SimpleNamespace(), Settings(), {"a": torch.ones(32)},
+    )  # fmt: skip
+    assert rounding.known(one).squares.is_meta
+    assert rounding.known(other).squares is None
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.dat"])
