@@ -150,6 +150,7 @@ class About:
         turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
         tunable: whether scales are numbers of their own, which may be learned.
         embedding_tool: the tool that rounds a tied embedding by default; its engine multiplies by codes; "" for none.
+        scale_types: of scales that its files hold whatever the type of the model, so that an export keeps them.
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class About:
     turned: str = ""
     tunable: bool = False
     embedding_tool: str = ""
+    scale_types: tuple[ScaleType, ...] = ()
 
     @property
     def one_file(self) -> bool:

@@ -36,7 +36,9 @@ def express(
 
     ``model_dtype`` (F16, BF16 or F32) is that of the new artifact: some formats store scales in it.
     """
-    wanted = replace(scheme, scale=target.scale_type(model_dtype)) if scheme.integer else scheme
+    wanted = scheme
+    if scheme.integer and scheme.scale not in target.ABOUT.scale_types:
+        wanted = replace(scheme, scale=target.scale_type(model_dtype))
     fit = target.check(LayerScheme(wanted, activation), shape)
     if fit.verdict is Verdict.IMPOSSIBLE:
         if scheme.grid in INTEGERS:

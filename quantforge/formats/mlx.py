@@ -58,6 +58,7 @@ ABOUT = About(
     joined=False,
     engines=ENGINES,
     embedding_tool="mlx_lm.convert",
+    scale_types=(ScaleType.F16, ScaleType.BF16),
 )
 LEAST_ZERO = 0
 OWN_BITS = 4

@@ -302,6 +302,22 @@ def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch)
     assert found != LlamaCpp(files[0], 64).top(IDS, 20)
 
 
+def test_the_engine_computes_what_a_rounded_tied_embedding_decodes_to(tmp_path):
+    from quantforge.runtime.load import load
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **sizes)
+    wanted = Recipe(method="rtn", scheme="int4:g32:sym", scales="absmax", calibration=NO_DATA)
+    verbs.quantize(str(model), wanted, tmp_path / "q", Settings())
+    moved = verbs.export(tmp_path / "q", format="gguf", out=tmp_path / "x.gguf")
+    assert moved.verdict == "exact but for the embedding"
+    with torch.no_grad():
+        logits = load(moved.out).model(torch.tensor([IDS])).logits[0, -1].double()
+    expected = torch.log_softmax(logits, -1)
+    found = LlamaCpp(moved.out, 64).top(IDS, 20)
+    assert max(abs(value - expected[token].item()) for token, value in found.items()) < 0.25
+
+
 def test_parts_and_tied_models_load(tmp_path):
     export(DEMO, tmp_path / "x.gguf", "Q8_0", max_shard_bytes=1_500_000)
     first = min(tmp_path.glob("x-00001-of-*.gguf"))

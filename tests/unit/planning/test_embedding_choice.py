@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from quantforge import verbs
@@ -92,6 +93,21 @@ def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: P
     (embedding,) = [item for item in made.tensors if "embed" in item.name]
     assert embedding.scheme is None
     assert embedding.name in {event.where for event in made.substitutions}
+
+
+def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: Path) -> None:
+    made = {"scheme": "int4:g64:sym:f16", "method": "rtn", "scales": "absmax"}
+    verbs.quantize(DEMO, out=tmp_path / "q", **made)
+    moved = verbs.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
+    assert moved.verdict == "exact but for the embedding"
+    assert [event.kind for event in moved.events] == ["embedding-rounded"]
+    stored = load_file(tmp_path / "x" / "model.safetensors")
+    for part in ("scales", "biases"):
+        types = {str(value.dtype) for name, value in stored.items() if name.endswith(part)}
+        assert types == {"torch.float16"}
+    assert stored["model.embed_tokens.weight"].dtype == torch.uint32
+    assert "but for the embedding" in (tmp_path / "x" / "README.md").read_text()
+    assert verbs.verify(tmp_path / "x", source=DEMO).findings == []
 
 
 def test_keep_leaves_the_embedding_of_a_gguf_file() -> None:
