@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -68,7 +69,8 @@ def test_a_panic_of_the_library_is_an_error_like_others_and_silent(model, capfd)
         "continuing_subword_prefix": "###",
     }
     (model / "tokenizer.json").write_text(json.dumps(data))
-    assert "slice" in refused(lambda: load_tokenizer(model), "is not a tokenizer").message
+    message = refused(lambda: load_tokenizer(model), "is not a tokenizer").message
+    assert re.search("slice|byte index", message)  # of old releases of tokenizers
     assert capfd.readouterr().err == ""
     print("heard", file=sys.stderr)
     assert capfd.readouterr().err == "heard\n"
