@@ -26,8 +26,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BETWEEN = ("torch==2.11.0", "transformers==5.17.0")
-FOLLOWING = ("triton", "huggingface_hub")  # what these ask for in versions of their own
+BETWEEN = ("torch==2.11.0",)
+FOLLOWING = ("triton",)  # what these ask for in versions of their own
 
 
 def declared() -> list[str]:

@@ -257,7 +257,8 @@ _LATENT = {**SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "num_expert
            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}  # fmt: skip
 MIXTURES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "mixtral": ("mixtral", {**_EXPERTS, "sliding_window": 16}, "float32", 0),
-    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1], "norm_topk_prob": True,
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1],
+                                "norm_topk_prob": True,
                                 "attention_bias": True}, "float32", 300_000),
     "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32,
                                 "mlp_only_layers": [1], "shared_expert_intermediate_size": 96}, "float32", 0),
