@@ -96,7 +96,7 @@ def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     found = {}
     while not engine.idle:
         found |= {one.id: list(one.tokens) for one in engine.step() if isinstance(one, Finished)}
-    assert sum(map(len, wanted)) > 0.2 * sum(new for _, new in lengths)
+    assert sum(map(len, wanted)) > 0.1 * sum(new for _, new in lengths)
     for number, tokens in enumerate(wanted):
         assert found[str(number)][: len(tokens)] == tokens
     # Where no layer takes pages, none are short.
