@@ -142,7 +142,7 @@ class Opener:
             error: as `strict_json.parse` refuses, or no object.
         """
         refuse = self._refuse(path)
-        value = strict_json.parse(data, role.values, refuse, loose=loose)
+        value = strict_json.parse(data, role.values, refuse, loose=loose, infinite=role.infinite)
         if not isinstance(value, dict):
             refuse("not a JSON object", "it has to begin with {")
         found: dict[str, Any] = value

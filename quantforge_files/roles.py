@@ -20,15 +20,17 @@ class FileRole:
         name: in messages.
         limit: how many bytes it may have.
         values: how many values, keys and containers it may have, where it is JSON or a header.
+        infinite: whether its numbers may be infinite, see `strict_json.parse`.
     """
 
     name: str
     limit: int
     values: int = 0
+    infinite: bool = False
 
 
 CONFIG = FileRole(
-    "configuration", 64 * _MB, 1_200_000
+    "configuration", 64 * _MB, 1_200_000, infinite=True
 )  # lists of what is left out name every expert
 INDEX = FileRole("index of weights", 64 * _MB, 1_200_000)
 HEADER = FileRole("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors

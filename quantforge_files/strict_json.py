@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64
+# The only key of an object that stands for an infinite number, its word under it: so transformers 5 writes one. Older
+# versions wrote the bare word, which configurations of hybrid models still hold (`time_step_limit`).
+INFINITE = "__float__"
 MAX_DIGITS = 64  # of a number where only its size is free: some write 10^30 for "no limit"
 _SMALL = 1 << 20  # bytes that cannot take much memory, whatever they hold
 _CHUNK = 1 << 20
@@ -27,7 +30,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Refuse = Callable[..., NoReturn]  # of what is wrong and, where there is more to say, a hint
 
 
-def parse(data: bytes, values: int, refuse: Refuse, *, loose: bool = False) -> Any:
+def parse(
+    data: bytes, values: int, refuse: Refuse, *, loose: bool = False, infinite: bool = False
+) -> Any:
     """Parse one JSON document.
 
     Args:
@@ -36,6 +41,7 @@ def parse(data: bytes, values: int, refuse: Refuse, *, loose: bool = False) -> A
         refuse: raises; called with what is wrong.
         loose: as the standard parser reads it, but for numbers of more than `MAX_DIGITS` digits: for files that
             nothing but settings are taken from.
+        infinite: read the words ``Infinity`` and ``-Infinity``, which Python writes, as `INFINITE` says.
 
     Calls ``refuse``: not UTF-8, a byte order mark, not JSON, a duplicate key at any level, a number
     that is not finite or not of 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or more than ``values``.
@@ -47,7 +53,7 @@ def parse(data: bytes, values: int, refuse: Refuse, *, loose: bool = False) -> A
     if not loose:
         hooks |= {
             "object_pairs_hook": lambda pairs: _object(pairs, refuse),
-            "parse_constant": lambda word: refuse(f"{word} is not a JSON number"),
+            "parse_constant": lambda word: _constant(word, refuse, infinite=infinite),
             "parse_float": lambda text: _float(text, refuse),
         }
     try:
@@ -158,6 +164,12 @@ def _integers(refuse: Refuse, *, loose: bool) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _constant(word: str, refuse: Refuse, *, infinite: bool) -> dict[str, str]:
+    if not infinite or word == "NaN":
+        refuse(f"{word} is not a JSON number")
+    return {INFINITE: word}
 
 
 def _float(text: str, refuse: Refuse) -> float:

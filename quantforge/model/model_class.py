@@ -15,6 +15,7 @@ from quantforge.architectures import architecture_of, text_config
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.model.lean_imports import lean
+from quantforge_files.strict_json import INFINITE
 
 with lean():
     from transformers.models.auto import modeling_auto
@@ -33,7 +34,6 @@ _STRIPPED = frozenset(
         "torch_dtype",
     }
 )
-_FLOAT = "__float__"  # how transformers writes an infinite number
 _TEXT = "MODEL_FOR_CAUSAL_LM_MAPPING"
 _WHOLE = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
 
@@ -160,8 +160,8 @@ def _classes(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedMo
 def _clean(value: Any) -> Any:
     """Drop private keys and those that load code or quantized layers, at every depth."""
     if isinstance(value, Mapping):
-        if value.keys() == {_FLOAT} and value[_FLOAT] in {"Infinity", "-Infinity", "NaN"}:
-            return float(value[_FLOAT])
+        if value.keys() == {INFINITE} and value[INFINITE] in {"Infinity", "-Infinity", "NaN"}:
+            return float(value[INFINITE])
         return {
             key: _clean(item)
             for key, item in value.items()
