@@ -19,14 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 
 from quantforge import verbs
-from quantforge.cli.app import main
+from quantforge.cli.app import app, main
 from quantforge.execution.progress import Progress
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 
+ALWAYS = {"--help", "--debug", "--version"}
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
 # The same as options of the command line (micro_batch has none: it belongs to recipes).
 ROWS = ("--samples", "6", "--length", "24")
@@ -57,7 +59,27 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Ended:
             signal.signal(number, handler)
     captured = capsys.readouterr()
     code = ended.value.code
+    check_hints(str(arguments[0]) if arguments else "", captured.err)
     return Ended(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+
+def check_hints(verb: str, printed: str) -> None:
+    """Fail where a hint that a verb has printed says something that the verb would refuse when typed."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for hint in re.findall(r"^hint: (.*(?:\n(?!\w+:).+)*)", printed, re.MULTILINE):
+        named = re.findall(r"quantforge ([a-z]+)", hint)
+        assert {*named} <= {*commands, "help"}, hint
+        verbs = [commands[name] for name in (verb, *named) if name in commands]
+        known = {
+            flag
+            for one in verbs
+            for option in one.params
+            for flag in (*option.opts, *option.secondary_opts)
+        }
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", hint):
+            assert not known or flag in known | ALWAYS, (
+                f"{verb} printed a hint with {flag}, which it does not take: {hint}"
+            )
 
 
 def recipe(method: str = "rtn", **values: Any) -> Recipe:

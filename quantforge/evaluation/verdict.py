@@ -222,13 +222,17 @@ def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> 
         share = 1 - own / rows[rival]["weight_bytes"]
         where = "the same bytes" if share <= SAME_BYTES else f"{share:.0%} fewer bytes"
         theirs = rows[rival]["kl_mean"]
+        better = f"{names[index]}: KL {significant(kl)}"
         if _same_kl(rows[index], rows[rival]):
-            text = f"not told apart from {names[rival]} ({significant(theirs)})"
+            text = (
+                f"{better}, not told apart from {names[rival]} ({significant(theirs)}) in {where}"
+            )
         elif kl <= 0:
-            text = f"{names[rival]} has {significant(theirs)}"
+            than = "as" if share <= SAME_BYTES else "than"
+            text = f"{better} in {where} {than} {names[rival]}, which has KL {significant(theirs)}"
         else:
-            text = f"{significant(theirs / kl)} times less than {names[rival]}"
-        found.append(f"{names[index]}: KL {significant(kl)}, {text} in {where}")
+            text = f"{better}, {significant(theirs / kl)} times less than {names[rival]} in {where}"
+        found.append(text)
     return found
 
 

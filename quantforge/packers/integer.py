@@ -134,7 +134,7 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     if bool((scales > limits.max).any()):
         raise InputError(
             f"a scale of {scales.max().item():.3g} is beyond the range of {dtype}",
-            "store the scales as f32, e.g. --scheme int4:g128:sym:f32",
+            "store the scales as f32, e.g. --format compressed-tensors --scheme int4:g128:sym:f32",
         )
     least = limits.smallest_normal * limits.eps  # the smallest subnormal
     return torch.where(scales > 0, scales.clamp(min=least), EMPTY_SCALE).to(dtype)

@@ -7,7 +7,7 @@ is quantized, unless the engine multiplies by the codes of the embedding (`About
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
+from quantforge.events import Event
 from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
 from quantforge.formats.format_choice import CHOSEN
@@ -54,13 +55,7 @@ def draft_by_module(
     builder = _ModuleDraft(choices, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
-        odd = builder.choices.substitutions[:1]
-        raise InputError(
-            f"nothing would be quantized: every layer is kept{''.join(f'; {one.where}: {one.detail}' for one in odd)}",
-            "choose another --scheme, or --format compressed-tensors, which holds any number of columns"
-            if odd
-            else "check --ignore, --rule and the recipe",
-        )
+        raise _nothing_quantized(form, builder.choices.substitutions)
     if engine == "transformers":
         tensors = _turned(form, tensors)
     layers = {
@@ -103,6 +98,22 @@ def draft_by_module(
         ),
         untie=builder.unties,
         label=form.KEY,
+    )
+
+
+def _nothing_quantized(form: Format, substitutions: Sequence[Event]) -> InputError:
+    """Return the error for a plan that keeps every layer: for their shapes, or because rules keep them."""
+    if not substitutions:
+        return InputError(
+            "nothing would be quantized: --ignore, a rule or the recipe keeps every layer",
+            "leave out the --ignore or the rule that keeps too much",
+        )
+    first = substitutions[0]
+    more = f", and {len(substitutions) - 1} more" if len(substitutions) > 1 else ""
+    return InputError(
+        f"nothing would be quantized: {form.KEY} cannot hold the shape of any matrix: "
+        f"{first.where}: {first.detail}{more}",
+        "--format compressed-tensors holds matrices of any shape with one scale per row: --scheme fp8:row, or int4:row",
     )
 
 

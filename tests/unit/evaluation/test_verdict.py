@@ -44,6 +44,14 @@ def test_fewer_bytes_are_said_and_a_much_larger_model_is_no_rival():
     assert not any("times less" in text for text in judge(rows).sentences)
 
 
+def test_a_model_without_divergence_gets_its_own_saving():
+    rows = [REFERENCE, row("exact", 4_000_000, 0.0), row("rtn", 4_400_000, 0.0183)]
+    said = "exact: KL 0 in 9% fewer bytes than rtn, which has KL 0.0183"
+    assert judge(rows).sentences[0] == said
+    rows[2] = row("rtn", 4_000_000, 0.0183)
+    assert judge(rows).sentences[0] == "exact: KL 0 in the same bytes as rtn, which has KL 0.0183"
+
+
 def test_a_difference_within_the_error_is_no_difference():
     rows = [REFERENCE, row("rtn", kl=0.0064, kl_se=0.001), row("gptq", kl=0.0063, kl_se=0.001)]
     assert (

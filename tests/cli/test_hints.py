@@ -1,0 +1,74 @@
+"""Hints: what a refusal tells a person to type is typed here, and does what the hint promised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.runs import command
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> Path:
+    """A model whose matrices have 40 and 48 and 200 columns."""
+    folder = tmp_path_factory.mktemp("odd") / "odd"
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=40,
+        intermediate_size=200,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=24,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    return folder
+
+
+def test_a_format_that_holds_no_matrix_says_so_and_names_one_that_does(odd, tmp_path, capsys):
+    refused = command(capsys, "plan", odd, "--format", "fp8", "--bits", "8")
+    assert refused.code == 3
+    assert "fp8 cannot hold the shape of any matrix" in refused.err
+    assert "200 input columns are no multiple of 128" in refused.err
+    assert "--ignore" not in refused.err
+    for number, scheme in enumerate(("fp8:row", "int4:row")):
+        assert f"{scheme}" in refused.err
+        out = tmp_path / str(number)
+        typed = ("--format", "compressed-tensors", "--scheme", scheme)
+        assert (
+            command(
+                capsys, "quantize", odd, "--method", "rtn", "--scales", "absmax", *typed, "-o", out
+            ).code
+            == 0
+        )
+        assert command(capsys, "verify", out, "--source", odd).code == 0
+
+
+def test_rules_that_keep_everything_are_named_as_the_cause(capsys):
+    refused = command(capsys, "plan", DEMO, "--bits", "4", "--ignore", "*")
+    assert "--ignore, a rule or the recipe keeps every layer" in refused.err
+
+
+def test_a_scale_beyond_float16_is_held_by_what_the_hint_names(tmp_path, capsys):
+    big = shutil.copytree(DEMO, tmp_path / "big")
+    tensors = load_file(big / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5] *= 2.0**21
+    save_file(tensors, big / "model.safetensors", {"format": "pt"})
+    how = ("quantize", big, "--method", "rtn", "--scales", "absmax")
+    refused = command(capsys, *how, "--bits", "4", "--format", "gptq", "-o", tmp_path / "out")
+    assert refused.code == 3
+    assert "beyond the range of torch.float16" in refused.err
+    hint = "--format compressed-tensors --scheme int4:g128:sym:f32"
+    assert hint in " ".join(refused.err.split())
+    assert command(capsys, *how, *hint.split(), "-o", tmp_path / "out").code == 0
+    events = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())["events"]
+    assert events == []
