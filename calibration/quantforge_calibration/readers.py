@@ -230,7 +230,23 @@ def _records(path: Path, file: ParquetFile, rows: RowReader) -> Iterator[Record]
 
 
 def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:
-    fields = sorted(names)
+    fields, value = sorted(names), names.get(column) if isinstance(names, Mapping) else None
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        keys = " and ".join(f"'{key}'" for key in sorted(map(str, value[0]))[:4])
+        renamed = (
+            ", 'from' to role (human is user, gpt is assistant), 'value' to content"
+            if "from" in value[0]
+            else ""
+        )
+        return SourceError(
+            f"{where}: '{column}' is a list of messages with {keys}, not a text",
+            f"rename '{column}' to messages{renamed}, and give the file with --chat-template",
+        )
+    if value is not None:
+        return SourceError(
+            f"{where}: '{column}' is of the type {type(value).__name__}, not a text",
+            f"name the field with the text, FILE:FIELD or DIRECTORY:SPLIT:FIELD, of: {', '.join(fields)[:200]}",
+        )
     if "messages" in fields:
         return SourceError(
             f"{where} holds chat messages and no text in '{column}'",

@@ -115,7 +115,7 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
     if length < 2 or count < 1:
         raise InputError(
             f"nothing to score: the text has {len(ids)} tokens, one window takes {max(step, 2)}",
-            "give a longer text (--text), or shorter windows (--length)",
+            "give a longer text (text), or fewer tokens in a window (length)",
         )
     found = torch.tensor(ids[: count * step]).view(count, step)
     if bos is not None:

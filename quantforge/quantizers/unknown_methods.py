@@ -24,7 +24,7 @@ METHOD_WORDS: Mapping[str, str] = {
     "bnb bitsandbytes nf4 fp4 qlora": "this is a format: --format bnb",
     "llmint8": "this is a scheme: --scheme LLM_INT8",
     "gguf ggml llamacpp kquant kquants": "this is a format: --format gguf",
-    "imatrix": "--imatrix FILE, with --method rtn into GGUF files",
+    "imatrix": "quantforge quantize MODEL --imatrix FILE --method rtn --format gguf",
     "fp8 fp8dynamic": "this is a scheme: --scheme FP8_DYNAMIC",
     "w4a16 w8a8 w8a16 int4 int8": "this is a scheme: --scheme W4A16, or --bits 4",
     "prune pruning sparse sparsity": "--method wanda --sparsity 50%",

@@ -17,6 +17,7 @@ from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import placed
 from quantforge.notation import share_of
 from quantforge_calibration.hub_datasets import read_hub
+from quantforge_calibration.readers import RowReader
 from quantforge_calibration.source_error import SourceError
 from tests.runs import command, copied
 
@@ -70,7 +71,7 @@ def test_an_address_of_the_hub_is_answered_with_the_name_and_how_to_fetch_it(
 
 def test_a_split_of_the_hub_keeps_its_column() -> None:
     with pytest.raises(SourceError) as caught:
-        list(read_hub("wiki:train:body", "train", "body", chat=False, offline=True))
+        list(read_hub("wiki:train:body", "train", RowReader("body"), offline=True))
     assert caught.value.hint.endswith("give DIR:train:body")
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.runs import command
+from tests.runs import ROWS, command
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -72,3 +72,37 @@ def test_a_scale_beyond_float16_is_held_by_what_the_hint_names(tmp_path, capsys)
     assert command(capsys, *how, *hint.split(), "-o", tmp_path / "out").code == 0
     events = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())["events"]
     assert events == []
+
+
+def test_messages_under_another_name_are_read_when_renamed_as_the_hint_says(tmp_path, capsys):
+    rows = [[{"from": "human", "value": "word " * 60}, {"from": "gpt", "value": "Fine. " * 9}]] * 60
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"conversations": row}) + "\n" for row in rows))
+    how = (
+        "plan",
+        DEMO,
+        "--method",
+        "gptq",
+        "--bits",
+        "4",
+        *ROWS,
+        "--chat-template",
+        "--calibration",
+    )
+    refused = command(capsys, *how, f"{file}:conversations")
+    assert refused.code == 3
+    said = " ".join(refused.err.split())
+    assert (
+        "line 1: 'conversations' is a list of messages with 'from' and 'value', not a text" in said
+    )
+    assert (
+        "rename 'conversations' to messages, 'from' to role (human is user, gpt is assistant)"
+        in said
+    )
+    named = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
+    renamed = [
+        [{named[key]: named.get(text, text) for key, text in one.items()} for one in row]
+        for row in rows
+    ]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in renamed))
+    assert command(capsys, *how, file).code == 0

@@ -282,7 +282,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "edited template": (
         "folded", lambda m: (m / "chat_template.jinja").write_text("{{ 'visit' }}"), "side-files", "chat_template"),
     "changed token": ("folded", document(TOKENIZER, new_token), "side-files", TOKENIZER),
-    "token without a row": ("folded", document(TOKENIZER, large_token), "vocabulary", "embed_tokens"),
+    "token without a row": ("folded", document(TOKENIZER, large_token), "side-files", TOKENIZER),
     "tokenizer missing": ("folded", lambda m: (m / TOKENIZER).unlink(), "side-files", TOKENIZER),
     "another norm constant": (
         "folded", document(CONFIG, lambda c: c.update(rms_norm_eps=0.1)), "configuration", CONFIG),

@@ -142,7 +142,8 @@ def _no_gguf(path: Path, source: Scan) -> InputError:
         ".toml": "a recipe, not a model: quantforge quantize MODEL --recipe FILE, then name its result",
         ".safetensors": "the weights alone: name the directory that holds them and config.json",
         **dict.fromkeys(
-            _TEXTS, "a text, not a model: eval MODEL --text FILE, quantize MODEL --calibration FILE"
+            _TEXTS,
+            "a text, not a model: quantforge eval MODEL --text FILE, quantforge quantize MODEL --calibration FILE",
         ),
         ".json": "no model: name the directory that holds it, or a GGUF file",
     }
