@@ -188,7 +188,7 @@ def test_a_huge_line_is_not_read_into_memory(tmp_path):
         ("latin.jsonl", '{"text": "é"}'.encode("latin-1"), ["line 1", "UTF-8"]),
         ("list.jsonl", b"[1]", ["not a JSON object"]),
         ("deep.jsonl", b"[" * 100_000, ["line 1"]),
-        ("number.jsonl", b'{"text": 3}', ["no text in 'text'"]),
+        ("number.jsonl", b'{"text": 3}', ["'text' is of the type int, not a text"]),
         ("field.jsonl", b'{"body": "a", "id": 1}', ["body, id", "FILE:FIELD"]),
         ("chat.jsonl", json.dumps({"messages": TALK}).encode(), ["chat_template = true"]),
         ("half.jsonl", b'{"text": "\\ud800"}', ["surrogate"]),
@@ -220,7 +220,7 @@ def test_parquet_columns_and_streaming(tmp_path):
     parquet.write_table(table, path, row_group_size=100)
     assert read(str(path)) == [f"row {i}" for i in range(300)]
     assert read(f"{tmp_path}:train:text") == read(str(path))
-    refused(lambda: read(f"{path}:n"), "no text in 'n'")
+    refused(lambda: read(f"{path}:n"), "'n' is of the type int", "name the field")
     refused(lambda: read(f"{path}:body"), "n, text")
     path.write_bytes(path.read_bytes()[:-20])
     refused(lambda: read(str(path)), "parquet")
