@@ -22,7 +22,7 @@ SHIFTED = 0.55  # steps by which the median group is off under the wrong convent
 
 
 def odd_scales(found: QuantizedTensor) -> Iterator[str]:
-    """Yield a text for scales far above all others, and for scales that are all zero."""
+    """Yield a text for scales far above all others, and for scales that are all zero under codes that differ."""
     scales = found.parameters.get("scales")
     if scales is None:
         return
@@ -30,7 +30,7 @@ def odd_scales(found: QuantizedTensor) -> Iterator[str]:
     typical = float(sizes.median())
     if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
         yield f"scale {float(sizes.max()):.3g}, the median is {typical:.3g}"
-    if typical == 0 and bool((sizes == 0).all()):
+    if typical == 0 and bool((sizes == 0).all()) and bool((found.codes != found.codes[0, 0]).any()):
         yield "all scales are zero"
 
 

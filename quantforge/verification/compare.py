@@ -71,9 +71,9 @@ class Figures:
 
     @property
     def cosine(self) -> float:
-        """Return the cosine of the whole matrices."""
+        """Return the cosine of the whole matrices; 1 where both are zero."""
         norm = math.sqrt(float(self.tt.sum()) * float(self.qq.sum()))
-        return float(self.tq.sum()) / norm if norm else 0.0
+        return float(self.tq.sum()) / norm if norm else float(self.tt.sum() == self.qq.sum())
 
     @property
     def cosines(self) -> Tensor:

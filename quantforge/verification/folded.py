@@ -129,6 +129,9 @@ def _by_norm(
     if not known:
         return
     own = _fitted(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
+    silent = (before == 0) & (after == 0) & (own.cosine >= FITS)  # any factor cancels
+    columns = own.factor.where(silent, columns)
+    factors.columns.update(dict.fromkeys(linears, columns))
     product = (own.factor / columns.abs().clamp(min=1e-6)).log()
     if factors.slack:
         product -= product.clamp(math.log(1 - factors.slack), math.log(1 + factors.slack))

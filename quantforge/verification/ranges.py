@@ -62,7 +62,7 @@ def wrong_cache(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[tup
             continue
         room = scale.float().cpu().flatten() * largest("fp8_e4m3")
         held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
-        share = room / held.clamp(min=1e-30)
+        share = room / torch.where(held > 0, held, room)  # any scale holds zeros
         far = torch.where(share < CACHE[0], CACHE[0] / share, share / CACHE[1])
         head = int(far.argmax())
         if float(far[head]) > 1:

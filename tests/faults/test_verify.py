@@ -56,12 +56,16 @@ def source(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return find
 
 
+def made_name(base: str) -> str:
+    return "m.gguf" if base == "blocks" else "m"
+
+
 @pytest.fixture(scope="session")
 def made(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
     @cache
     def make(base: str) -> Path:
         family, values = BASES[base]
-        out = tmp_path_factory.mktemp(base) / ("m.gguf" if base == "blocks" else "m")
+        out = tmp_path_factory.mktemp(base) / made_name(base)
         quantize(source(family), out, recipe(**values))
         return out
 
@@ -322,6 +326,23 @@ def test_what_is_healthy_has_no_findings(base, made, source):
     assert report.tensors
     assert 0 < report.figures["kl_mean"] < 0.2
     assert said(look(made(base))) == []
+
+
+@pytest.mark.parametrize("base", ["folded", "blocks"])
+def test_matrices_and_gains_that_are_zero_are_no_finding(base, source, tmp_path):
+    """As depth up-scaling makes them."""
+    family, values = BASES[base]
+    model, out = copied(source(family), tmp_path / "zero"), tmp_path / made_name(base)
+
+    def silence(found: Tensors) -> None:
+        for name in (Q, K, "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
+            found[f"{name}.weight"].zero_()
+        found["model.layers.0.post_attention_layernorm.weight"][7] = 0
+
+    tensors(silence)(model)
+    quantize(model, out, recipe(**values))
+    assert said(look(out, model)) == []
+    assert said(look(out)) == []
 
 
 def test_scales_of_small_rows_that_are_rounded_too_are_in_order(tmp_path):

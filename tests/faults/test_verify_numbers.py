@@ -197,6 +197,14 @@ def test_caches_have_the_range_of_the_source():
     assert [which for which, _ in wrong_cache((fitting[0] * 1e4, fitting[1]), seen)] == ["k"]
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_head"])
+def test_any_scale_covers_keys_that_are_zero(kind):
+    seen = CachePeaks()
+    values = torch.randn(1, 2, 5, 8)
+    seen.update(torch.zeros_like(values), values)
+    assert [*wrong_cache(seen.scales(kind), seen)] == []
+
+
 @pytest.mark.parametrize("text", SCHEMES)
 def test_without_a_source_nothing_is_odd_about_plain_rounding(text):
     weight, _ = matrix()
