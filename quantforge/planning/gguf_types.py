@@ -163,7 +163,7 @@ def type_of(layer: LayerScheme, where: str) -> str:
         others = holders(LayerScheme(scheme, layer.input))
         raise RefusedError(
             f"{where}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
-            f"choose a format that holds it: {' or '.join(others)}"
+            f"--format {' or '.join(others)} holds it"
             if others
             else nearest(scheme.grid, SUPERBLOCKS),
         )

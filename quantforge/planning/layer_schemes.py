@@ -141,7 +141,7 @@ class LayerSchemes:
         module = tensor.stored.name.removesuffix(".weight")
         raise RefusedError(
             f"{tensor.stored.name}: {form} does not fit {self._form.KEY}: {reason}",
-            f"choose a format that holds it: {' or '.join(others)}"
+            f"--format {' or '.join(others)} holds it"
             if others
             else f"add --ignore '{module}', or choose another scheme",
             tensor=tensor.stored.name,
