@@ -3,8 +3,8 @@
 How one module is stored is in `quantforge.formats.ct_layouts`, how it is read in `quantforge.formats.ct_reader`, how
 schemes are spelled in `quantforge.formats.ct_arguments`; here is what holds the modules of a model together.
 ``config_groups`` says which modules have which scheme (`quantforge.formats.ct_groups` reads them). One scheme in the
-whole model targets the class ``Linear`` and lists every exception in ``ignore``; several schemes target module names,
-and are ``mixed-precision`` where their formats differ.
+whole model targets the class ``Linear`` and, by name, a quantized head; every exception is in ``ignore``. Several
+schemes target module names, and are ``mixed-precision`` where their formats differ.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             layer = replace(tensor.scheme, weight=in_blocks(weight) if tensor.turned else weight)
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
-        targets = {layer: ["Linear"] for layer in targets}
+        # A head by name too: its module in SGLang is not a Linear, and one that no target names is read as unquantized.
+        named = [module for module in modules if module == head_of(config)]
+        targets = {layer: ["Linear", *named] for layer in targets}
     formats = list(dict.fromkeys(format_name(layer) for layer in targets))
     quantization: dict[str, Any] = {
         "quant_method": KEY,

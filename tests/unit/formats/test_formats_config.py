@@ -111,6 +111,16 @@ def test_a_head_of_its_own_unties_the_model():
     assert config["quantization_config"]["ignore"] == []
 
 
+def test_a_head_is_named_beside_the_class():
+    """SGLang reads a head that only the class targets as unquantized."""
+    form = format_of("compressed-tensors")
+    head = quantized_plan(form, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
+    plan = plan_of(form, [*model(form, ["int4:g32:sym"] * 4, None), head])
+    config = json.loads(form.side_files(plan, SOURCE)["config.json"])
+    groups = config["quantization_config"]["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [["Linear", "lm_head"]]
+
+
 def gptq(checkpoint_format="gptq", **more):
     return {
         "quant_method": "gptq",
