@@ -16,7 +16,7 @@ from quantforge.formats.gguf.metadata import strips_after
 from quantforge.formats.gguf.pretokenizer import BYTE_CHARACTERS
 from quantforge.formats.gguf.sentencepiece import SPACE
 from quantforge.formats.gguf.special import flat, template_ends
-from quantforge.formats.gguf.tokenizer_json import added_tokens, merged_pairs
+from quantforge.formats.gguf.tokenizer_json import added_tokens, merged_pairs, special_contents
 
 _SHOWN = 3
 _END = {
@@ -286,6 +286,16 @@ def of_settings(
                 f"add_{role}_token = {str(stated).lower()}: tokenizer.json says otherwise, and classes of transformers "
                 f"go by one or the other; llama.cpp puts {'a' if written else 'no'} token that {word} a text"
             )
+    known = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
+        "vocab"
+    ].keys()
+    unknown = [text for text in special_contents(settings) if text not in known]
+    if unknown:
+        shown = ", ".join(f"{text!a:.40}" for text in unknown[:_SHOWN])
+        yield (
+            f"{len(unknown)} special token(s) ({shown}) that tokenizer.json lacks: transformers gives them ids after "
+            "the vocabulary; llama.cpp reads them as text"
+        )
     if settings.get("split_special_tokens") is True:
         yield "split_special_tokens: llama.cpp takes special tokens in a text for what they are"
     if settings.get("add_prefix_space") is True:

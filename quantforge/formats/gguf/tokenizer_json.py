@@ -80,6 +80,58 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(found.values())
 
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def with_settings(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tokenizer.json`` with the added tokens that transformers has after reading ``tokenizer_config.json``.
+
+    ``added_tokens_decoder`` replaces the flags of an added token. Pieces of the vocabulary that it lists, or that are
+    named as special tokens, become added tokens: text is split at them before anything else.
+    """
+    added = {item["content"]: dict(item) for item in added_tokens(tokenizer)}
+    vocab = tokenizer["model"]["vocab"]
+    listed = settings.get("added_tokens_decoder")
+    for item in listed.values() if isinstance(listed, Mapping) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        if isinstance(content, str) and (content in added or content in vocab):
+            flags = {key: item[key] for key in _FLAGS if isinstance(item.get(key), bool)}
+            added[content] = {
+                "id": vocab.get(content),
+                **added.get(content, {"content": content}),
+                **flags,
+            }
+    for content in special_contents(settings):
+        if content in vocab and content not in added:
+            added[content] = {"id": vocab[content], "content": content, "special": True}
+    return {**tokenizer, "added_tokens": list(added.values())}
+
+
+def special_contents(settings: Mapping[str, Any]) -> list[str]:
+    """Return the texts that ``tokenizer_config.json`` names as special tokens, by role or in a list."""
+    stated = [settings.get(role) for role in _ROLES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = settings.get(key)
+        stated += (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, list)
+            else ()
+        )
+    texts = (item.get("content") if isinstance(item, Mapping) else item for item in stated)
+    return [text for text in texts if isinstance(text, str) and text]
+
+
 def check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
     listed = settings.get("added_tokens_decoder")

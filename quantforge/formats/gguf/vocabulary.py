@@ -44,6 +44,7 @@ from quantforge.formats.gguf.tokenizer_json import (
     check_added,
     merged_pairs,
     numbered_pieces,
+    with_settings,
 )
 from quantforge_files.roles import TOKENIZER
 
@@ -174,6 +175,7 @@ def vocabulary(
             )
     settings = read_settings(root / "tokenizer_config.json")
     pieces = numbered_pieces(path, model["vocab"])
+    tokenizer = with_settings(tokenizer, settings)
     found = (
         _sentencepiece(path, tokenizer, pieces, pre)
         if model.get("byte_fallback")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.tokenizer_json import added_tokens
-from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
+from quantforge.formats.gguf.vocabulary import Kind, Vocabulary, vocabulary
 from tests import gguf_models
 from tests.gguf_exports import export
 from tests.thorough import usual
@@ -281,6 +281,36 @@ def test_added_tokens_have_the_ids_of_the_library(tmp_path: Path) -> None:
     assert found == {
         text: library.token_to_id(text) for text in ("<s>", "</s>", "<x>", "<y>", "the")
     }
+
+
+def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path) -> None:
+    """Pieces of the vocabulary that tokenizer.json does not add, and flags that it states otherwise."""
+    from transformers import PreTrainedTokenizerFast
+
+    flags = {"rstrip": False, "single_word": False, "normalized": False}
+    listed = {
+        "1": {"content": "</s>", "lstrip": True, "special": True, **flags},
+        "9": {"content": "the", "lstrip": False, "special": False, **flags},
+    }
+    named = {"additional_special_tokens": ["e"], "extra_special_tokens": {"image_token": "a"}}
+    case = Case(
+        "gpt-2", nothing, settings={"added_tokens_decoder": listed, "unk_token": "t", **named}
+    )
+    found = written(case, tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    stock = {
+        number: Kind.CONTROL if item.special else Kind.USER_DEFINED
+        for number, item in loaded.added_tokens_decoder.items()
+    }
+    assert {found.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
+    plain = (Kind.NORMAL, Kind.UNUSED)
+    assert {n: kind for n, kind in enumerate(found.kinds) if kind not in plain} == stock
+    (event,) = found.events
+    assert "('</s>') lstrip: llama.cpp keeps spaces" in event.detail
+    (event,) = written(
+        Case("gpt-2", nothing, settings={"extra_special_tokens": ["<x>"]}), tmp_path
+    ).events
+    assert "('<x>') that tokenizer.json lacks" in event.detail
 
 
 @pytest.mark.parametrize(
