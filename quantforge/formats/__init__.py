@@ -91,6 +91,17 @@ FORMATS: Mapping[str, str] = {
     "mlx": "quantforge.formats.mlx",
     GGUF: "quantforge.formats.gguf",
 }
+# Values of ``quant_method`` that are read; the last two by `sources` alone.
+METHODS = (
+    "compressed-tensors",
+    "gptq",
+    "auto-round",
+    "awq",
+    "bitsandbytes",
+    "fp8",
+    "mxfp4",
+    "modelopt",
+)
 
 
 class Verdict(StrEnum):
@@ -239,6 +250,12 @@ def format_of(key: str) -> Format:
     return cast("Format", import_module(FORMATS[key]))
 
 
+def gptq_layout(found: Mapping[str, Any]) -> object:
+    """Return the ``checkpoint_format`` of GPTQ that a ``quantization_config`` states, "gptq" where it states none."""
+    stated = found.get("checkpoint_format") or found.get("format")
+    return stated or ("marlin" if found.get("is_marlin_format") is True else "gptq")
+
+
 def detect(config: Mapping[str, Any]) -> Format:
     """Return the format that claims a ``config.json`` (no ``quantization_config``: ``plain``).
 
@@ -250,9 +267,15 @@ def detect(config: Mapping[str, Any]) -> Format:
         module = format_of(key)
         if module.claims(config):
             return module
-    method = config["quantization_config"].get("quant_method")
+    found = config["quantization_config"]
+    method = found.get("quant_method")
     unread = NotReadError if method and isinstance(method, str) else InputError
+    if method == "gptq":  # of a layout that neither of its two formats has
+        raise unread(
+            f"config.json: GPTQ with checkpoint_format = {gptq_layout(found)!r} is not read",
+            "gptq and gptq_v2 are; quantize again from the original model",
+        )
     raise unread(
         f"config.json: no reader for quant_method {method!r}",
-        f"read are {', '.join(FORMATS)}; quantize again from the original model",
+        f"read are {', '.join(METHODS)}; quantize again from the original model",
     )

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
 from quantforge.formats.bnb_engines import ENGINES
-from quantforge.formats.bnb_layouts import STATE, native, recorded_shape, stored, unpack
+from quantforge.formats.bnb_layouts import (
+    STATE,
+    STORAGE,
+    as_bytes,
+    native,
+    recorded_shape,
+    stored,
+    unpack,
+)
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -171,16 +179,29 @@ def layouts(
     """
     quantization = quantization_config(config)
     refuse_open_head(quantization, ABOUT.exceptions, tensors)
+    described = {name.partition(STATE)[0] for name in tensors if STATE in name}
+    for name in tensors:
+        module = name.removesuffix(".weight.absmax")
+        if module != name and module not in described:
+            raise InputError(
+                f"{module}{STATE}*: missing, the type and the shape of packed weights",
+                "the checkpoint is damaged: fetch it again",
+                tensor=name,
+            )
     found = [_rows(config, name.removesuffix(".SCB"), tensors)
              for name in tensors if name.endswith(".SCB")]  # fmt: skip
     states = (name.rpartition(STATE) for name in tensors if STATE in name)
     found += [_blocks(config, module, grid, tensors) for module, _, grid in states]
     if found:
-        _agree(quantization, found)
+        _agree(quantization, found, tensors)
     return found
 
 
-def _agree(config: Mapping[str, Any], found: Sequence[ModuleLayout]) -> None:
+def _agree(
+    config: Mapping[str, Any],
+    found: Sequence[ModuleLayout],
+    tensors: Mapping[str, StoredTensor],
+) -> None:
     """Raise `InputError` for options that deny what the tensors hold."""
     for bits in (8, 4):
         actual = any(layout.scheme.weight.bits == bits for layout in found)
@@ -192,7 +213,10 @@ def _agree(config: Mapping[str, Any], found: Sequence[ModuleLayout]) -> None:
             what = f"{layout.module} is {scheme}"
             agree(config, "bnb_4bit_quant_type", scheme.grid, what)
             agree(config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, what)
-            agree(config, "bnb_4bit_quant_storage", "uint8", f"{layout.module} is stored as uint8")
+            storage, _ = STORAGE[tensors[f"{layout.module}.weight"].dtype]
+            agree(
+                config, "bnb_4bit_quant_storage", storage, f"{layout.module} is stored as {storage}"
+            )
     not_excepted(config, ABOUT.exceptions, [layout.module for layout in found])
 
 
@@ -214,7 +238,9 @@ def _blocks(
     config: Mapping[str, Any], module: str, grid: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     weight, name = f"{module}.weight", module + STATE + grid
-    octets, _ = matrix(tensors, weight)
+    matrix(tensors, weight)
+    packed = as_bytes(tensors[weight])
+    octets = packed.shape[0]
     declared = declared_shape(config, module)
     shape = recorded_shape(tensors[name]) if tensors[name].data else declared
     if shape is None:
@@ -245,5 +271,5 @@ def _blocks(
     scale = ScaleType.DOUBLE if absmax.dtype == "U8" else ScaleType.F32
     layer = LayerScheme(Scheme(grid, PerGroup(size), scale=scale))
     expected = stored(module, layer, shape)
-    require(tensors, [item for item in expected if item.name != name])
+    require({**tensors, weight: packed}, [item for item in expected if item.name != name])
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))

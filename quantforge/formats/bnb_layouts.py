@@ -11,6 +11,9 @@ In 4 bits, blocks of ``B`` weights (32, 64 ... 4096), ``n = out*in/B`` of them:
 ``P.weight.quant_state.bitsandbytes__nf4``  U8  ``[bytes]``    JSON: type, blocksize, shape, offset
 ====================================  ====  ================  ==========================================
 
+``P.weight`` may hold the same bytes in elements of another type (`STORAGE`): ``bnb_4bit_quant_storage``, which training
+in shards sets to the type of the model. Written is U8.
+
 The JSON is padded with spaces, so that its length is known before the offset is. Its ``dtype`` is always bfloat16:
 engines decode to that type. In 8 bits (LLM.int8()):
 
@@ -47,6 +50,11 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 STATE = ".weight.quant_state.bitsandbytes__"
+# Types of ``bnb_4bit_quant_storage`` as headers name them: name in configurations, bytes of an element.
+STORAGE: Mapping[str, tuple[str, int]] = {
+    "U8": ("uint8", 1), "I8": ("int8", 1), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "F32": ("float32", 4),
+    "F64": ("float64", 8),
+}  # fmt: skip
 _STATE_BYTES = 1 << 16
 _OFFSET_WIDTH = 24  # characters of the longest float
 
@@ -85,6 +93,15 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
         StoredTensor(f"{weight}.quant_map", "F32", (16,)),
         *(nested if double else ()),
         StoredTensor(module + STATE + scheme.grid, "U8", (len(_state(scheme, shape, 0.0)),)),
+    )
+
+
+def as_bytes(weight: StoredTensor) -> StoredTensor:
+    """Return the header of packed weights as if they were stored as U8; of another type than `STORAGE`, as it is."""
+    if weight.dtype not in STORAGE or len(weight.shape) != 2:
+        return weight
+    return StoredTensor(
+        weight.name, "U8", (weight.shape[0] * STORAGE[weight.dtype][1], weight.shape[1])
     )
 
 
@@ -195,14 +212,27 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     weight, name = f"{layout.module}.weight", layout.module + STATE + layout.scheme.weight.grid
     expected = [item for item in stored(module, layout.scheme, shape) if item.name != name]
-    require(described(tensors), expected)
+    headers = described(tensors)
+    if weight in headers:
+        headers[weight] = as_bytes(headers[weight])
+    require(headers, expected)
     state = _read_state(name, tensors[name])
     stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
     wanted = (scheme.grid, scheme.group_size(shape[1]), list(shape))
     if stated != wanted:
-        raise InputError(f"{name}: {stated}, the tensors say {wanted}", tensor=name)
+        keys = ("quant_type", "blocksize", "shape")
+        raise InputError(
+            f"{name}: "
+            + " and ".join(
+                f"{key} = {said!r}, but the tensors are of {actual!r}"
+                for key, said, actual in zip(keys, stated, wanted, strict=True)
+                if said != actual
+            ),
+            "the checkpoint is damaged: fetch it again",
+            tensor=name,
+        )
     _same(f"{weight}.quant_map", tensors, book(scheme.grid))
-    octets = tensors[weight].flatten()
+    octets = tensors[weight].flatten().view(torch.uint8)
     codes = torch.stack((octets >> 4, octets & 15), 1).view(shape)
     groups = scheme.parameter_shape(shape)
     parameters = {"scales": tensors[f"{weight}.absmax"].view(groups)}
@@ -210,7 +240,12 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
         _same(f"{weight}.nested_quant_map", tensors, dynamic_map())
         offset = state.get("nested_offset")
         if state.get("nested_blocksize") != NESTED or type(offset) not in {int, float}:
-            raise InputError(f"{name}: nested blocks of {NESTED} are read", tensor=name)
+            size = state.get("nested_blocksize")
+            raise InputError(
+                f"{name}: nested_blocksize = {size!r}, nested_offset = {offset!r}",
+                f"blocks of {NESTED} and an offset that is a number are read",
+                tensor=name,
+            )
         nested = tensors[f"{weight}.nested_absmax"].view(1, -1)
         parameters["nested"] = finite(f"{weight}.nested_absmax", nested)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
@@ -236,4 +271,8 @@ def _read_state(name: str, blob: Tensor) -> Mapping[str, Any]:
 
 def _same(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:
     if not bool((tensors[name] - expected).abs().max() < 1e-6):
-        raise InputError(f"{name}: not the levels of its type", tensor=name)
+        raise InputError(
+            f"{name}: not the levels of its type",
+            "a codebook of its own is not read: quantize again from the original model",
+            tensor=name,
+        )

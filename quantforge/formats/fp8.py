@@ -218,7 +218,12 @@ def _layout(
     module: str, config: Mapping[str, Any], tile: Tile | None, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     shape = matrix(tensors, f"{module}.weight")
-    static = config.get("activation_scheme") == "static"
+    scheme_of_inputs = config.get("activation_scheme", "dynamic")
+    if scheme_of_inputs not in ("static", "dynamic"):
+        raise InputError(
+            f"config.json: activation_scheme {scheme_of_inputs!r}", "static and dynamic are read"
+        )
+    static = scheme_of_inputs == "static"
     layer = _scheme(tile, scale_of(tensors, module + _SCALE), static=static)
     names = [
         f"{module}.weight",
@@ -228,16 +233,18 @@ def _layout(
     require(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
     size = tensors[names[1]].shape
     wanted = layer.weight.parameter_shape(shape)
-    if size != wanted and not (tile is None and all(side == 1 for side in size)):
+    one = all(side == 1 for side in size)
+    if size != wanted and one and tile and "weight_block_size" not in config:
+        raise InputError(
+            f"{names[1]}: one scale, but config.json has no weight_block_size, which means tiles of {SIDE}x{SIDE}",
+            'if one scale is right, put "weight_block_size": null into quantization_config',
+            tensor=names[1],
+        )
+    if size != wanted and not (tile is None and one):
         raise InputError(
             f"{names[1]}: {list(size)}, weight_block_size and the weight ask for {list(wanted)}",
             "quantization_config and the tensors disagree",
             tensor=names[1],
-        )
-    scheme_of_inputs = config.get("activation_scheme", "dynamic")
-    if scheme_of_inputs not in {"static", "dynamic"}:
-        raise InputError(
-            f"config.json: activation_scheme {scheme_of_inputs!r}", "static and dynamic are read"
         )
     if not static and f"{module}.activation_scale" in tensors:
         raise denied("activation_scheme is dynamic", f"{module} has a scale of its input", module)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -163,8 +163,7 @@ def _skipping(
 def claims(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
     """Return whether ``quant_method`` is gptq, in this checkpoint format."""
     found = quantization_config(config)
-    stated = found.get("checkpoint_format") or found.get("format") or KEY
-    return found.get("quant_method") == "gptq" and stated == checkpoint_format
+    return found.get("quant_method") == "gptq" and gptq_layout(found) == checkpoint_format
 
 
 def layouts(

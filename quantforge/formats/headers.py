@@ -73,11 +73,20 @@ def whole_groups(module: str, columns: int, size: int) -> None:
 
 def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:
     """Return the type of the scales stored as ``name``; raise `InputError` for none or another type."""
-    dtype = found[name].dtype.lower() if name in found else "missing"
-    kind = _SCALES.get(dtype)
+    if name not in found:
+        raise InputError(
+            f"{name}: missing, the scales of packed weights",
+            "the checkpoint is damaged: fetch it again",
+            tensor=name,
+            fault=Fault.SCALE,
+        )
+    kind = _SCALES.get(found[name].dtype.lower())
     if kind is None:
         raise InputError(
-            f"{name}: {dtype}, scales are {', '.join(ScaleType)}", tensor=name, fault=Fault.SCALE
+            f"{name}: scales in {found[name].dtype} are not read",
+            "F16, BF16 and F32 are; quantize again from the original model",
+            tensor=name,
+            fault=Fault.SCALE,
         )
     return kind
 
@@ -87,6 +96,12 @@ def bare_codes(tensors: Mapping[str, StoredTensor], suffix: str) -> None:
     for name, tensor in tensors.items():
         codes = tensor.dtype in {"I8", "F8_E4M3", "F8_E5M2"} and name.endswith(".weight")
         if codes and name + suffix not in tensors:
+            if f"{name}_scale" in tensors:  # as vLLM and ModelOpt name it
+                raise InputError(
+                    f"{name}: its scale is stored as {name}_scale, which quant_method fp8 names {name}{suffix}",
+                    'put "quant_method": "modelopt" into quantization_config, whose names these are',
+                    tensor=name,
+                )
             raise InputError(
                 f"{name}: {tensor.dtype} codes without {name}{suffix}",
                 "without its scale a tensor stands for nothing: fetch the checkpoint again",

@@ -101,7 +101,8 @@ class Numbers:
                 scan_finite(name, self._artifact.checkpoint.read(name))
                 return
             for name in layout.stored:
-                scan_finite(name, self._artifact.checkpoint.read(name))
+                if name != tensor.stored.name:  # codes, which float types may carry; decoded below
+                    scan_finite(name, self._artifact.checkpoint.read(name))
             found = self._artifact.unpack(layout)
             scan_finite(tensor.stored.name, found.decode())
         except (InputError, IntegrityError) as error:

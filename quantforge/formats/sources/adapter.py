@@ -195,28 +195,42 @@ def _change(
 ) -> LowRank:
     if not {"a", "b"} <= found.keys():
         raise _bad(
-            path, next(iter(found.values())).name, "the other half of the product is missing"
+            path,
+            next(iter(found.values())).name,
+            "the other half of the product is missing",
+            "the adapter is damaged: fetch it again",
         )
     a, b = found["a"], found["b"]
     rank = number(path / CONFIG, config, "r", "rank_pattern", module)
     alpha = number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
     if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rank:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        raise _bad(path, a.name, f"A and B are {shapes}, {CONFIG} says rank {rank:g}")
+        what = f"A and B are {shapes}, {CONFIG} says rank {rank:g}"
+        raise _bad(
+            path, a.name, what, f"correct r or rank_pattern in {CONFIG}, or fetch both again"
+        )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") is True else alpha / rank
     magnitude, bias = found.get("magnitude"), found.get("bias")
     if (config.get("use_dora") is True) != (magnitude is not None):
-        raise _bad(path, a.name, "use_dora and the magnitude vectors disagree")
+        raise _bad(
+            path,
+            a.name,
+            "use_dora and the magnitude vectors disagree",
+            f"correct use_dora in {CONFIG}, or fetch both again",
+        )
     for one in (magnitude, bias):
         if one is not None and one.shape != (b.shape[0],):
             raise _bad(path, one.name, f"{list(one.shape)}, expected [{b.shape[0]}]")
     return LowRank(a, b, scaling, magnitude, bias, embedding)
 
 
-def _bad(path: Path, name: str, what: str) -> InputError:
+_UNKNOWN = "the adapter is damaged, or of a kind that is not merged here: merge it with PEFT, then quantize the result"
+
+
+def _bad(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
     return InputError(
         f"{path / WEIGHTS}: tensor {name!r}: {what}",
-        "the adapter is damaged, or of a kind that is not merged here: merge it with PEFT, then quantize the result",
+        hint,
         file=str(path / WEIGHTS),
         tensor=name,
     )

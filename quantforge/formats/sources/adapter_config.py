@@ -110,6 +110,17 @@ def number(file: Path, config: Mapping[str, Any], key: str, table: str, module: 
         if patterns.matches(rf"(.*\.)?({pattern})", module, whole=True):
             found = value
             break
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 2**31:
-        raise InputError(f"{file}: {key} = {found!r} of {module}", file=str(file))
+    least = 0 if key == "r" else -(2**31)
+    if (
+        isinstance(found, bool)
+        or not isinstance(found, int | float)
+        or found == 0
+        or not least < found < 2**31
+    ):
+        raise InputError(
+            f"{file}: {key} = {found!r} of {module}",
+            "the product is times lora_alpha / r, or over the root of r: r is a whole number of at least 1, the number"
+            " of rows of lora_A; lora_alpha any number but 0, with which the adapter changes nothing",
+            file=str(file),
+        )
     return found

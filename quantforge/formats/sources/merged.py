@@ -63,9 +63,19 @@ class _Changed:
         if self.change.magnitude is None:
             return merged
         magnitude = read_tensor(self.change.magnitude).float()
+        lengths = torch.linalg.norm(merged.T if self.turned else merged, dim=1)
+        if bool((lengths == 0).any()):
+            output = int((lengths == 0).nonzero()[0]) + (0 if self.turned else first)
+            raise InputError(
+                f"{self.change.b.file}: use_dora divides by the length of the weights of each output, and with the"
+                f" product added those of output {output} of {self.base} are all zero",
+                "PEFT's own merge gives NaN there: train it with use_dora=False, or without this module",
+                file=str(self.change.b.file),
+                tensor=self.base,
+            )
         if self.turned:
-            return merged.mul_((magnitude / torch.linalg.norm(merged.T, dim=1)).view(1, -1))
-        return merged.mul_((magnitude[first:last] / torch.linalg.norm(merged, dim=1)).view(-1, 1))
+            return merged.mul_((magnitude / lengths).view(1, -1))
+        return merged.mul_((magnitude[first:last] / lengths).view(-1, 1))
 
     def _product(self, first: int, last: int) -> Tensor:
         import torch

@@ -44,7 +44,7 @@ KNOWN: Mapping[str, Mapping[str, Allowed]] = {
             "w_bit": free, "q_group_size": free},
     "bitsandbytes": {
         "_load_in_4bit": free, "_load_in_8bit": free, "load_in_4bit": free, "load_in_8bit": free, "quant_method": free,
-        "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": one(None, "uint8", "torch.uint8"),
+        "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": free,
         "bnb_4bit_quant_type": free,
         "bnb_4bit_use_double_quant": free, "llm_int8_enable_fp32_cpu_offload": _OFF, "llm_int8_has_fp16_weight": _OFF,
         "llm_int8_skip_modules": free, "llm_int8_threshold": one(0.0, 6.0, None), "target_parameters": _EMPTY,

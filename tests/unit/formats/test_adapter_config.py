@@ -14,15 +14,16 @@ FILE = Path("adapter_config.json")
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("value", [1, 16, 128, 0.5, 2**31 - 1])
+@pytest.mark.parametrize("value", [1, 16, 128, 0.5, 2**31 - 1, -8])
 def test_numbers_are_taken_as_they_are(value: float) -> None:
     assert number(FILE, {"lora_alpha": value}, "lora_alpha", "alpha_pattern", MODULE) == value
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, True, "8", None, float("nan"), float("inf"), [8]])
 def test_what_is_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(InputError, match=r"r = .* of model\.layers\.0"):
+    with pytest.raises(InputError, match=r"r = .* of model\.layers\.0") as refused:
         number(FILE, {"r": value}, "r", "rank_pattern", MODULE)
+    assert "the number of rows of lora_A" in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -570,6 +570,20 @@ def test_what_helps_depends_on_what_is_in_the_way(
     assert hint in refused.value.hint
 
 
+def test_dora_of_an_output_without_weights_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    model = as_float32(tiny("llama-wide"), tmp_path / "m")
+    tensors = low_rank(model, ("layers.0.self_attn.q_proj",))
+    kept = stored(model)
+    kept[f"{FIRST}.weight"][5] = 0
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    tensors[B][5] = 0
+    tensors[LENGTHS] = torch.ones(128)
+    place = adapter(tmp_path / "a", tensors, {"use_dora": True, "layers_to_transform": [0]})
+    with pytest.raises(InputError, match=f"those of output 5 of {FIRST}.weight are all") as refused:
+        open_plain_source(model, place).read(f"{FIRST}.weight")
+    assert "use_dora=False" in refused.value.hint
+
+
 def test_what_is_no_adapter_is_refused_before_it_is_digested(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

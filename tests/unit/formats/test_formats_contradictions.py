@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.formats import format_of
+from quantforge.formats import detect, format_of
 from quantforge.formats.headers import described
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import StoredTensor
 from quantforge.scheme import Activation
+from tests.quantized import same
 
 MODULE = "model.layers.0.self_attn.q_proj"
 MODEL = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1,
@@ -92,6 +94,71 @@ def test_what_the_tensors_deny_is_refused_by_name(
     (key,) = config.keys() - MODEL.keys()
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
         form.layouts({**config, key: {**config[key], **values}}, headers)
+
+
+@pytest.mark.parametrize("storage", ["uint8", "int8", "float16", "bfloat16", "float32", "float64"])
+def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> None:
+    form, scheme, weight = format_of("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    parameters = packer_of(scheme).fit(matrix, scheme)
+    tensor = QuantizedTensor(
+        packer_of(scheme).encode(matrix, parameters, scheme), parameters, scheme
+    )
+    packed = form.pack(MODULE, tensor)
+    packed[weight] = packed[weight].view(-1).view(getattr(torch, storage)).unsqueeze(1)
+    said = CONFIGS["bnb"] | {"bnb_4bit_quant_storage": storage}
+    state = f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
+    headers = described(packed)
+    headers[state] = replace(headers[state], data=bytes(packed[state].tolist()))
+    (layout,) = form.layouts({**MODEL, "quantization_config": said}, headers)
+    assert same(form.unpack(layout, packed), tensor)
+
+
+Q = f"{MODULE}."
+REASONS: list[tuple[str, dict[str, Any], dict[str, str], str, str]] = [
+    ("gptq", {}, {Q + "scales": ""}, "q_proj.scales: missing", "fetch it again"),
+    ("gptq", {}, {Q + "scales": "F64"}, "scales in F64 are not read", "F16, BF16 and F32"),
+    ("fp8", {"activation_scheme": ["static"]}, {}, "activation_scheme ['static']", "static and dynamic"),
+    ("fp8", {}, {Q + "weight_scale_inv": Q + "weight_scale"}, "stored as", '"quant_method": "modelopt"'),
+    ("bnb", {}, {Q + "weight.quant_state.bitsandbytes__nf4": ""}, "the type and the shape", "fetch it again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "values", "edits", "cause", "hint"), REASONS)
+def test_a_refusal_names_its_cause_and_what_helps(
+    case: str, values: dict[str, Any], edits: dict[str, str], cause: str, hint: str
+) -> None:
+    form, config, headers = _file(case)
+    for name, new in edits.items():
+        found = headers.pop(name)
+        if new.startswith(MODULE):
+            headers[new] = replace(found, name=new)
+        elif new:
+            headers[name] = replace(found, dtype=new)
+    said = {**config, "quantization_config": config["quantization_config"] | values}
+    with pytest.raises(InputError) as refused:
+        form.layouts(said, headers)
+    assert cause in refused.value.message
+    assert hint in refused.value.hint
+
+
+def test_one_scale_of_fp8_without_a_block_size_is_read_after_what_the_hint_says() -> None:
+    form, config, headers = _file("fp8")
+    name = f"{MODULE}.weight_scale_inv"
+    headers[name] = replace(headers[name], shape=())
+    said = {k: v for k, v in CONFIGS["fp8"].items() if k != "weight_block_size"}
+    with pytest.raises(InputError, match="no weight_block_size") as refused:
+        form.layouts({**config, "quantization_config": said}, headers)
+    assert '"weight_block_size": null' in refused.value.hint
+    said["weight_block_size"] = None
+    assert form.layouts({**config, "quantization_config": said}, headers)
+
+
+@pytest.mark.parametrize("said", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}])
+def test_another_layout_of_gptq_is_named(said: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="checkpoint_format = 'marlin'") as refused:
+        detect({"quantization_config": CONFIGS["gptq"] | said})
+    assert "gptq_v2" in refused.value.hint
 
 
 @pytest.mark.parametrize("case", CONFIGS)

@@ -250,7 +250,9 @@ def test_an_unknown_quant_method_is_refused_with_what_is_read(method):
     with pytest.raises(InputError) as caught:
         detect({"quantization_config": {"quant_method": method}})
     assert repr(method) in caught.value.message
-    assert all(key in caught.value.hint for key in ("bnb", "compressed-tensors", "fp8", "gptq"))
+    assert all(
+        key in caught.value.hint for key in ("bitsandbytes", "compressed-tensors", "fp8", "gptq")
+    )
 
 
 @pytest.mark.parametrize(
