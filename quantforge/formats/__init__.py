@@ -92,16 +92,7 @@ FORMATS: Mapping[str, str] = {
     GGUF: "quantforge.formats.gguf",
 }
 # Values of ``quant_method`` that are read; the last two by `sources` alone.
-METHODS = (
-    "compressed-tensors",
-    "gptq",
-    "auto-round",
-    "awq",
-    "bitsandbytes",
-    "fp8",
-    "mxfp4",
-    "modelopt",
-)
+_READ = "compressed-tensors, gptq, auto-round, awq, bitsandbytes, fp8, mxfp4 and modelopt"
 
 
 class Verdict(StrEnum):
@@ -277,5 +268,5 @@ def detect(config: Mapping[str, Any]) -> Format:
         )
     raise unread(
         f"config.json: no reader for quant_method {method!r}",
-        f"read are {', '.join(METHODS)}; quantize again from the original model",
+        f"read are {_READ}; quantize again from the original model",
     )

@@ -149,19 +149,19 @@ class SkeletonFiller:
         scan_finite(name, tensor, self._checkpoint.entries[name].file)
         return tensor
 
-    def _read_part(self, layout: ModuleLayout, name: str) -> Tensor:
+    def _read_part(self, name: str) -> Tensor:
         """Return a tensor of a packed linear; codes may be in elements of a float type, of which any bits are right."""
-        codes = layout.scheme.weight.grid in {"nf4", "fp4"} and name.endswith(".weight")
-        return self._checkpoint.read(name) if codes else self._read(name)
+        wide = not self._checkpoint.entries[name].dtype.startswith("F8")
+        return (
+            self._checkpoint.read(name) if wide and name.endswith(".weight") else self._read(name)
+        )
 
     def _weight(self, name: str) -> QuantizedTensor | Tensor:
         """Return a tensor as it is stored: quantized, or plain."""
         layout = self._layouts.get(module_of(name))
         if layout is None:
             return self._read(name)
-        return self._form.unpack(
-            layout, {part: self._read_part(layout, part) for part in layout.stored}
-        )
+        return self._form.unpack(layout, {part: self._read_part(part) for part in layout.stored})
 
     def _decoded(self, name: str) -> Tensor:
         """Return a tensor as a plain one."""
