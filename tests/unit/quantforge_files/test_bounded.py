@@ -29,7 +29,7 @@ from quantforge.planning.cited_files import cited
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge_calibration.readers import read_jsonl
+from quantforge_calibration.readers import RowReader, read_jsonl
 from quantforge_calibration.source_error import SourceError
 from quantforge_files import roles, strict_json
 
@@ -163,7 +163,7 @@ def test_long_and_deep_lines_of_text(tmp_path: Path) -> None:
         (b"x" * (roles.LINE.limit + 1), "longer than"),
     ):
         path.write_bytes(line)
-        assert said in bounded(lambda: sum(1 for _ in read_jsonl(path, "text", chat=False)))
+        assert said in bounded(lambda: sum(1 for _ in read_jsonl(path, RowReader("text"))))
 
 
 def key(name: str, kind: int, value: bytes) -> bytes:
