@@ -121,8 +121,8 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     module = import_module("quantforge.verbs.move_codes")
     settle = module.settle_all
 
-    def settled(conversion: Any, *, allow_inexact: bool) -> str:
-        said = settle(conversion, allow_inexact=allow_inexact)
+    def settled(conversion: Any, **options: Any) -> str:
+        said = settle(conversion, **options)
         edit(file, place)
         return said
 

@@ -97,7 +97,9 @@ def test_it_is_evaluated_against_its_source(name, source):
 
 @pytest.mark.parametrize("name", sorted(EXACT.keys() & RECORDS.keys()))
 def test_it_moves_to_another_format_without_loss(name, tmp_path):
-    recipe = Recipe(format=EXACT[name], calibration=CalibrationOptions(source="none"))
+    recipe = Recipe(
+        format=EXACT[name], embedding="keep", calibration=CalibrationOptions(source="none")
+    )
     verbs.export(str(artifact(name)), recipe, tmp_path / "out", Settings())
     before, after = weights(artifact(name)), weights(tmp_path / "out")
     assert before.keys() == after.keys()

@@ -123,7 +123,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
     ("size", "name"),
     [
         ({"target": "3.4bpw"}, "demo-gptq-3.4bpw"),
-        ({"target": "16MB@512", "format": "mlx"}, "demo-gptq-16MB_512-mlx"),
+        ({"target": "14MB@512", "format": "mlx"}, "demo-gptq-14MB_512-mlx"),
         ({"target": "3.6bpw", "format": "gguf"}, "demo-gptq-3.6bpw.gguf"),
     ],
 )

@@ -6,6 +6,8 @@ import hashlib
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quantforge.checkpoint.hub import source_name
 from quantforge.events import Event
@@ -128,12 +130,19 @@ def test_names_of_sources(tmp_path):
 def test_a_model_in_a_format_that_nobody_reads_can_still_be_inspected(tiny, tmp_path):
     source = copied(tiny("llama-wide"), tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "quanto", "weights": "int4"}
+    config["quantization_config"] = {"quant_method": "quanto", "weights": "int8"}
     (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    module = "model.layers.0.mlp.up_proj"
+    weight = tensors.pop(f"{module}.weight")
+    tensors |= {
+        f"{module}.weight._data": weight.to(torch.int8),
+        f"{module}.weight._scale": weight[:, :1].clone(),
+    }
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
     found = inspect(source)
     assert found.format == "quanto (not read)"
-    assert found.schemes == {"BF16": len(found.tensors)}
-    assert found.bits_per_weight == 16
+    assert found.schemes == {"BF16": len(found.tensors) - 1, "I8": 1}
     assert found.quantized_weights == 0
 
 
