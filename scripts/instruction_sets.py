@@ -1,11 +1,11 @@
-"""Run the tests that compare generated tokens with each instruction set of this processor, as an older one would.
+"""Run the tests that compare generated tokens once per CPU instruction set, as on older processors.
 
     python scripts/instruction_sets.py
     python scripts/instruction_sets.py --sets avx2 avx512 -- tests/unit/runtime -x
 
-What follows ``--`` goes to pytest, and replaces ``-m tokens``. For each set oneDNN, torch, MKL (on processors of Intel)
-and the programs that we compile are limited to it, by variables of the environment. Sets that this processor lacks are
-left out. The last set, ``all``, has no limit. Prints ``set | passed | failed``; ends with 1 if a test failed.
+What follows ``--`` is passed to pytest instead of ``-m tokens``. For each set, environment variables limit oneDNN,
+torch, MKL (on Intel processors) and our own compiled kernels to it. Sets that this processor lacks are left out. The
+last set, ``all``, has no limit. Prints ``set | passed | failed``; exits with 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 ONEDNN, ATEN, MKL = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
 OLD = {ATEN: "avx2", MKL: "AVX2", LIMIT: "avx2"}
 WIDE = {ATEN: "avx512", MKL: "AVX512", LIMIT: "avx512vnni"}
-# By name: the flags of /proc/cpuinfo that it needs, and the limits.
+# By name of the set: the flags of /proc/cpuinfo that it needs, and the environment variables that limit code to it.
 SETS: dict[str, tuple[set[str], dict[str, str]]] = {
     "sse41": ({"sse4_1"}, {ONEDNN: "SSE41", ATEN: "default", MKL: "SSE4_2", SWITCH: "off"}),
     "avx2": ({"avx2"}, {ONEDNN: "AVX2", **OLD}),
@@ -39,16 +39,16 @@ LIMITS = (ONEDNN, ATEN, MKL, LIMIT, SWITCH)
 
 
 def flags() -> set[str]:
-    """Return the flags of the first processor of this machine."""
-    said = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return set(said[1].split()) if said else set()
+    """Return the CPU flags of this machine, as /proc/cpuinfo lists them for its first processor."""
+    line = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(line[1].split()) if line else set()
 
 
 def tested(limits: dict[str, str], arguments: list[str]) -> tuple[int, int, list[str]]:
-    """Run pytest with limits; return how many tests passed and failed, and the lines that name the failed ones.
+    """Run pytest with these environment variables; return the numbers passed and failed, and the lines of failures.
 
     Raises:
-        SystemExit: pytest ran no test, or did not come to its end.
+        SystemExit: pytest ran no test, or did not finish.
     """
     kept = {name: value for name, value in os.environ.items() if name not in LIMITS}
     done = subprocess.run(
@@ -63,22 +63,22 @@ def tested(limits: dict[str, str], arguments: list[str]) -> tuple[int, int, list
 
 
 def main() -> None:
-    """Parse the options, run the sets one after the other, print the table."""
-    there = [name for name, (needed, _) in SETS.items() if needed <= flags()]
+    """Parse the options, run the tests for one set after the other, and print the table."""
+    available = [name for name, (needed, _) in SETS.items() if needed <= flags()]
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], epilog=f"sets of this processor: {there}"
+        description=(__doc__ or "").splitlines()[0], epilog=f"sets of this processor: {available}"
     )
-    parser.add_argument("--sets", nargs="+", choices=there, default=there)
+    parser.add_argument("--sets", nargs="+", choices=available, default=available)
     parser.add_argument("pytest", nargs="*", default=["-m", "tokens"])
     options = parser.parse_args()
     print("| set | passed | failed |\n|---|---|---|", flush=True)
-    said: list[str] = []
+    failures: list[str] = []
     for name in options.sets:
         passed, failed, lines = tested(SETS[name][1], options.pytest)
         print(f"| {name} | {passed} | {failed} |", flush=True)
-        said += [f"{name}: {line}" for line in lines]
-    print("\n".join(["", *said]) if said else "", end="")
-    sys.exit(bool(said))
+        failures += [f"{name}: {line}" for line in lines]
+    print("\n".join(["", *failures]) if failures else "", end="")
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Run the tests at the lower end of the declared version ranges, and between that and the pinned versions.
+"""Run the tests with the lowest declared versions of dependencies, and with some between those and the pinned ones.
 
     python scripts/version_ranges.py
     python scripts/version_ranges.py --only lowest -- tests/cli tests/interop -k gguf
 
-What follows ``--`` goes to pytest. Environments are made in the checkout when first asked for, and anew when
-pyproject.toml or constraints.txt changes, with plain pip; each takes some 8 GB, most of it the CUDA build of torch:
+What follows ``--`` is passed to pytest. Environments are created in the checkout with plain pip, and again when
+pyproject.toml or the versions change; each takes some 8 GB, most of it the CUDA build of torch:
 
     .venv-lowest      the lowest version of every direct dependency, extras included, that pyproject.toml declares
     .venv-between     the versions of `BETWEEN`, everything else as constraints.txt pins it
 
-A range whose lower end fails has to be narrowed in pyproject.toml to the lowest version that passes. Ends with 1 if the
-tests of an environment failed.
+If the lowest version of a dependency fails, raise it in pyproject.toml to the lowest one that passes. Exits with 1 if
+the tests failed in an environment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BETWEEN = ("torch==2.11.0",)
-FOLLOWING = ("triton",)  # what these ask for in versions of their own
+FOLLOWING = ("triton",)  # dependencies of these, each release of which needs its own version
 
 
 def declared() -> list[str]:
-    """Return the direct dependencies, those of extras included: ``name>=version``.
+    """Return the direct dependencies in pyproject.toml, extras included, as ``name>=version``.
 
     Raises:
-        SystemExit: a range of another form.
+        SystemExit: a range has another form.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
@@ -47,7 +47,7 @@ def declared() -> list[str]:
 
 
 def wanted(name: str) -> list[str]:
-    """Return exact versions for an environment, as pip takes them for constraints."""
+    """Return the exact versions for an environment, as lines of a pip constraints file."""
     if name == "lowest":
         return [line.replace(">=", "==") for line in declared()]
     others = {re.split("==", line)[0] for line in BETWEEN} | {*FOLLOWING}
@@ -56,10 +56,10 @@ def wanted(name: str) -> list[str]:
 
 
 def environment(name: str) -> Path:
-    """Return the directory of an environment, made where it is not there yet.
+    """Return the directory of an environment, created if it is missing or out of date.
 
     Raises:
-        CalledProcessError: pip found no such versions, or none that go together; it has said which.
+        CalledProcessError: pip cannot install these versions, or not together; its output says which.
     """
     place, versions = ROOT / f".venv-{name}", wanted(name)
     text = "\n".join([*versions, (ROOT / "pyproject.toml").read_text(), sys.version])
@@ -73,9 +73,9 @@ def environment(name: str) -> Path:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    asked = f".[{','.join(extra for extra in extras if extra != 'all')}]"
-    limited = ["--constraint", str(place / "versions.txt"), "--editable", asked]
-    subprocess.run([*install, *limited], cwd=ROOT, check=True)
+    project = f".[{','.join(extra for extra in extras if extra != 'all')}]"
+    constrained = ["--constraint", str(place / "versions.txt"), "--editable", project]
+    subprocess.run([*install, *constrained], cwd=ROOT, check=True)
     (place / "stamp").write_text(stamp)
     return place
 
@@ -100,7 +100,7 @@ def tested(place: Path, arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Make the environments and run the tests in each."""
+    """Create the environments and run the tests in each."""
     names = ("lowest", "between")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=names)

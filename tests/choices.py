@@ -1,12 +1,12 @@
-"""Generated tokens that are compared: computed in float32, and each one clear, so that every processor chooses it.
+"""Tests that compare generated tokens: models in float32, and no near ties, so that every processor agrees.
 
-The last bits of logits depend on the processor, on the program that computes them and on how many rows it is given.
-Where they decide, two right computations generate different texts. A test that compares tokens is marked ``tokens``
-(a fixture in `tests.conftest`): the verbs then load their models in float32, and the test fails, naming the place, if
-a choice of a plain loop, with which the other text is compared, would be another one with slightly other logits. Take
-another prompt, seed or length then.
+The last bits of logits depend on the processor, on the kernel that computes them and on the size of its batch. If they
+decide which token is chosen, two correct computations generate different texts. A test that compares tokens is marked
+``tokens`` (a fixture in `tests.conftest`): the verbs then load their models in float32, and the plain decoding loop,
+which generates the reference text, checks each of its choices. The test fails, with the number of the token, if a
+little noise on the logits would change the choice. Use another prompt, seed or length then.
 
-``python -m tests.choices serve MODEL`` is the command line with models in float32, for tests of other processes.
+``python -m tests.choices serve MODEL`` is the command line with models in float32, for tests that start a process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from quantforge.runtime.token_distribution import drawn, weigh
 from quantforge.runtime.token_penalties import adjust
 
 NOISE = 2e-4  # of logits: a hundred times the deviation of float32 computations from each other
-NOISE_OF_CODES = 1e-2  # with a cache of codes, where last bits may move one to the next
-DISTURBED = 8  # times that each choice is made anew, with other noise
+NOISE_OF_CODES = 1e-2  # with a quantized KV cache, where last bits may change a code by one
+DISTURBED = 8  # how often each choice is repeated, each time with other noise
 
 
 def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
-    """Return whether logits ``[vocabulary]`` with noise make a sampler choose the same; it is not advanced."""
+    """Return whether a sampler chooses the same token from logits ``[vocabulary]`` with noise; its state stays."""
     (row,) = adjust(logits[None], [sampler.options], [sampler.counts])
     random = torch.Generator().manual_seed(len(row))
     noisy = row + noise * torch.randn(DISTURBED, len(row), generator=random)
@@ -47,15 +47,15 @@ def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
 
 
 class PlainChoices(list[bool]):
-    """Whether each choice that plain loops made is clear, in their order."""
+    """For each token that plain loops chose, in order: whether the choice is clear (see `is_clear`)."""
 
     @property
     def clear(self) -> int:
-        """How many choices are clear, up to the first that is not."""
+        """The number of clear choices before the first unclear one."""
         return self.index(False) if False in self else len(self)
 
     def check(self) -> None:
-        """Fail where a choice is not clear."""
+        """Fail if a choice is not clear."""
         assert all(self), (
             f"{self.count(False)} of {len(self)} tokens, first number {self.clear}, are nearly a tie: "
             "last bits decide, so take another prompt, seed or length (tests/choices.py)"
@@ -64,7 +64,7 @@ class PlainChoices(list[bool]):
 
 @contextmanager
 def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
-    """Record the choices of plain loops, `quantforge.generate` without a draft among them; the innermost records."""
+    """Record the choices of plain loops (decoding without a draft); of nested contexts, only the innermost does."""
     found = PlainChoices()
 
     def choose(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
@@ -81,7 +81,7 @@ def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
 def plain_text(
     decoder: Decoder, ids: Sequence[int], limits: StopLimits, sampling: Sampling | None = None
 ) -> list[int]:
-    """Return the tokens of the plain loop behind a prompt, up to the first that is not clear."""
+    """Return the tokens that the plain loop generates after a prompt, before the first choice that is not clear."""
     with plain_choices(NOISE if limits.cache in {"", PLAIN} else NOISE_OF_CODES) as choices:
         (tokens,) = generate.generate(decoder, [ids], limits, sampling)
     return tokens[: choices.clear]
@@ -89,7 +89,7 @@ def plain_text(
 
 @contextmanager
 def float32_verbs() -> Iterator[None]:
-    """Let verbs load models that answer in float32, not in 16 bits."""
+    """Make verbs load models in float32 instead of 16 bits."""
 
     def loaded(
         path: Any, device: str = "cpu", _dtype: Any = None, *more: Any, **options: Any

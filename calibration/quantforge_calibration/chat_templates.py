@@ -1,16 +1,17 @@
-"""Chat templates of a model by name, from every layout in which models are published.
+"""Chat templates of a model by name, from each of the file layouts in which models are published.
 
 ==============================================================  ==============================================
 ``chat_template.jinja``, ``additional_chat_templates/*.jinja``  the default, and one file for each other name
 ``chat_template`` in ``tokenizer_config.json``                  one text, or a list of names and texts
-``chat_template`` in ``chat_template.json``                     as processors of images had it
-``chat_template`` in ``processor_config.json``                  the same, in settings of a processor
+``chat_template`` in ``chat_template.json``                     the same, of older multimodal processors
+``chat_template`` in ``processor_config.json``                  the same, of multimodal processors
 ==============================================================  ==============================================
 
-Several layouts may be there at once. transformers' tokenizers take the files of the first line together, and without
-any the key of the second; they do not read the others, which count here where there is nothing else. Its processors
-take the fourth, then the third, then the first. Of the layouts that are not taken, whatever says something else is a
-note. Of several templates, ``tool_use`` renders a conversation with tools, ``default`` any other.
+A model may have several layouts at once, and only one is used. transformers' tokenizers use the files of the first
+line together, or else the key of the second; they do not read the others, which are used here if nothing else is there.
+transformers' processors use the fourth, or else the third, or else the first. A note names each unused layout whose
+templates differ from those in use. If there are several templates, ``tool_use`` renders conversations with tools and
+``default`` all others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ _LAYOUTS_OF_PROCESSORS = (PROCESSOR, OLDER_FILE, FILE, TOKENIZER_CONFIG)
 
 @dataclass(frozen=True, slots=True)
 class TemplateSet:
-    """Templates by name, the file or key that has them, and what other layouts say otherwise."""
+    """The chat templates of a model.
+
+    Attributes:
+        named: templates by name.
+        place: the file of the layout in use, one of `LAYOUTS`; "" if there is no template.
+        notes: which other templates are there and not used.
+    """
 
     named: Mapping[str, str]
     place: str = ""
@@ -64,16 +71,16 @@ def read_templates(model: Path, *, processor: bool = False) -> TemplateSet:
 def choose(
     files: Mapping[str, bytes], model: Path | str, *, processor: bool = False
 ) -> TemplateSet:
-    """Return the templates that transformers takes of the files of a model.
+    """Return the templates that transformers uses, given the files of a model.
 
     Args:
-        files: by name inside of the model; other files than those of the layouts are passed over.
-        model: for messages.
-        processor: take what a processor takes, with the default alone, instead of what a tokenizer takes.
+        files: contents by name inside of the model; files of no layout are ignored.
+        model: its name in messages.
+        processor: choose as transformers' processors do, which use only ``default`` if it exists, not as tokenizers do.
 
     Raises:
-        SourceError: a template is not text, an entry of a list lacks its name or text, or a processor would refuse the
-            combination.
+        SourceError: in the first layout that has templates, one is not text, or a list entry lacks its name or text;
+            or a processor would refuse the combination of files.
     """
     taken: dict[str, str] = {}
     place, notes = "", []
@@ -106,32 +113,32 @@ def choose(
 def _layout(
     layout: str, files: Mapping[str, bytes], model: Path | str
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the templates of one layout by name, and notes where two of them have one name; errors as `stated`."""
+    """Return the templates of one layout by name, and notes on different ones of the same name; errors as `stated`."""
     named: dict[str, str] = {}
     notes = []
     for name in sorted(files, key=lambda name: (name != FILE, name)):
         if name != layout and not (layout == FILE and is_template(name)):
             continue
-        for called, text in stated(name, files[name], f"{model}/{name}"):
-            if named.get(called, text) != text:
+        for template, text in stated(name, files[name], f"{model}/{name}"):
+            if named.get(template, text) != text:
                 notes.append(
-                    f"{name}: another template {called!r} than before: the last one is used"
+                    f"{name}: another template {template!r} than before: the last one is used"
                 )
-            named[called] = text
+            named[template] = text
     return named, notes
 
 
 def is_template(name: str) -> bool:
-    """Return whether a file, by its name inside of a model, is one template and nothing else."""
+    """Return whether a file, given by its name inside of a model, consists of one template."""
     path = PurePosixPath(name)
     return name == FILE or (path.parent.as_posix() == FOLDER and name.endswith(SUFFIX))
 
 
 def file_of(name: str) -> str:
-    """Return the file, inside of a model, for a template of this name.
+    """Return the file inside of a model that holds the template of this name.
 
     Raises:
-        ValueError: the name is no name for a file.
+        ValueError: the name cannot be a file name.
     """
     if name == DEFAULT:
         return FILE
@@ -141,12 +148,12 @@ def file_of(name: str) -> str:
 
 
 def stated(name: str, data: bytes, shown: str) -> Iterator[tuple[str, str]]:
-    """Yield the templates in one file of a model, each with its name.
+    """Yield name and text of each template in one file of a model.
 
     Args:
         name: of the file, inside of the model.
         data: its content.
-        shown: the file in messages.
+        shown: how messages name the file.
 
     Raises:
         SourceError: a template is not text, or an entry of a list lacks its name or text.
@@ -187,7 +194,7 @@ def _entries(value: Any, shown: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _same(one: str | None, other: str) -> bool:
-    """Return whether two texts are one template: Jinja drops the last newline."""
+    """Return whether two templates are equal but for a final newline, which Jinja drops."""
     return one is not None and one.removesuffix("\n") == other.removesuffix("\n")
 
 

@@ -1,8 +1,8 @@
-"""Conversations of a row: messages, and what a chat template is given beside them.
+"""The conversation in a row of a data set: messages, and the other variables of its chat template.
 
-A row holds ``messages``, and may hold ``tools``, ``documents`` and ``chat_template_kwargs``: the arguments of
-transformers' ``apply_chat_template``. Each may be a JSON string of its value, as tables have it whose columns need one
-type; so may an item of a list.
+A row has ``messages``, and may have ``tools``, ``documents`` and ``chat_template_kwargs``: the arguments of
+transformers' ``apply_chat_template``. Each may be a JSON string of its value, as in tables where all values of a column
+need the same type; so may an item of a list.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from quantforge_files.roles import LINE
 
 MESSAGES, TOOLS, DOCUMENTS, KWARGS = "messages", "tools", "documents", "chat_template_kwargs"
 FIELDS = (MESSAGES, TOOLS, DOCUMENTS, KWARGS)
-# Arguments of `apply_chat_template` that decide what is done around a template, which is never given them; and the
-# names under which it is given what stands beside the keywords.
+# Names that ``chat_template_kwargs`` may not contain: arguments that `apply_chat_template` does not pass on to the
+# template, and variables of the template for which a row has its own fields.
 RESERVED = frozenset(
     {
         "self", "conversation", MESSAGES, TOOLS, DOCUMENTS, "chat_template", "continue_final_message", "tokenize",
@@ -32,14 +32,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given.
+    """The input of a chat template.
 
     Attributes:
-        messages: each with what the template reads of it, ``role`` and ``content`` at least.
-        tools: JSON schemas of functions; None is no tools.
-        documents: what an answer may draw on; None is no documents.
-        kwargs: further variables of the template, before those of the model.
-        where: the file and row, for messages to a person.
+        messages: objects with the keys that the template reads, at least ``role`` and ``content``.
+        tools: JSON schemas of functions; None for no tools.
+        documents: sources for the answer (RAG); None for no documents.
+        kwargs: further variables of the template; they override those of the model.
+        where: the file and row, for error messages.
         file: the file alone.
     """
 
@@ -51,7 +51,7 @@ class Conversation:
     file: str = ""
 
     def given(self) -> dict[str, Any]:
-        """Return the variables of the template by name, as transformers makes them."""
+        """Return the variables of the template by name, as transformers passes them."""
         return {
             MESSAGES: [_plain(message) for message in self.messages],
             TOOLS: self.tools,
@@ -60,16 +60,16 @@ class Conversation:
         }
 
     def beside(self) -> list[str]:
-        """Return the names of the variables that the row gives beside the messages."""
+        """Return the names of all variables that are set (not None), except the messages."""
         listed = {TOOLS: self.tools, DOCUMENTS: self.documents, **self.kwargs}
         return [name for name, value in listed.items() if value is not None]
 
 
 def conversation(where: str, file: str, fields: Mapping[str, Any]) -> Conversation | None:
-    """Return the conversation of a row; None where it has none.
+    """Return the conversation in a row; None if it has no messages.
 
     Raises:
-        SourceError: a field is of another type than its rule says; the message names the row.
+        SourceError: a field has the wrong type, or as `check_names`; the message names the row.
     """
     messages = messages_in(where, fields)
     if not messages:
@@ -89,15 +89,15 @@ def conversation(where: str, file: str, fields: Mapping[str, Any]) -> Conversati
 
 
 def messages_in(where: str, fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the messages of a row, none where it has none; errors as `conversation`."""
+    """Return the messages in a row, an empty list if it has none; errors as `conversation`."""
     return _objects(where, MESSAGES, fields.get(MESSAGES)) or []
 
 
 def check_names(where: str, kwargs: Iterable[str]) -> None:
-    """Refuse variables that no template is given.
+    """Refuse names that cannot be variables of a chat template.
 
     Raises:
-        SourceError: a name of `RESERVED`.
+        SourceError: a name is in `RESERVED`.
     """
     for name in kwargs:
         if name in RESERVED:
@@ -121,7 +121,7 @@ def _objects(where: str, name: str, value: Any) -> list[Mapping[str, Any]] | Non
 
 
 def _value(where: str, name: str, value: Any) -> Any:
-    """Return a value, parsed where it is a string; a blank one is nothing."""
+    """Return a value, parsed as JSON if it is a string; None for a blank string."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -145,7 +145,7 @@ def _wrong(where: str, name: str, value: Any, rule: str) -> SourceError:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without its null fields, its reasoning under each name that templates read."""
+    """Return a message without null fields, and with its reasoning copied to each key that templates read it from."""
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = next((found[name] for name in _REASONING if name in found), None)
     if reasoning is None:

@@ -26,7 +26,7 @@ In this folder:
     ct_reader           Reading of one linear in the formats of compressed-tensors
     ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
-    declared_modules    Declarations of a configuration on each linear: quantized, left out, uncertain
+    declared_modules    What a configuration declares about each linear: quantized or not, uncertain
     declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
     engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
     engines             Engines: the rules by which they load files or not
@@ -45,7 +45,7 @@ In this folder:
     matrix              The matrix of conversions
     mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
     module_names        Names of modules as a configuration lists them: plain, or as patterns
-    one_group           One group size in a whole model: what a configuration with a single ``group_size`` can state
+    one_group           One group size for a whole model
     opening             One door to every kind of model: a directory, or a GGUF file
     patterns            Regular expressions that users type and that files hold: none may take for ever
     plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``

@@ -1,8 +1,8 @@
-"""Declarations of a configuration on each linear: quantized, left out, uncertain, or read differently by readers.
+"""What a configuration declares about each linear: quantized or not, uncertain, or depending on the reader.
 
-Every method spells its exceptions differently, and readers match them differently: as whole names or
-patterns (compressed-tensors' ``ignore``), as parts of names (``modules_to_not_convert``), as the end of a name, by
-regular expression (GPTQ's ``dynamic``, which optimum does not read: it goes by ``modules_in_block_to_quantize`` alone).
+Each method lists the modules that stay unquantized in its own way: by whole names or patterns (compressed-tensors'
+``ignore``), by parts of names (``modules_to_not_convert``), or by regular expressions (GPTQ's ``dynamic``). Readers
+differ, too: optimum ignores ``dynamic`` and reads only ``modules_in_block_to_quantize``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Declared = Callable[[str], Set[bool]]
 
 
 def declared(config: Mapping[str, Any]) -> Declared | None:
-    """Return a function from a module's name to what readers answer to "is it quantized?"; None without exceptions.
+    """Return a function that tells whether the module with a name is quantized; None if the method has no such list.
 
-    Its answers are a set: one where all readers agree, both where they differ, none where it is uncertain.
+    It returns the set of the answers that readers give: one if they agree, both if they differ, empty if uncertain.
 
     Raises:
-        InputError: a list of exceptions cannot be read; some only when the function is called.
+        InputError: a list of modules is malformed; some errors are raised only when the function is called.
     """
     found = quantization_config(config)
     method = found.get("quant_method")
@@ -51,20 +51,20 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
 def check_declared(
     config: Mapping[str, Any], matched: Matched, layouts: Mapping[str, ModuleLayout]
 ) -> None:
-    """Check that each linear of a block is quantized if the configuration says so, and only then.
+    """Check that exactly those linears in blocks are packed that the configuration declares as quantized.
 
     Raises:
-        InputError: all readers of the configuration take one for what it is not.
+        InputError: all readers would take a packed linear for an unpacked one, or the other way around.
     """
-    said = declared(config) if layouts and matched.architecture is not None else None
-    if said is None:
+    answers = declared(config) if layouts and matched.architecture is not None else None
+    if answers is None:
         return
     wrong: dict[bool, list[str]] = {}
     for tensor in matched.tensors:
         if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.further:
             module = tensor.stored.name.removesuffix(".weight")
             packed = module in layouts
-            if said(module) == {not packed}:
+            if answers(module) == {not packed}:
                 wrong.setdefault(packed, []).append(module)
     for packed, modules in wrong.items():
         more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
@@ -76,8 +76,11 @@ def check_declared(
         )
 
 
-def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -> Declared:
-    """Return a test: a linear is quantized if a group targets it and it is not in the ignore list."""
+def _compressed(config: Mapping[str, Any], names_of: Callable[[str], list[str]]) -> Declared:
+    """Return `declared` for compressed-tensors: a linear is quantized if a group targets it and ``ignore`` does not.
+
+    ``names_of`` returns all names under which a module may be listed.
+    """
     groups = config.get("config_groups")
     targets = [
         target
@@ -87,7 +90,7 @@ def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -
     targeted, ignored = Names(targets), Names(listed(config, "ignore"))
 
     def quantized(name: str) -> set[bool]:
-        names = module(name)
+        names = names_of(name)
         if any(ignored.rank(item) is not None for item in names):
             return {False}
         return {"Linear" in targets or any(targeted.rank(item) is not None for item in names)}
@@ -98,11 +101,11 @@ def _compressed(config: Mapping[str, Any], module: Callable[[str], list[str]]) -
 def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
     if module == head:
         return {config.get("lm_head") is True}
-    said = set()
+    answers = set()
     rules = config.get("dynamic")
     for pattern in rules if isinstance(rules, Mapping) else ():
         if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
-            said.add(not pattern.startswith("-:"))
+            answers.add(not pattern.startswith("-:"))
             break
     inside = config.get("modules_in_block_to_quantize") or []
     if not isinstance(inside, list):
@@ -111,18 +114,21 @@ def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
         )
     names = [name for group in inside for name in (group if isinstance(group, list) else [group])]
     if names:
-        said.add(module in names or within_block(module) in names)
-    return said or {True}
+        answers.add(module in names or within_block(module) in names)
+    return answers or {True}
 
 
-def _by_parts(names: Iterable[str], module: Iterable[str], head: str) -> set[bool]:
-    """Return the answers of readers that leave out what contains an entry; most of them leave out heads in any case."""
-    module = list(module)
-    if any(_part(str(entry), name) for entry in names for name in module):
+def _by_parts(entries: Iterable[str], names: Iterable[str], head: str) -> set[bool]:
+    """Return the answers for a module with these names: unquantized if an entry is part of one of them.
+
+    The head is uncertain where no entry names it: most readers leave it unquantized, but not all.
+    """
+    names = list(names)
+    if any(_is_part(str(entry), name) for entry in entries for name in names):
         return {False}
-    return set() if head in module else {True}
+    return set() if head in names else {True}
 
 
-def _part(entry: str, name: str) -> bool:
-    """Return whether an entry is the name, or a run of whole parts of it."""
+def _is_part(entry: str, name: str) -> bool:
+    """Return whether an entry is the whole name, or consecutive parts of it, split at dots."""
     return f".{entry}." in f".{name}."

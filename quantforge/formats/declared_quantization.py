@@ -1,16 +1,16 @@
 """Where a model directory declares how it is quantized, settled by what its tensors are.
 
-The files decide. Without a packed tensor every weight is what it seems, and a declaration is left over: a merged model
-keeps the one of its base, which was loaded in 4 bits for the training. With packed tensors a declaration is needed, and
-tools have written it in several places:
+The tensors decide. If none is packed, the weights are plain numbers and any declaration is left over: a merged model
+keeps the declaration of its base model, which was loaded in 4 bits for training. If some are packed, a declaration is
+needed, and tools have written it in several places:
 
 =========================================  ========================================================================
-``config.json``: ``quantization_config``   everywhere now; nothing else is read where it says something
-``config.json``: ``quantization``          mlx-lm, at first alone
-``config.json``: ``compression_config``    llm-compressor of 2024; itself, or as its ``quantization_config``
-the same within ``text_config`` and such   multimodal models, of their text tower
-``quantize_config.json``                   AutoGPTQ and GPTQModel, at first alone
-``quant_config.json``                      AutoAWQ, at first alone
+``config.json``: ``quantization_config``   all current tools; if it is not empty, nothing else is read
+``config.json``: ``quantization``          mlx-lm; its older versions write only this
+``config.json``: ``compression_config``    llm-compressor of 2024; directly, or in a ``quantization_config`` inside
+the same within ``text_config`` and such   multimodal models, for their text model
+``quantize_config.json``                   AutoGPTQ and GPTQModel; older versions write only this
+``quant_config.json``                      AutoAWQ; older versions write only this
 ``quantization_config.json``               AutoRound
 ``hf_quant_config.json``                   NVIDIA's Model Optimizer
 =========================================  ========================================================================
@@ -33,18 +33,18 @@ from quantforge_files import roles
 
 KEY = "quantization_config"
 _MODELOPT = "hf_quant_config.json"
-# Parameters of codes: a declaration beside one is not left over, whatever the weights are.
+# Endings of quantization parameters: a model with such a tensor keeps its declaration, even if no weight is packed.
 _PARAMETERS = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".qzeros", ".absmax", ".SCB", ".k_scale", ".v_scale",
 )  # fmt: skip
-# Files that declare the quantization, with the method of those that name none, the oldest.
+# Files that declare a quantization, each with the method to assume if the file names none, as the oldest do.
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "quantization_config.json": "",
     _MODELOPT: "modelopt",
 }
-# Which tool writes packed tensors whose names end so; the first that fits.
+# The tool that writes tensors whose names end this way; the first match counts.
 _TOOLS = (
     (".g_idx", "AutoGPTQ or GPTQModel (GPTQ)"),
     (".qweight", "AutoAWQ (AWQ), or AutoRound"),
@@ -68,28 +68,30 @@ _SHOWN = 4  # names in an error
 
 
 def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a model directory whose ``quantization_config`` declares how its tensors are packed, or that has none.
+    """Return the checkpoint with its declaration in ``quantization_config``, or without one if no tensor is packed.
 
-    A declaration that stands elsewhere is moved there; one that is left over is dropped. Both are facts.
-    Biases of zeros, which AutoGPTQ of 2023 stored for every linear, are dropped where the family has none.
+    A declaration in another place is moved there, and one that is left over is dropped. Zero biases, which AutoGPTQ of
+    2023 stored for every linear, are dropped where the family has no bias. `Checkpoint.quantization` records what was
+    dropped, and the place of a declaration unless it is usual for its tool.
 
     Raises:
-        InputError: tensors are packed and nothing declares how, or several places declare it differently.
+        InputError: tensors are packed and nothing declares how, several places declare it differently and
+            ``quantization_config`` is empty, or a file that declares it cannot be read.
     """
     checkpoint = _declared_once(checkpoint)
     added = _added_biases(checkpoint)
     if not added:
         return checkpoint
-    said = f"{len(added)} biases of zeros, which GPTQ tools add, are left out"
+    note = f"{len(added)} biases of zeros, which GPTQ tools add, are left out"
     return replace(
         checkpoint,
         entries={name: entry for name, entry in checkpoint.entries.items() if name not in added},
-        quantization="; ".join(filter(None, (checkpoint.quantization, said))),
+        quantization="; ".join(filter(None, (checkpoint.quantization, note))),
     )
 
 
 def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of biases of packed linears that the family does not have and that are zero."""
+    """Return the names of the biases that GPTQ tools added; none if a bias that the family lacks is not all zeros."""
     found = [
         name
         for name in checkpoint.entries
@@ -108,20 +110,20 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
         if block >= len(declared) or local in declared[block]:
             continue
         if bool(checkpoint.read(name).any()):
-            return frozenset()  # a model with biases of its own, which `match` refuses by name
+            return frozenset()  # trained biases: `match` refuses the model and names them
         added.add(name)
     return frozenset(added)
 
 
 def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a model directory with one declaration at most, in its usual place; errors as `settle_declared`."""
+    """Return the checkpoint with at most one declaration, in ``quantization_config``; errors as `settle_declared`."""
     config = checkpoint.config
     packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.stored())]
     if not packed and not any(name.endswith(_PARAMETERS) for name in checkpoint.entries):
         return _without(checkpoint)
     found = config.get(KEY)
     if isinstance(found, Mapping) and found:
-        method = _of_modelopt(checkpoint) if "quant_method" not in found else {}
+        method = _modelopt_method(checkpoint) if "quant_method" not in found else {}
         return (
             replace(checkpoint, config={**config, KEY: {**found, **method}})
             if method
@@ -144,12 +146,12 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
             )
     config = {**without_declarations(config), KEY: declared}
     usual = first == _MODELOPT
-    said = "" if usual else f"read from {first}, because {CONFIG} has no {KEY}"
-    return replace(checkpoint, config=config, quantization=said)
+    note = "" if usual else f"read from {first}, because {CONFIG} has no {KEY}"
+    return replace(checkpoint, config=config, quantization=note)
 
 
 def _without(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of which nothing is packed without any declaration of a quantization."""
+    """Return a checkpoint in which no tensor is packed, with every declaration of a quantization removed."""
     config = without_declarations(checkpoint.config)
     left = {path: found for path, found in declarations(checkpoint.config) if found is not None}
     if not left:
@@ -159,16 +161,16 @@ def _without(checkpoint: Checkpoint) -> Checkpoint:
         for found in left.values()
     }
     named = sorted(methods - {"None"})
-    said = f" ({', '.join(named)})" if named else ""
+    shown = f" ({', '.join(named)})" if named else ""
     return replace(
         checkpoint,
         config=config,
-        quantization=f"{', '.join(left)}{said} in {CONFIG} is left over and not read: no tensor is packed",
+        quantization=f"{', '.join(left)}{shown} in {CONFIG} is left over and not read: no tensor is packed",
     )
 
 
 def _declared_elsewhere(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the places other than ``quantization_config`` that declare a quantization; files only where no key does."""
+    """Yield other places that declare a quantization, each with the declaration; files only if no key declares one."""
     there = False
     for path, found in declarations(checkpoint.config):
         if not isinstance(found, Mapping) or not found or path.endswith("quantization"):
@@ -181,11 +183,11 @@ def _declared_elsewhere(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
     names = FILES.listing(checkpoint.path, None)
     for name, method in _FILES.items():
         if name in names:
-            yield name, _of_file(checkpoint, name, method)
+            yield name, _file_declaration(checkpoint, name, method)
 
 
-def _of_file(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
-    """Return what a file declares, with a method; of one by Model Optimizer the part about weights."""
+def _file_declaration(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
+    """Return the declaration in a file, with its method; for Model Optimizer, only its ``quantization`` object."""
     found = read_object(checkpoint.path / name, roles.CONFIG, checkpoint.path)
     inner = found.get("quantization")
     if method == "modelopt":
@@ -195,8 +197,8 @@ def _of_file(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
     return {**({"quant_method": method} if method else {}), **found}
 
 
-def _of_modelopt(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the method of a declaration without one beside a file of Model Optimizer."""
+def _modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the missing ``quant_method`` to add: ``modelopt`` if the directory has that tool's file, else nothing."""
     there = _MODELOPT in FILES.listing(checkpoint.path, None)
     return {"quant_method": "modelopt"} if there else {}
 

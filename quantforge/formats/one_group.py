@@ -1,7 +1,7 @@
-"""One group size in a whole model: what a configuration with a single ``group_size`` can state.
+"""One group size for a whole model, as formats require whose configuration has a single ``group_size``.
 
-Matrices whose scales lie in groups of several sizes fit such a file after their groups are split: a scale that serves
-128 columns serves two groups of 64 when it is repeated, and the numbers stay the same.
+A model quantized with several group sizes fits such a format once its larger groups are split: the scale of a group of
+128 columns is repeated for two groups of 64, and the decoded weights stay the same.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from quantforge.formats import Fit, Verdict
 from quantforge.grids import PerGroup
 from quantforge.scheme import LayerScheme, Scheme
 
-USUAL_GROUPS = (128, 64, 32, 16)  # that engines have kernels for, the largest first
+USUAL_GROUPS = (128, 64, 32, 16)  # sizes that engines have kernels for, the largest first
 Shape = tuple[int, int]
 
 
 def stated_size(scheme: Scheme) -> int:
-    """Return the ``group_size`` of a configuration: -1 is one scale for each row."""
+    """Return the ``group_size`` to write for a scheme: -1 means one scale per row."""
     return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else -1
 
 
 def largest_group(sizes: Iterable[int]) -> int | None:
-    """Return the largest usual group that divides all of these sizes, None if none does."""
+    """Return the largest of `USUAL_GROUPS` that divides all of these sizes, None if none does."""
     sizes = tuple(sizes)
     return next((one for one in USUAL_GROUPS if all(size % one == 0 for size in sizes)), None)
 
 
 def differing_groups(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Fit | None:
-    """Return why modules with these schemes, as the files would hold them, have no single group size; None: they do."""
+    """Return why these modules cannot be written with one group size; None if all have the same one.
+
+    Args:
+        schemes: by module name, each as the files would hold it, with the shape ``(out, in)`` of the matrix.
+    """
     modules: dict[int, list[str]] = {}
     for module, (scheme, _) in schemes.items():
         modules.setdefault(stated_size(scheme), []).append(module)
@@ -46,12 +50,12 @@ def differing_groups(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Fit | None:
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first name and the number of the others, for a message."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def split_group(layers: Iterable[tuple[LayerScheme, Shape]]) -> int | None:
-    """Return the group into which all groups and rows can be split exactly; None if they are alike, or there is none.
+    """Return the one group size that all matrices can be split to exactly; None if all sizes are equal, or none fits.
 
     ``layers`` are schemes as the files would hold them, with the shapes ``(out, in)`` of the matrices.
     """

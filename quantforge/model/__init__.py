@@ -53,6 +53,7 @@ In this folder:
     statistics         Statistics of what shared inputs read: which a method may ask for, and what was observed
     stream             The model, one block at a time: stock transformers code around weights that come and go
     token_weights      Weights of calibration tokens: how much the loss minds an error at the output of a linear
+    transformers_loading  Whether transformers finds every parameter of a model in its files: its own loader
     trial_block        A block of a skeleton with random weights in float64: it is run, watched
     tuned_block        A block whose linears are codes under scales that are learned
     tuned_experts      Experts of a block under scales that are learned: each is decoded when its turn comes

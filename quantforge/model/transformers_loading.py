@@ -1,11 +1,12 @@
-"""Whether transformers finds every parameter of a model in its files: its own loader, run on tensors without memory.
+"""Whether transformers finds every parameter of a model in its files: its own loader, run on the meta device.
 
-`compare` takes the steps of ``from_pretrained``: the class that the configuration names, its modules replaced by the
-quantizer of ``quantization_config``, names changed by transformers' rules, tensors joined and cut by its converters.
-Only headers are read. Code that lies beside a model never runs, and the hub is never asked.
+`compare` takes the steps of ``from_pretrained``: it builds the class that the configuration names, lets the quantizer
+of ``quantization_config`` replace modules, renames tensors by transformers' rules, and merges and splits them with its
+converters. Only headers are read, except for a few small tensors whose values a loader needs. Code in a model directory
+never runs, and the hub is never contacted.
 
-A quantizer whose library is not installed leaves the rest of the question: the same model with its weights decoded.
-Where these do not fit, neither do packed ones; where they do, nothing is known.
+If a quantized model cannot be tried, because the quantizer's library is missing for example, the same model with its
+weights decoded is tried instead. If that does not fit, the packed one does not either; if it fits, nothing is known.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from quantforge.plans import Action, EngineVerdict, StoredTensor, TensorPlan
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SHOWN = 3  # names in a sentence
-_NOWHERE = torch.device("meta")
-# Small tensors of which loaders read the values, to know how to read the others: bitsandbytes' description of a matrix.
-_READ = re.compile(r"\.quant_state\.bitsandbytes__")
-_NO_MEMORY = re.compile(r"\bmeta\b", re.IGNORECASE)
+SHOWN = 3  # names in a message
+_META = torch.device("meta")
+# Small tensors whose values a loader needs to interpret the others: bitsandbytes' description of a matrix.
+_NEEDED_VALUES = re.compile(r"\.quant_state\.bitsandbytes__")
+# Errors of a converter that needs values, which tensors on the meta device do not have.
+_META_ERROR = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What transformers makes of the tensors of some files.
+    """The result of loading tensors into a model of transformers.
 
     Attributes:
-        missing: parameters that no tensor fills, so that they would be random.
-        mismatched: parameters whose tensor has another shape, each with both shapes.
-        failed: parameters whose tensors cannot be joined, cut or unpacked.
-        fault: what transformers raises when all of them are there.
-        untried: why it was not tried, "" where it was.
+        missing: parameters that no tensor fills; transformers would initialize them at random.
+        mismatched: parameters whose tensor has another shape, as text with both shapes.
+        failed: parameters whose tensors cannot be merged, split or unpacked.
+        fault: the error that transformers raises although every parameter is filled, "" for none.
+        untried: why loading could not be tried, "" if it was; nothing is known then.
     """
 
     missing: tuple[str, ...] = ()
@@ -57,19 +59,19 @@ class Loading:
 
     @property
     def fits(self) -> bool:
-        """Return whether nothing is known to be in the way."""
+        """Return whether no obstacle is known; also true where `untried` is set."""
         return not self.obstacle
 
     @property
     def obstacle(self) -> str:
-        """Return what is in the way, as a sentence; "" where nothing is known to be."""
+        """Return why the model cannot be loaded, for a message; "" if no reason is known."""
         found = (
             ("{} parameter(s) are in no file and would be random", self.missing),
             ("{} parameter(s) have another shape in the files", self.mismatched),
             ("the tensors of {} parameter(s) cannot be converted", self.failed),
         )
-        said = [f"{text.format(len(names))}: {_some(names)}" for text, names in found if names]
-        return "; ".join([*said, *filter(None, [self.fault])])
+        reasons = [f"{text.format(len(names))}: {_some(names)}" for text, names in found if names]
+        return "; ".join([*reasons, *filter(None, [self.fault])])
 
 
 def compare(
@@ -78,13 +80,13 @@ def compare(
     read: Callable[[str], Tensor],
     decoded: Callable[[], Iterable[StoredTensor]],
 ) -> Loading:
-    """Compare the tensors of a model's files with the parameters that transformers would fill.
+    """Compare the tensors in a model's files with the parameters that transformers expects.
 
     Args:
         config: ``config.json``.
         stored: headers of all tensors.
         read: returns the values of a stored tensor by name.
-        decoded: returns the headers of the same model with its quantized weights decoded.
+        decoded: returns the headers of the same model with decoded weights, tried if the packed ones cannot be.
     """
     stored = tuple(stored)
     quantized = _quantization(config)
@@ -93,26 +95,26 @@ def compare(
         return found
     try:
         plain = compare_plain(config, decoded())
-    except InputError:  # the format's reader says so itself
+    except InputError:  # whoever reads the weights gets this error, too
         return found
-    # Stacks of experts, whose names end otherwise, a quantizer may take apart.
+    # Only these count: a quantizer may split stacked experts, whose names have no such ending.
     lost = tuple(name for name in plain.missing if name.endswith(".weight"))
     return Loading(lost, plain.mismatched) if lost or plain.mismatched else found
 
 
 def compare_plain(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Loading:
-    """Compare tensors as `compare`, as if none of them were quantized."""
+    """Compare like `compare`, but ignore any quantization that the configuration declares."""
     return _compared(config, tuple(stored), _unread, None)
 
 
 def settled(
     verdicts: tuple[EngineVerdict, ...], config: Mapping[str, Any], tensors: Iterable[TensorPlan]
 ) -> tuple[EngineVerdict, ...]:
-    """Return verdicts, with one that a plan has left open settled by the names and shapes of its tensors.
+    """Return the verdicts of a plan; where ``loads`` is None, names and shapes of the planned tensors decide it.
 
     Args:
         verdicts: of the plan.
-        config: of the result, without what it says of quantization.
+        config: of the result, without its ``quantization_config``.
         tensors: of the plan.
     """
     if all(verdict.loads is not None for verdict in verdicts):
@@ -150,20 +152,20 @@ def _compared(
     except InputError as error:
         return Loading(untried=error.message)
     except Exception as error:  # whatever constructors, quantizers and their libraries raise
-        said = " ".join(str(error).split())
-        return Loading(untried=f"transformers: {said or type(error).__name__}"[:300])
+        message = " ".join(str(error).split())
+        return Loading(untried=f"transformers: {message or type(error).__name__}"[:300])
 
 
 def _loaded(
     parsed: PreTrainedConfig, kind: type[PreTrainedModel], quantized: Any, tensors: dict[str, Any]
 ) -> Loading:
-    """Take the steps of ``from_pretrained`` that decide which tensor fills which parameter."""
+    """Run the steps of ``from_pretrained`` that assign tensors to parameters; ``tensors`` are on the meta device."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import ContextManagers
 
-    places: Any = {"": _NOWHERE}
+    places: Any = {"": _META}
     quantizer: Any = None
     if quantized:
         from transformers.quantizers.auto import get_hf_quantizer
@@ -194,8 +196,8 @@ def _loaded(
         except AttributeError as error:  # code of a family that reads the weights of packed layers
             return Loading(fault=f"transformers fails at it: {error}")
     failed = dict(info.conversion_errors)
-    for name, said in failed.items():
-        if _NO_MEMORY.search(said):
+    for name, message in failed.items():
+        if _META_ERROR.search(message):
             return Loading(untried=f"transformers converts {name} by its values")
     return Loading(
         tuple(sorted(set(info.missing_keys) - failed.keys())),
@@ -208,18 +210,18 @@ def _loaded(
 
 
 def _quantization(config: Mapping[str, Any]) -> Any:
-    """Return a copy of what a configuration says of quantization, None where it says nothing."""
+    """Return a copy of ``quantization_config``, also from within ``text_config``; None if there is none."""
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
     return dict(found) if isinstance(found, Mapping) else None
 
 
-class _Held:
-    """Values in the place of a tensor, which stay where they are."""
+class _RealTensor:
+    """A real tensor among those on the meta device: loaders may slice or move it, and always get all its values."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
 
-    def __getitem__(self, _: object) -> _Held:
+    def __getitem__(self, _: object) -> _RealTensor:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -230,14 +232,14 @@ class _Held:
 
 
 def _tensor(stored: StoredTensor, read: Callable[[str], Tensor]) -> Any:
-    if _READ.search(stored.name):
-        return _Held(read(stored.name))
-    return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=_NOWHERE)
+    if _NEEDED_VALUES.search(stored.name):
+        return _RealTensor(read(stored.name))
+    return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=_META)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let neither progress bars nor warnings through, nor anybody ask the hub."""
+    """Silence progress bars, prints and warnings, and keep transformers off the network."""
     from huggingface_hub import constants
     from transformers.utils import logging
 

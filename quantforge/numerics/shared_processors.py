@@ -1,16 +1,16 @@
-"""Processors that other programs share: how threads wait there, and how much processor time they got.
+"""Processors shared with other programs: how threads wait there, and how much processor time they get.
 
-A thread that has finished its part of a product spins until the others have finished theirs. The OpenMP library that
-torch brings (GNU's) spins 300,000 times before it sleeps. That takes milliseconds, during which a thread that another
-program has displaced cannot come back to finish: with two threads on two busy cores, decoding takes ten times as long.
-Large products lose nothing when threads sleep early. A decoded token consists of many small products, and on an idle
-machine it would wait for the system to wake the threads. So verbs that decode keep spinning only where no other program
-wants the processors. The library reads its settings once, when torch is imported, so the decision is made before that.
+A thread that has finished its part of a matrix product spins until the others have finished theirs. The OpenMP library
+that torch brings (GNU's) spins 300,000 times before it sleeps. That takes milliseconds, during which a thread that
+another program has preempted cannot resume and finish: with two threads on two busy cores, decoding takes ten times as
+long. Large products lose nothing when threads sleep early. Decoding a token takes many small products, and on an idle
+machine each would wait for the system to wake the threads. So verbs that decode keep spinning only while no other
+program uses the processors. OpenMP reads its settings once, when torch is imported, so the choice is made before that.
 
-Speeds that were measured while other programs ran say little about a model. `ProcessorShare` measures the processor
-time that the threads got as a share of the time that they asked for. Linux counts, for each thread, the time that it
-ran and the time that it was ready to run but waited for a processor (``/proc/PID/task/TID/schedstat``), and for each
-processor the time that the hypervisor gave to others (``steal`` in ``/proc/stat``).
+Speeds that were measured while other programs ran say little about a model. `ProcessorShare` measures how much
+processor time the threads got, as a share of the time in which they could have run. Linux counts, for each thread, the
+time that it ran and the time that it was ready to run but waited for a processor (``/proc/PID/task/TID/schedstat``),
+and for each processor the time that the hypervisor gave to others (``steal`` in ``/proc/stat``).
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ from pathlib import Path
 
 SPINS = "GOMP_SPINCOUNT"
 POLICY = "OMP_WAIT_POLICY"
-TIMES = "2000"
+TIMES = "2000"  # spins before a thread sleeps
 SAMPLE_SECONDS = 0.1
-IDLE_LOAD = 0.2  # a load average below which nothing is sampled
-OTHERS = (
-    0.25  # processors that other programs keep busy, from which on threads of ours are displaced
-)
+IDLE_LOAD = 0.2  # load average below which the machine counts as idle, without a sample
+OTHERS = 0.25  # our threads are preempted if other programs keep more processors busy than this
 FULL_SHARE = 0.9  # below this share of the processor time, a speed is not compared
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of /proc/stat
 _COLUMNS = 8  # user to steal; what follows is counted in them already
 
 
 def wait_briefly() -> None:
-    """Let threads sleep after a short wait, unless the environment says how they wait or torch is there already."""
+    """Let OpenMP threads sleep after `TIMES` spins, unless the environment sets this or torch is imported already."""
     if "torch" not in sys.modules and not {SPINS, POLICY} & os.environ.keys():
         os.environ[SPINS] = TIMES
 
 
 def processors_are_shared() -> bool:
-    """Return whether threads on all processors would be displaced: by a quota, or by other programs right now.
+    """Return whether threads on all processors would be preempted: by a quota, or by other programs right now.
 
-    Takes `SAMPLE_SECONDS`, in which this process sleeps, unless the system has been idle for a minute.
+    Sleeps for `SAMPLE_SECONDS` to measure that, unless a quota or a load average below `IDLE_LOAD` decides it.
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     if not available:
@@ -61,7 +59,7 @@ def processors_are_shared() -> bool:
 
 
 def processor_quota() -> float | None:
-    """Return how many processors the control groups of this process allow it, None where they set no limit."""
+    """Return how many processors the cgroups of this process allow it, None if they set no limit."""
     found = []
     for line in _system_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, place = line.split(":", 2)
@@ -75,7 +73,7 @@ def processor_quota() -> float | None:
 
 
 def _limit(folder: Path) -> float | None:
-    """Return the quota of one control group in processors: version 2 in one file, version 1 in two."""
+    """Return the quota of one cgroup in processors, None without one; v2 has it in one file, v1 in two."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         words = " ".join(_system_text(folder / name) for name in names).split()
         if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
@@ -84,13 +82,13 @@ def _limit(folder: Path) -> float | None:
 
 
 class ProcessorShare:
-    """Count the share of processor time that the threads of this process get, from the moment this object is made."""
+    """Measure the share of processor time that the threads of this process get, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._threads, self._system = _threads(), _times()
 
     def so_far(self) -> float | None:
-        """Return the share, from 0 to 1; None where the system does not count it, or nothing has run."""
+        """Return the share, from 0 to 1; None if the system does not count it, or no thread has run since."""
         ran = waited = 0
         for thread, (running, waiting) in _threads().items():
             before = self._threads.get(thread, (0, 0))
@@ -104,7 +102,7 @@ class ProcessorShare:
 
 
 def _threads() -> dict[str, tuple[int, int]]:
-    """Return nanoseconds that each thread of this process has run, and has waited for a processor."""
+    """Return, for each thread of this process, the nanoseconds that it has run and has waited for a processor."""
     tasks = Path("/proc/self/task")
     folders = list(tasks.iterdir()) if tasks.is_dir() else []
     counts = {folder.name: _system_text(folder / "schedstat").split() for folder in folders}
@@ -112,7 +110,7 @@ def _threads() -> dict[str, tuple[int, int]]:
 
 
 def _times() -> list[int]:
-    """Return the time that the processors of this process have spent, by kind, as /proc/stat counts it."""
+    """Return the columns of /proc/stat (user, idle, steal, ...), summed over the processors this process may use."""
     totals = [0] * _COLUMNS
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     ours = {f"cpu{number}" for number in allowed}
@@ -124,7 +122,7 @@ def _times() -> list[int]:
 
 
 def _system_text(path: Path) -> str:
-    """Return what the system says in a file of its own, "" where it has no such file or does not let us read it."""
+    """Return the text of a file in /proc or /sys, "" if it does not exist or may not be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

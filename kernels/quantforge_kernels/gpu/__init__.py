@@ -6,8 +6,8 @@ In this folder:
     eight_bits        Triton kernel: both factors in 8 bits, on the tensor cores (int8 x int8, fp8 x fp8)
     fields            Fields of packed words as numbers, and the parameters of groups
     grouped_packed    Grouped products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`
+    launching         Launching a Triton kernel on the device of its tensors; all kernels are launched here
     layer_kernels     Triton kernels for what stands between the products of a decoder: norm, rotary, gate
-    launching         The only place that launches a Triton kernel: on the device of its tensors
     matvec            Triton kernel over bit planes (see `layout`) for one row
     packed            Products with packed weights on a GPU, by `gpu.matvec` and `gpu.rows`
     plane_launches    Launches of the kernels over bit planes (`gpu.matvec`, `gpu.rows`): their arguments

@@ -1,7 +1,7 @@
-"""The only place that launches a Triton kernel: on the device of its tensors.
+"""Launching a Triton kernel on the device of its tensors; all kernels are launched here.
 
-Triton launches on the current device of the thread, which is the first GPU unless someone changed it. A kernel that
-runs there and reads the memory of another GPU ends in an illegal memory access.
+Triton launches on the thread's current device, which is the first GPU unless changed. A kernel that runs there but
+reads the memory of another GPU fails with an illegal memory access.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 def launch_kernel(
     kernel: Any, grid: tuple[int, ...], first: Tensor, /, *arguments: object, **constants: object
 ) -> None:
-    """Launch a kernel on the device of its first argument, a tensor; the other tensors are on the same device.
+    """Launch a kernel on the device of its first argument, a tensor; the other tensors must be on the same device.
 
     Args:
-        kernel: a function that `triton.jit` made.
-        grid: how many programs there are, along each dimension.
+        kernel: a function decorated with `triton.jit`.
+        grid: number of programs along each dimension.
         first: the first argument of the kernel.
-        arguments: the other ones.
-        constants: arguments that the kernel is compiled for, and Triton's options.
+        arguments: the other positional arguments.
+        constants: compile-time constants (``tl.constexpr``), and Triton's options such as ``num_warps``.
     """
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         kernel[grid](first, *arguments, **constants)

@@ -36,6 +36,7 @@ In this folder:
     storing             Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
     tensor_types        The number types that a GGUF tensor table may name: ids
     token_row           The embedding of one token, which llama.cpp wants beside some vision towers
+    tokenizer_differences  Tokenizer behavior that GGUF has no key for: one sentence per difference
     tokenizer_files     The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
     tokenizer_json      Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
     vocabulary          Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from

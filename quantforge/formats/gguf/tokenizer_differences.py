@@ -1,9 +1,9 @@
-"""What a tokenizer does that a GGUF file has no key for, each in a sentence that says what llama.cpp does instead.
+"""Tokenizer behavior that GGUF has no key for: one sentence per difference, with what llama.cpp does instead.
 
-A tokenizer whose ordinary text would get other tokens is refused where its vocabulary is made (`vocabulary`). What is
-left concerns some texts, some tokens, or what is put around a text: those are the differences listed here, which become
-events. Neutral, and not listed: truncation and padding (transformers sets both for each call), templates of pairs and
-types of tokens, offsets, and ``clean_up_tokenization_spaces`` (transformers ignores it for BPE).
+`vocabulary` refuses a tokenizer if llama.cpp would tokenize ordinary text differently. The functions here yield the
+remaining differences, which concern some texts, some tokens, or the tokens added around a text; they become events.
+Not listed, because they make no difference: truncation and padding (transformers sets both for each call), templates
+of text pairs and token types, offsets, and ``clean_up_tokenization_spaces`` (transformers ignores it for BPE).
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from quantforge.formats.gguf.special import flat, template_ends
 from quantforge.formats.gguf.tokenizer_json import added_tokens, merged_pairs, special_contents
 
 _SHOWN = 3
-_END = {
+_ASSUMED_EOS = {
     "gpt2": 11,
     "llama": 2,
-}  # ids that llama.cpp takes for the end of a text where no key names one
-# Tokens with these texts end a text in llama.cpp, whatever the keys say.
-_ENDS = frozenset(
+}  # EOS ids that llama.cpp assumes if no key states one, by kind of tokenizer
+# Tokens with these texts always end a text in llama.cpp, whatever the keys say.
+_ALWAYS_ENDS = frozenset(
     {
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
         "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
     }
 )  # fmt: skip
-_NOT_IN_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})  # bytes that no UTF-8 has
+_NOT_IN_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})  # bytes that never occur in UTF-8
 
 
 def of_normalizer(tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not done to text of byte-level BPE."""
+    """Yield the normalizer steps of a byte-level BPE tokenizer; llama.cpp has none of them."""
     for node in flat(tokenizer.get("normalizer"), "normalizers"):
         same = ": the same tokens for text that already is" if node.get("type") == "NFC" else ""
         yield f"normalizer {node.get('type')}: llama.cpp does not normalize text{same}"
 
 
 def of_spaces(tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where sentencepiece's BPE puts other spaces before a text."""
+    """Yield where llama.cpp adds a leading space and the tokenizer, a SentencePiece BPE, does not."""
     before = flat(tokenizer.get("normalizer"), "normalizers")
     if any(node.get("type") == "Prepend" for node in before):
-        return  # then text begins with a space, and no other is put
+        return  # the text then begins with a space already, and Metaspace adds none
     for node in flat(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         scheme = prepend_scheme(node)
         if scheme == "first":
@@ -60,16 +60,17 @@ def of_spaces(tokenizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def spelled_with_spaces(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether an added token of sentencepiece's BPE is written with spaces where it has `SPACE`.
+    """Return whether an added token of a SentencePiece BPE tokenizer goes into the file with a space for each `SPACE`.
 
-    One that is special, or that is no piece and is not normalized, is looked for as it is spelled.
+    Other tokens keep `SPACE`, and are matched in text literally: special ones, and those that are neither in the
+    vocabulary nor normalized.
     """
     known = item.get("normalized") or item["content"] in tokenizer["model"]["vocab"]
     return bool(known) and not item.get("special") and SPACE in item["content"]
 
 
 def prepend_scheme(node: Mapping[str, Any]) -> str | None:
-    """Return where a ``Metaspace`` puts a space before text; None for another step."""
+    """Return the ``prepend_scheme`` of a ``Metaspace`` step, or its default; None for any other step."""
     if node.get("type") != "Metaspace":
         return None
     default = "always" if node.get("add_prefix_space", True) else "never"
@@ -77,7 +78,7 @@ def prepend_scheme(node: Mapping[str, Any]) -> str | None:
 
 
 def of_model(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Yield what the model does otherwise; ``kind`` as of `Vocabulary.model`."""
+    """Yield how BPE itself (the ``model`` object) differs in llama.cpp; ``kind`` is `Vocabulary.model`."""
     model = tokenizer["model"]
     if model.get("dropout"):
         yield f"model.dropout = {model['dropout']!a:.40}: llama.cpp leaves no merge out at random"
@@ -113,13 +114,13 @@ def of_model(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
 def of_added(
     tokenizer: Mapping[str, Any], kind: str, name: str, tokens: Sequence[str]
 ) -> Iterator[str]:
-    """Yield what flags of added tokens do.
+    """Yield the flags of added tokens that llama.cpp does not follow, and two added tokens that can overlap.
 
     Args:
         tokenizer: ``tokenizer.json``.
-        kind: as of `Vocabulary.model`.
-        name: of the model, in which llama.cpp looks for one family.
-        tokens: of the file.
+        kind: `Vocabulary.model`.
+        name: of the model; llama.cpp recognizes Phi-3 by it, and drops spaces after its added tokens.
+        tokens: texts of all tokens in the GGUF file, by id.
     """
     added = added_tokens(tokenizer)
     stripping = strips_after(name, tokens)
@@ -127,33 +128,37 @@ def of_added(
     for item in added:
         text = item["content"]
         if item.get("single_word"):
-            said = "single_word: llama.cpp takes them within words, too"
-            found.setdefault(said, []).append(text)
+            difference = "single_word: llama.cpp takes them within words, too"
+            found.setdefault(difference, []).append(text)
         if item.get("lstrip"):
             found.setdefault("lstrip: llama.cpp keeps spaces before them", []).append(text)
         if bool(item.get("rstrip")) != stripping(text):
-            said = "keeps" if item.get("rstrip") else "drops"
-            word = "rstrip" if item.get("rstrip") else "no rstrip"
-            found.setdefault(f"{word}: llama.cpp {said} spaces after them", []).append(text)
+            verb = "keeps" if item.get("rstrip") else "drops"
+            flag = "rstrip" if item.get("rstrip") else "no rstrip"
+            found.setdefault(f"{flag}: llama.cpp {verb} spaces after them", []).append(text)
         if item.get("normalized") and _changed(item, tokenizer):
-            said = "normalized, which changes them: llama.cpp looks for them as they are spelled"
-            found.setdefault(said, []).append(text)
+            difference = (
+                "normalized, which changes them: llama.cpp looks for them as they are spelled"
+            )
+            found.setdefault(difference, []).append(text)
         elif kind == "llama" and spelled_with_spaces(item, tokenizer):
-            said = f"hold {SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
-            found.setdefault(said, []).append(text)
+            difference = (
+                f"hold {SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
+            )
+            found.setdefault(difference, []).append(text)
     overlapping = _overlapping([item["content"] for item in added])
     if overlapping:
         first, second = overlapping
         yield (
             f"added tokens {first!a} and {second!a} can overlap: llama.cpp takes the longer one, wherever it begins"
         )
-    for said, texts in found.items():
+    for difference, texts in found.items():
         shown = ", ".join(f"{text!a:.40}" for text in texts[:_SHOWN])
-        yield f"{len(texts)} added token(s) ({shown}) {said}"
+        yield f"{len(texts)} added token(s) ({shown}) {difference}"
 
 
 def _changed(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether the normalizer changes the text of an added token to what llama.cpp does not look for."""
+    """Return whether the normalizer changes the text of an added token, which llama.cpp then does not recognize."""
     text = item["content"]
     for node in flat(tokenizer.get("normalizer"), "normalizers"):
         kind = node.get("type")
@@ -165,7 +170,10 @@ def _changed(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _overlapping(texts: Sequence[str]) -> tuple[str, str] | None:
-    """Return two added tokens of which the shorter one ends as the longer begins; runs of one character are alike."""
+    """Return two of the texts where the end of the shorter one is the start of the longer one, None if there are none.
+
+    Two texts that repeat the same single character do not count: it does not matter which is taken first.
+    """
     begins: dict[str, str] = {}
     for text in texts:
         for end in range(1, len(text)):
@@ -182,12 +190,12 @@ def _overlapping(texts: Sequence[str]) -> tuple[str, str] | None:
 def of_post_processor(
     tokenizer: Mapping[str, Any], special: Mapping[str, int], flags: Mapping[str, bool], ids: Mapping[str, int]
 ) -> Iterator[str]:  # fmt: skip
-    """Yield what is put around a text beside a token that begins and one that ends it.
+    """Yield the steps of the post-processor that add other tokens around a text than llama.cpp's one BOS and one EOS.
 
     Args:
         tokenizer: ``tokenizer.json``.
         special: ids by role.
-        flags: ``add_bos_token`` and ``add_eos_token``, as they are written.
+        flags: ``add_bos_token`` and ``add_eos_token``, as written to the file.
         ids: of all tokens by text.
     """
     nodes = flat(tokenizer.get("post_processor"), "processors")
@@ -205,13 +213,13 @@ def of_post_processor(
             for item in (single if isinstance(single, list) else [])
             if isinstance(item, Mapping)
         ]
-        texts = [place for place, item in enumerate(items) if "Sequence" in item]
+        positions = [index for index, item in enumerate(items) if "Sequence" in item]  # of the text
         declared = node.get("special_tokens")
         known = declared if isinstance(declared, Mapping) else {}
-        if len(texts) != 1:
-            yield f"post_processor: a template with the text {len(texts)} times: llama.cpp takes it once"
+        if len(positions) != 1:
+            yield f"post_processor: a template with the text {len(positions)} times: llama.cpp takes it once"
             continue
-        parts = items[: texts[0]], items[texts[0] + 1 :]
+        parts = items[: positions[0]], items[positions[0] + 1 :]
         for role, word, part in zip(("bos", "eos"), ("before", "after"), parts, strict=True):
             names = [
                 str(item["SpecialToken"].get("id"))
@@ -238,7 +246,7 @@ def of_post_processor(
 
 
 def of_decoder(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Yield a decoder that makes other text of tokens."""
+    """Yield the decoder if it turns tokens into other text than llama.cpp does."""
     nodes = flat(tokenizer.get("decoder"), "decoders")
     kinds = [str(node.get("type")) for node in nodes]
     if kind == "gpt2":
@@ -271,12 +279,12 @@ def _reads_spaces(node: Mapping[str, Any]) -> bool:
 def of_settings(
     settings: Mapping[str, Any], tokenizer: Mapping[str, Any], flags: Mapping[str, bool]
 ) -> Iterator[str]:
-    """Yield what transformers does by ``tokenizer_config.json``, whatever ``tokenizer.json`` says.
+    """Yield the settings of ``tokenizer_config.json`` that transformers follows and llama.cpp does not.
 
     Args:
         settings: ``tokenizer_config.json``.
         tokenizer: ``tokenizer.json``.
-        flags: ``add_bos_token`` and ``add_eos_token``, as they are written.
+        flags: ``add_bos_token`` and ``add_eos_token``, as written to the file.
     """
     ends = dict(zip(("bos", "eos"), template_ends(tokenizer), strict=True))
     for role, word in (("bos", "begins"), ("eos", "ends")):
@@ -308,12 +316,19 @@ def of_settings(
 def of_ends(
     special: Mapping[str, int], ends: Sequence[int], tokens: Sequence[str], kind: str
 ) -> Iterator[str]:
-    """Yield tokens that end a text in one of the two alone; ``ends`` are those of ``generation_config.json``."""
-    default = _END[kind]
+    """Yield tokens that end a text only in llama.cpp, or only in transformers.
+
+    Args:
+        special: ids by role, as written to the file.
+        ends: ids of ``eos_token_id`` in ``generation_config.json``.
+        tokens: texts of all tokens, by id.
+        kind: `Vocabulary.model`.
+    """
+    default = _ASSUMED_EOS[kind]
     if "eos" not in special and default < len(tokens):
         yield f"no token that ends a text: llama.cpp takes {tokens[default]!a} (id {default}) for one"
     kept = {special.get(role) for role in ("eos", "eot", "eom")}
-    lost = [number for number in ends if number not in kept and tokens[number] not in _ENDS]
+    lost = [number for number in ends if number not in kept and tokens[number] not in _ALWAYS_ENDS]
     if lost:
         shown = ", ".join(f"{tokens[number]!a}" for number in lost[:_SHOWN])
         yield f"eos_token_id: {shown}: there are keys for three tokens that end a text"
