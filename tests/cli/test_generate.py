@@ -310,7 +310,7 @@ def test_stop_strings_several_answers_and_log_probabilities(capsys) -> None:
     assert len(choice["logprobs"][0]["top_logprobs"]) == 2
 
 
-PROMPT = "The river"  # behind which the cache changes the text, and every token is clear
+PROMPT = "The river"  # after which the cache changes the text, and every token is clear
 
 
 @pytest.mark.tokens
