@@ -91,7 +91,7 @@ In this folder:
     phi               Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm
     phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     phimoe            Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
-    positions         Positions of a model: how many tokens it can see at once
+    positions         What a model can be given, by its configuration: how many tokens at once, and which
     projector         Vision towers as llama.cpp reads them from a file of their own: names, shapes and keys
     qwen2             Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
     qwen2_5_vl        Qwen 2 and 2.5 VL: a qwen2 that reads pictures; files name its tensors as those of a decoder alone

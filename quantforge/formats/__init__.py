@@ -6,54 +6,54 @@ Everything about names, types, shapes and configuration is decided from headers 
 
 In this folder:
 
-    agreement           Agreement of two schemes: can tensors of one be restated in the other
-    auto_round          AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
-    awq                 AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
-    bnb                 bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    bnb_engines         Engines that load bitsandbytes files: through which package
-    bnb_layouts         Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
-    checks              Checks of stored values that all formats share: scales are sound, group numbers are in range
-    command_parts       Parts of commands: options, lines of a file that a command reads, and what comes before it
-    commands            Commands that serve a result: one record for each engine
-    compressed_tensors  compressed-tensors: integers, floats and block scales, with and without quantized inputs
-    configuration       ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
-    contradictions      Contradictions of a configuration with its own tensors: engines believe one or the other
-    convert             One quantized tensor in the terms of another format: the same numbers, or a refusal
-    ct_arguments        Schemes in the words of compressed-tensors: the arguments of a config group, written and read
-    ct_engines          Engines that load compressed-tensors: which of its many formats each has kernels for
-    ct_groups           Config groups of compressed-tensors, as they are read: which module has which scheme and format
-    ct_layouts          Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
-    ct_reader           Reading of one linear in the formats of compressed-tensors
-    ct_turned           Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
-    decoded             A quantized checkpoint as if it were not: its weights decoded as they are read
-    declared_modules    What a configuration declares about each linear: quantized or not, uncertain
+    agreement              Agreement of two schemes: can tensors of one be restated in the other
+    auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
+    awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
+    bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
+    bnb_engines            Engines that load bitsandbytes files: through which package
+    bnb_layouts            Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
+    checks                 Checks of stored values that all formats share: scales are sound, group numbers are in range
+    command_parts          Parts of commands: options, lines of a file that a command reads, and what comes before it
+    commands               Commands that serve a result: one record for each engine
+    compressed_tensors     compressed-tensors: integers, floats and block scales, with and without quantized inputs
+    configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
+    contradictions         Contradictions of a configuration with its own tensors: engines believe one or the other
+    convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
+    ct_arguments           Schemes in the words of compressed-tensors: the arguments of a config group, written and read
+    ct_engines             Engines that load compressed-tensors: which of its many formats each has kernels for
+    ct_groups              Config groups of compressed-tensors, as they are read
+    ct_layouts             Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
+    ct_reader              Reading of one linear in the formats of compressed-tensors
+    ct_turned              Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
+    declared_modules       What a configuration declares about each linear: quantized or not, uncertain
     declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
-    engine_families     Engines and families: which engine loads a quantized model, by its layers, by its family
-    engines             Engines: the rules by which they load files or not
-    fits                Reasons why a scheme cannot be stored, which several formats share
-    format_choice       Choice of the format of a result where none is asked for
-    fp8                 Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
-    gptq                GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
-    gptq_layouts        Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
-    gptq_v2             GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are, 0 included
-    headers             Headers of stored tensors: what a format announces has to be there, with its type and shape
-    kept_experts        Experts that stay as they are, by the names under which engines look for them
-    kv_scales           Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    libraries           Engines that are libraries of Python: the program that loads a result and lets it write
-    loading             Code that loads a result, for its card: Python where an engine is a library
-    matching            A quantized checkpoint, matched as if its weights were stored plainly
-    matrix              The matrix of conversions
-    mlx                 MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
-    module_names        Names of modules as a configuration lists them: plain, or as patterns
-    one_group           One group size for a whole model
-    opening             One door to every kind of model: a directory, or a GGUF file
-    patterns            Regular expressions that users type and that files hold: none may take for ever
-    plain               Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
-    storage             Storage of a plan's tensors in the files of a format
-    targets             Targets of a quantization: each engine with its format of choice, what it refuses
-    unknown_names       Words that other tools have for formats, engines and types, with what they mean here
-    gguf/               GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
-    sources/            Sources in low precision: models that are published in 4 or 8 bits
+    decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
+    engine_families        Engines and families: which engine loads a quantized model, by its layers, by its family
+    engines                Engines: the rules by which they load files or not
+    fits                   Reasons why a scheme cannot be stored, which several formats share
+    format_choice          Choice of the format of a result where none is asked for
+    fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
+    gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
+    gptq_layouts           Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
+    gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
+    headers                Headers of stored tensors: what a format announces has to be there, with its type and shape
+    kept_experts           Experts that stay as they are, by the names under which engines look for them
+    kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
+    libraries              Engines that are libraries of Python: the program that loads a result and lets it write
+    loading                Code that loads a result, for its card: Python where an engine is a library
+    matching               A quantized checkpoint, matched as if its weights were stored plainly
+    matrix                 The matrix of conversions
+    mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
+    module_names           Names of modules as a configuration lists them: plain, or as patterns
+    one_group              One group size for a whole model
+    opening                One door to every kind of model: a directory, or a GGUF file
+    patterns               Regular expressions that users type and that files hold: none may take for ever
+    plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
+    storage                Storage of a plan's tensors in the files of a format
+    targets                Targets of a quantization: each engine with its format of choice, what it refuses
+    unknown_names          Words that other tools have for formats, engines and types, with what they mean here
+    gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
+    sources/               Sources in low precision: models that are published in 4 or 8 bits
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ In this folder:
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default
     likeness           Size of somebody's file as a target: another quantized form of the very same model
-    loader_form        View of a source in the form that a named engine loads, where it does not load that of its files
+    loader_form        A source, and the names of its result, as the loader of a named engine takes them
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method

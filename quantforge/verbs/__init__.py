@@ -42,7 +42,7 @@ In this folder:
     release_files        Files of a release beside its variants: report, figures in cards, manifest
     release_place        Place of a release: the directory that its manifest makes known, what may lie there
     reproduce            Making a result again from its manifest, and comparing every byte
-    requantize           Quantizing a model again: from the source that its manifest names
+    requantize           Quantizing a quantized model again: from the source that its manifest names
     run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model          Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API

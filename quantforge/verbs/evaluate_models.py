@@ -31,7 +31,7 @@ from quantforge.verbs.measurement_options import (
     check_measurement,
 )
 from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
-from quantforge.verification.stated_changes import stated_adapter
+from quantforge.verification.opening import declared_adapter
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -118,7 +118,7 @@ def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
 def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
     """Return what is to be said where a model was made with another adapter than its reference has; "" for nothing."""
     try:
-        made, has = (stated_adapter(manifest.read(path)) for path in (model, reference))
+        made, has = (declared_adapter(manifest.read(path)) for path in (model, reference))
     except InputError:  # `verify` tells what is wrong with a manifest
         return ""
     if made is None or (adapter is None and not made.source):

@@ -19,11 +19,18 @@ from quantforge.errors import InputError, IntegrityError, RefusedError, UsageErr
 from quantforge.model.declared_names import names_of
 from quantforge.model.skeleton import build
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact, Original, open_artifact, open_source
+from quantforge.verification.files import SourceMatch, check_source
 from quantforge.verification.findings import Report
 from quantforge.verification.folded import Factors, factors_of
-from quantforge.verification.recorded_source import RecordedAs, check_source
-from quantforge.verification.stated_changes import StatedChanges, check_adapter, folds_factors
+from quantforge.verification.opening import (
+    Artifact,
+    DeclaredChanges,
+    Original,
+    check_adapter,
+    folds_factors,
+    open_artifact,
+    open_source,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +88,19 @@ def open_correctable(source: Path, base: Path, adapter: Path | None, rank: int) 
             "correct a result in another format: quantforge formats",
         )
     document = manifest.read(base)
-    report, stated = Report(base, source), StatedChanges.of(document)
+    report, declared = Report(base, source), DeclaredChanges.of(document)
     check_adapter(document, source, adapter)
     artifact = open_artifact(report, derive=True)
     if artifact is None:
         raise InputError(f"{base}: {report.unjudged or report.findings[0].detail}")
-    if check_source(report, artifact, document, source) is not RecordedAs.COMPARABLE:
+    if check_source(report, artifact, document, source) is not SourceMatch.COMPARABLE:
         raise IntegrityError(f"{base}: {report.findings[-1].detail}", "name what it was made from")
     if any(tensor.expert >= 0 for tensor in artifact.matched.tensors):
         raise RefusedError(
             f"{base}: it has experts, which transformers runs as stacks: PEFT names no parts of these",
             "spend the bytes on bits: quantforge allocate",
         )
-    original = open_source(source, stated, adapter, derive=True)
+    original = open_source(source, declared, adapter, derive=True)
     modules, shapes, others = _modules(artifact, rank)
     for name, module in modules.items():
         found = original.matched.by_name.get(f"{name}.weight")

@@ -26,8 +26,8 @@ from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
-from quantforge.verification.artifact import Original, open_source
 from quantforge.verification.beside.facts import HELD
+from quantforge.verification.opening import Original, open_source
 from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"

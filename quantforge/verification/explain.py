@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.verification.artifact import Original
+from quantforge.verification.opening import Original
 
 MATCHES = 0.7  # cosine from which a matrix is taken for the one that it resembles
 ROWS = 512  # rows of each side that are compared

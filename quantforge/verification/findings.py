@@ -1,6 +1,6 @@
-"""Findings on an artifact: each names a check, a place and the figures; a report is all of them.
+"""What a verification reports: findings, each with a check, a place and a severity, and the checks that were skipped.
 
-A check is either done or skipped with a reason: silence never means that something was looked at.
+Every check is either made or skipped with a reason, so that a missing finding never means that nobody looked.
 """
 
 from __future__ import annotations
@@ -12,44 +12,58 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "quantforge.verify/1"
+# What is checked, in this order.
 CHECKS: Mapping[str, str] = {
-    "manifest": "files are those of the manifest, byte for byte, none more and none less",
-    "signature": "the files are those that the owner of a key has signed",
-    "unreadable": "configuration, index, headers and tensors can be read, and agree with each other",
-    "incomplete": "every tensor of the model is there exactly once, with its shape",
-    "nothing-quantized": "something is quantized",
-    "ignore-list": "the configuration says of every linear whether it is quantized, truthfully",
-    "siblings": "linears that engines load as one matrix have one scheme",
+    "manifest": "the files are exactly those of the manifest, byte for byte",
+    "signature": "the files are those that the owner of the key signed",
+    "unreadable": "configuration, index and tensors can be read and agree with each other",
+    "incomplete": "every tensor of the model is there once, in the right shape",
+    "nothing-quantized": "if the configuration declares a quantization, something is quantized",
+    "ignore-list": "the configuration lists exactly the layers that are left unquantized",
+    "siblings": "layers that engines load as one matrix (q, k and v; gate and up) have one scheme",
     "vocabulary": "every token has a row in the embedding",
-    "settings": "configuration, tokenizer and settings agree with each other, and with what is quantized",
-    "foreign": "no file lies there that a loader would read and that is no part of the model",
-    "source": "the source that is named is one that the manifest, or one that it passes on, records",
-    "configuration": "every key of the configuration means what it means in the source",
-    "keys": "every key of a GGUF file follows from the source",
-    "side-files": "tokenizer, chat template, generation settings and licences are those of the source",
+    "settings": "configuration, tokenizer and generation settings agree with each other",
+    "foreign": "no extra file is there that a loader would read or run",
+    "source": "the source named with --source is the one that the manifest records",
+    "configuration": "the configuration means the same as that of the source",
+    "keys": "the keys of a GGUF file follow from the source",
+    "side-files": "tokenizer, chat template, generation settings and licenses are those of the source",
     "not-finite": "every stored number is finite",
-    "scale": "every scale is present, finite, plausible and not zero for codes that are not",
-    "zero-convention": "zero points are stored as the configuration says",
-    "kept-changed": "what is not quantized equals the source, but for factors that were folded",
+    "scale": "every scale is present, finite and plausible",
+    "zero-convention": "zero points are stored as the configuration declares",
+    "kept-changed": "tensors that are not quantized equal those of the source",
     "fold": "a factor that was folded out of one tensor was folded into its partner",
-    "noise": "a quantized tensor loses no more than its scheme has to",
-    "groups": "no group, row or column of a quantized tensor is further from the source's than rounding brings it",
+    "noise": "a quantized tensor loses no more than rounding to its scheme costs",
+    "groups": "no group, row or column of a quantized tensor is further off than rounding explains",
     "swapped": "every tensor holds its own weights, in their order",
-    "logits": "a forward pass gives finite logits, near those of the source",
-    "engine": "the engine that was named loads the files",
+    "logits": "a forward pass gives finite logits, close to those of the source",
+    "engine": "the engine named with --for loads the files",
 }
+FILE_CHECKS = ("manifest", "signature")  # need no format to be read
+NUMBERS = ("not-finite", "scale", "zero-convention")
+COMPARED = (  # need a source
+    "source", "configuration", "keys", "side-files", "kept-changed", "fold", "noise", "groups",
+    "swapped",
+)  # fmt: skip
 
 
 class Severity(StrEnum):
-    """Severity of a finding: whether an artifact with it may be used."""
+    """How certain it is that the artifact is broken."""
 
-    ERROR = "error"
-    WARNING = "warning"  # an error under --strict
+    ERROR = "error"  # proven
+    WARNING = "warning"  # unusual: worth a look, and a failure with --strict
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: ``check`` is a key of `CHECKS`, ``where`` a file or a tensor."""
+    """One thing that is wrong or unusual.
+
+    Attributes:
+        check: a key of `CHECKS`.
+        where: the file or tensor.
+        detail: what is wrong with it.
+        severity: whether it is proven.
+    """
 
     check: str
     where: str
@@ -72,19 +86,21 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """Everything that was found, in the order of looking.
+    """Result of a verification.
 
     Attributes:
-        path, source: what was looked at, and what it was compared with.
-        format, model_type: what it is, as far as it could be read.
-        findings: what is wrong.
-        skipped: checks that were not made, with the reason.
-        unjudged: why it cannot be judged, where it is of a kind that is not read; "" otherwise.
-        notes: what is no fault, but worth knowing: of names.
-        unsigned: files that a signature which was checked does not cover.
+        path: the artifact.
+        source: the model that it was compared with.
+        format: key of its format, "" if that could not be read.
+        model_type: its family, "" if that could not be read.
+        findings: in the order in which they were found.
+        skipped: the reason by check, for checks that were not made.
+        notes: for information only.
+        unsigned: files that the checked signature does not cover.
         tensors: figures of each quantized tensor.
-        tuned: modules that carry factors which no manifest records and which cancel: no fault, but worth knowing.
         figures: of the forward pass.
+        tuned: modules with factors that no manifest records and that cancel out, for information only.
+        unjudged: why artifacts of this kind cannot be judged; "" if they can.
     """
 
     path: Path
@@ -101,24 +117,28 @@ class Report:
     unjudged: str = ""
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
-        """Record a finding; whatever is not printable in it is escaped, since it may be a stranger's."""
-        self.findings.append(Finding(check, _escaped(where), _escaped(detail), severity))
+        """Record a finding; unprintable characters, which a hostile file may contain, are escaped."""
+        self.findings.append(Finding(check, _escape(where), _escape(detail), severity))
 
     def warn(self, check: str, where: str, detail: str) -> None:
-        """Record a finding that is an error only under ``--strict``."""
+        """Record a warning, as `add`."""
         self.add(check, where, detail, Severity.WARNING)
 
     def skip(self, reason: str, *checks: str) -> None:
-        """Say that checks are not made."""
+        """Record that checks are not made."""
         self.skipped.update(dict.fromkeys(checks, reason))
 
+    def count(self, severity: Severity) -> int:
+        """Return the number of findings of a severity."""
+        return sum(item.severity is severity for item in self.findings)
+
     def failed(self, *, strict: bool = False) -> bool:
-        """Return whether the artifact must not be used."""
-        return any(strict or item.severity is Severity.ERROR for item in self.findings)
+        """Return whether there is an error or, with ``strict``, any finding."""
+        return bool(self.findings) if strict else self.count(Severity.ERROR) > 0
 
     @property
     def structure_only(self) -> bool:
-        """Return whether neither a manifest, nor a signature, nor a source says what the bytes should be."""
+        """Return whether there was nothing to compare the values with: no manifest, signature or source."""
         return {"manifest", "signature", "kept-changed"} <= self.skipped.keys()
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
@@ -143,5 +163,5 @@ class Report:
         }
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -22,10 +22,10 @@ from quantforge.evaluation.windows import Windows, cut
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.findings import Report
 from quantforge.verification.inputs import Inputs, listening
 from quantforge.verification.numbers import Numbers
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.predicted import with_noise
 from quantforge_calibration.sources import builtin
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Role
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.findings import Report
 from quantforge.verification.folded import Factors
+from quantforge.verification.opening import Artifact, Original
 
 FOLDED = 2.0**-7  # relative, of a tensor that was multiplied with a factor, both stored in 16 bits
 TINY = 2.0**-23  # what a gain loses that some files store less 1

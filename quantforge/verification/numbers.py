@@ -16,7 +16,6 @@ from quantforge.grids import PerGroup
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.alone import SHIFTED, digest, odd_scales, odd_zeros, oddities
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.cache_scales import check_cache
 from quantforge.verification.compare import Figures, compare, outliers
 from quantforge.verification.deviation import deviation, row
@@ -26,6 +25,7 @@ from quantforge.verification.folded import Factors, factors_of
 from quantforge.verification.inputs import Inputs
 from quantforge.verification.kept_tensors import check_absent
 from quantforge.verification.limits import excesses
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.own_groups import own_groups
 from quantforge.verification.ranges import SIBLINGS, wrong_input
 from quantforge.verification.stated_values import beyond_stated

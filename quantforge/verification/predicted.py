@@ -23,8 +23,8 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.folded import Factors
+from quantforge.verification.opening import Artifact, Original
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,6 @@ from typing import Any
 from quantforge.architectures.positions import embedding_rows
 from quantforge.checkpoint.reader import is_licence
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside import tokenizer_tree as tokenizer
 from quantforge.verification.beside.facts import Pair, beside
 from quantforge.verification.beside.foreign import row_of
@@ -25,6 +24,7 @@ from quantforge.verification.beside.templates import check_templates
 from quantforge.verification.beside.tower_file import check_tower
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.structure import tokens_of
 from quantforge_calibration.chat_templates import FOLDER, LAYOUTS
 

@@ -1,17 +1,18 @@
-"""Headers and the configuration of an artifact, checked against each other."""
+"""Check the headers of the tensors, the configuration and the tokenizer against each other; no values are read.
+
+A contradiction is an error if no loader can get the model right, and a warning if some loaders do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.match import Role
+from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError
-from quantforge.formats import format_of
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_modules import declared
 from quantforge.formats.decoded import decoded
@@ -20,149 +21,148 @@ from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
 from quantforge.model.transformers_loading import Loading, compare
-from quantforge.verification.artifact import Artifact
-from quantforge.verification.findings import Report
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import Artifact
 from quantforge_files.roles import TOKENIZER
 
-SHOWN = 6  # modules named in a finding
+TOKENIZER_FILE = "tokenizer.json"
+SHOWN = 6  # names in a finding
 
 
 def check_structure(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Check everything that needs no tensor's values; ``engine``: one that has to load it.
+    """Make all checks that need no values.
+
+    Args:
+        report: gets the findings.
+        artifact: the opened artifact.
+        engine: name of an engine that has to load it.
 
     Raises:
         UsageError: no engine has that name.
     """
     _check_quantized(report, artifact)
-    _check_ignored(report, artifact)
-    _check_siblings(report, artifact)
+    _check_siblings(report, artifact, engine)
     _check_vocabulary(report, artifact)
     _check_engine(report, artifact, engine)
 
 
 def _check_quantized(report: Report, artifact: Artifact) -> None:
-    left_over = artifact.checkpoint.quantization or quantization_config(artifact.checkpoint.config)
-    if not artifact.layouts and left_over:
-        report.add(
-            "nothing-quantized",
-            report.path.name,
-            "config.json speaks of quantization, and no tensor is quantized",
-        )
-
-
-def _check_ignored(report: Report, artifact: Artifact) -> None:
-    """Check what the configuration says of each linear against what is stored."""
+    """Check that something is quantized if the configuration declares it, and that it declares what is."""
+    checkpoint = artifact.checkpoint
+    quantization = quantization_config(checkpoint.config)
+    only_cache = not artifact.layouts and quantization.get("kv_cache_scheme") is not None
+    if not artifact.layouts and not only_cache and (checkpoint.quantization or quantization):
+        text = "config.json declares a quantization, but no tensor is quantized"
+        report.add("nothing-quantized", report.path.name, text)
     try:
-        said = declared(artifact.checkpoint.config)
+        says = declared(checkpoint.config) if artifact.layouts or only_cache else None
+        if says is None:
+            report.skip("the format has no list of unquantized layers", "ignore-list")
+            return
+        answers = {module: says(module) for module in _linears(artifact)}
     except InputError as error:
         report.add("ignore-list", "config.json", error.message)
         return
-    if said is None or not artifact.layouts:
-        report.skip("the format has no list of what is left out", "ignore-list")
-        return
-    config = artifact.checkpoint.config
-    stored = {
-        tensor.stored.name.removesuffix(".weight"): tensor for tensor in artifact.matched.tensors
-    }
-    linears = {
-        module: artifact.layout(tensor) is not None
-        for module, tensor in stored.items()
-        if tensor.role is Role.LINEAR or artifact.layout(tensor) is not None
-    }
-    head = stored.get(head_of(config))
-    if head is not None or artifact.matched.tied:  # loaders make a layer of a tied one too
-        linears.setdefault(head_of(config), False)
-    lies: dict[str, list[str]] = {}
-    for module, packed in linears.items():
-        try:
-            answers = said(module)
-        except InputError as error:
-            report.add("ignore-list", "config.json", error.message)
-            return
-        if answers - {packed}:
-            words = (
-                "is quantized, config.json leaves it out"
-                if packed
-                else ("is not quantized, config.json says that it is")
+    wrong: dict[tuple[str, Severity], list[str]] = {}
+    for module, stored in _linears(artifact).items():
+        if answers[module] - {stored is True}:
+            text = (
+                "quantized, but config.json excludes it"
+                if stored
+                else "not quantized, but config.json declares that it is"
             )
-            lies.setdefault(words, []).append(module)
-    for words, modules in lies.items():
-        report.add("ignore-list", modules[0], f"{words} ({_counted(modules)})")
+            # Loaders disagree on the list, or use the embedding and never look for a head.
+            unsure = len(answers[module]) > 1 or stored is None
+            severity = Severity.WARNING if unsure else Severity.ERROR
+            wrong.setdefault((text, severity), []).append(module)
+    for (text, severity), modules in wrong.items():
+        report.add("ignore-list", modules[0], f"{text}{_others(modules)}", severity)
 
 
-def _check_siblings(report: Report, artifact: Artifact) -> None:
-    if not format_of(report.format).ABOUT.joined:
-        report.skip("engines of the format load every matrix by itself", "siblings")
+def _linears(artifact: Artifact) -> dict[str, bool | None]:
+    """Return whether each linear is quantized, by module as stored; None for a tied head, which has no tensor."""
+    found: dict[str, bool | None] = {}
+    head = head_of(artifact.checkpoint.config)
+    for tensor in artifact.matched.tensors:
+        module, packed = _module(tensor), artifact.layout(tensor) is not None
+        if packed or tensor.role is Role.LINEAR or module == head:
+            found[module] = packed
+    if artifact.matched.tied:
+        found.setdefault(head, None)
+    return found
+
+
+def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
+    """Check that matrices that engines join have one scheme: transformers does not join them, others do."""
+    if not artifact.form.ABOUT.joined:
+        report.skip("engines of the format load every matrix separately", "siblings")
         return
     schemes: dict[str, dict[str, str]] = {}
     for tensor in artifact.matched.tensors:
         if tensor.role is Role.LINEAR and tensor.shared:
             layout = artifact.layout(tensor)
-            module = tensor.stored.name.removesuffix(".weight")
-            text = str(layout.scheme) if layout else "not quantized"
-            schemes.setdefault(tensor.shared, {})[module] = text
+            scheme = str(layout.scheme) if layout else "not quantized"
+            schemes.setdefault(tensor.shared, {})[_module(tensor)] = scheme
+    severity = Severity.WARNING if engine in {None, TRANSFORMERS} else Severity.ERROR
     for modules in schemes.values():
         if len(set(modules.values())) > 1:
             text = ", ".join(f"{name.rpartition('.')[2]} {word}" for name, word in modules.items())
-            report.add("siblings", next(iter(modules)), f"engines load them as one matrix: {text}")
+            text = f"vLLM and others load these as one matrix and need one scheme: {text}"
+            report.add("siblings", next(iter(modules)), text, severity)
 
 
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:
-    """Check the ids of the tokenizer against the rows of the embedding.
+    """Check that every token has a row in the embedding.
 
-    Added tokens past the rows are a warning: models are published so, and no text has these tokens unless it names
-    them. Pieces of the vocabulary past the rows are of another model.
+    Models are published with added tokens beyond it, which no text contains unless it names them: a warning. A piece of
+    the vocabulary beyond it is an error: the tokenizer belongs to another model.
     """
-    found_tokens = _tokens(report.path, artifact)
-    if found_tokens is None:
-        report.skip("there is no tokenizer.json", "vocabulary")
+    tokenizer = _tokenizer(artifact)
+    if tokenizer is None:
+        report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
         return
-    pieces, added = found_tokens
-    known = artifact.matched.architecture is not None
-    found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
-    most = max((tensor.stored.shape[0] for tensor in found), default=0)
-    for tensor in found:
-        # By names alone, tables of segments and positions are taken for embeddings too.
-        rows = tensor.stored.shape[0]
-        past = sorted((number, text) for text, number in pieces.items() if number >= rows)
-        more = sorted((number, text) for text, number in added.items() if number >= rows)
-        if (past or more) and (known or rows == most):
-            shown = ", ".join(f"{text!a:.60} (id {number})" for number, text in (past or more)[:3])
-            count = len(past) + len(more)
-            say = report.add if past else report.warn
-            say(
-                "vocabulary",
-                tensor.stored.name,
-                f"{rows} rows, and {count} token(s) of the tokenizer past them: {shown}",
-            )
-
-
-def _tokens(path: Path, artifact: Artifact) -> tuple[dict[str, int], dict[str, int]] | None:
-    """Return pieces and added tokens of ``tokenizer.json`` with their ids, or None without one that can be read."""
-    file = path / "tokenizer.json"
-    if path.is_dir():
-        if not file.is_file():
-            return None
-        data = FILES.read(file, TOKENIZER, path)
-    else:
-        found = side_data(artifact.checkpoint).get("tokenizer.json")
-        if found is None:
-            return None
-        data = found
     try:
-        document = parse_object(data, file, TOKENIZER)
-        tokens = tokens_of(document)
-        added = {item["content"]: item["id"] for item in added_tokens(document)}
-        return {text: tokens[text] for text in tokens.keys() - added.keys()}, added
+        tokens = tokens_of(tokenizer)
+        added = {item["content"] for item in added_tokens(tokenizer)}
     except (InputError, ValueError, AttributeError, TypeError, KeyError):
+        report.skip(f"{TOKENIZER_FILE} cannot be read", "vocabulary")
+        return
+    found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
+    if artifact.matched.architecture is None:  # names alone cannot tell it from tables of positions
+        most = max((tensor.stored.shape[0] for tensor in found), default=0)
+        found = [tensor for tensor in found if tensor.stored.shape[0] == most]
+    for tensor in found:
+        rows = tensor.stored.shape[0]
+        beyond = sorted((number, text) for text, number in tokens.items() if number >= rows)
+        pieces = [(number, text) for number, text in beyond if text not in added]
+        if beyond:
+            shown = ", ".join(
+                f"{text!a:.60} (id {number})" for number, text in (pieces or beyond)[:3]
+            )
+            text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {shown}"
+            severity = Severity.ERROR if pieces else Severity.WARNING
+            report.add("vocabulary", tensor.stored.name, text, severity)
+
+
+def _tokenizer(artifact: Artifact) -> dict[str, Any] | None:
+    """Return ``tokenizer.json``, of a GGUF file that which its keys describe; None without a readable one."""
+    path = artifact.checkpoint.path
+    file = path / TOKENIZER_FILE
+    if path.is_dir():
+        data = FILES.read(file, TOKENIZER, path) if file.is_file() else None
+    else:
+        data = side_data(artifact.checkpoint).get(TOKENIZER_FILE)
+    try:
+        return None if data is None else parse_object(data, file, TOKENIZER)
+    except InputError:
         return None
 
 
 def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return every token of ``tokenizer.json``, added ones too, with its id.
+    """Return the id of every token of ``tokenizer.json``, including added tokens.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is no tokenizer.
+        AttributeError, KeyError, TypeError, ValueError: it is not a tokenizer.
     """
     vocabulary = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):  # unigram: pieces with their scores
@@ -173,23 +173,23 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         raise ValueError(error.message) from error
     tokens = {**vocabulary, **added}
     if not all(type(number) is int for number in tokens.values()):
-        raise TypeError("an id is no number")
+        raise TypeError("an id is not a number")
     return tokens
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Check that an engine loads the artifact: by the rules of its format; of transformers, by its own loader too."""
+    """Check that an engine loads the artifact, by the rules of its format; for transformers, by its own loader too."""
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
     about, model = artifact.form.ABOUT, _model_of(artifact)
-    of = engine if engine in about.engines else target_of(engine).judged
+    name = engine if engine in about.engines else target_of(engine).judged
     loading = Loading()
-    if of == TRANSFORMERS and not (about.one_file or model.draft):
+    if name == TRANSFORMERS and not (about.one_file or model.draft):
         loading = _loading(artifact)
         model = replace(model, compared=not loading.untried)
-    found = next(item for item in judged(about, model) if item.engine == of)
-    refused = found.reason if found.loads is False else ""
+    verdict = next(item for item in judged(about, model) if item.engine == name)
+    refused = verdict.reason if verdict.loads is False else ""
     if refused or loading.obstacle:
         report.add("engine", engine, "; ".join(filter(None, (loading.obstacle, refused))))
     elif loading.untried:
@@ -197,7 +197,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
 
 
 def _loading(artifact: Artifact) -> Loading:
-    """Return what transformers' own loader makes of the names and shapes of an artifact."""
+    """Return what transformers' own loader makes of the names and shapes of the tensors."""
     checkpoint = artifact.checkpoint
     return compare(
         checkpoint.config,
@@ -208,24 +208,28 @@ def _loading(artifact: Artifact) -> Loading:
 
 
 def _model_of(artifact: Artifact) -> ModelToLoad:
-    matched, config = artifact.matched, artifact.checkpoint.config
+    matched, family = artifact.matched, artifact.matched.architecture
+    layouts = artifact.layouts
     return ModelToLoad(
-        {module: (item.scheme, item.shape) for module, item in artifact.layouts.items()},
-        (matched.model_type, str(config.get("model_type"))),
-        transposed=matched.architecture is not None and matched.architecture.transposed,
-        turned=any(item.turned for item in artifact.layouts.values()),
-        unstacked=matched.architecture is not None
-        and matched.architecture.stacks_experts
-        and not matched.architecture.joins_experts,
+        {module: (layout.scheme, layout.shape) for module, layout in layouts.items()},
+        (matched.model_type, str(artifact.checkpoint.config.get("model_type"))),
+        transposed=family is not None and family.transposed,
+        turned=any(layout.turned for layout in layouts.values()),
+        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         kept=tuple(t.stored.name for t in matched.tensors if artifact.layout(t) is None),
-        embedding=any(
-            tensor.role is Role.EMBEDDING and artifact.layout(tensor) for tensor in matched.tensors
-        ),
+        embedding=any(t.role is Role.EMBEDDING and artifact.layout(t) for t in matched.tensors),
         running=artifact.running,
         draft=matched.draft,
     )
 
 
-def _counted(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+def _module(tensor: MatchedTensor) -> str:
+    return tensor.stored.name.removesuffix(".weight")
+
+
+def _others(modules: list[str]) -> str:
+    """Return the modules after the first, for the end of a finding."""
+    if len(modules) == 1:
+        return ""
+    more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+    return f"; {len(modules)} in all: {', '.join(modules[:SHOWN])}{more}"

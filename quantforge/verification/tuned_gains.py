@@ -18,7 +18,7 @@ from quantforge.architectures import Absorbs
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.model.tuning_bounds import MOST
 from quantforge.recipe import from_toml
-from quantforge.verification.stated_changes import chain, folds_factors
+from quantforge.verification.opening import chain, folds_factors
 
 STORED = 2.0**-7  # relative, what both lose where they are stored in 16 bits
 

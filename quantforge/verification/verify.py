@@ -12,30 +12,25 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
-from quantforge.verification.artifact import (
-    COMPARED,
-    NUMBERS,
-    Artifact,
-    Original,
-    open_artifact,
-    open_source,
-)
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.foreign import check_foreign
 from quantforge.verification.beside.tower_file import check_tower
 from quantforge.verification.beside.within import check_within
-from quantforge.verification.findings import Report
+from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
+from quantforge.verification.findings import COMPARED, NUMBERS, Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
 from quantforge.verification.numbers import Numbers
-from quantforge.verification.recorded_source import RecordedAs, check_source
-from quantforge.verification.release import check_release, check_signed
-from quantforge.verification.side_files import check_side_files
-from quantforge.verification.stated_changes import (
-    StatedChanges,
+from quantforge.verification.opening import (
+    Artifact,
+    DeclaredChanges,
+    Original,
     chain,
     check_adapter,
     folds_factors,
+    open_artifact,
+    open_source,
 )
+from quantforge.verification.side_files import check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tuned_gains import TuningStated
 from quantforge.verification.zeros import stated_zeros
@@ -78,8 +73,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
     report = Report(path, options.source)
     tell("files and digests")
-    document = check_release(report)
-    stated, source = StatedChanges.of(document), None
+    document = check_manifest(report)
+    declared, source = DeclaredChanges.of(document), None
     check_adapter(document, options.source, options.adapter)
     check_signed(report, options.key)
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
@@ -87,16 +82,16 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     artifact = open_artifact(report, derive=derive)
     if artifact is None:
         if options.source:  # what is wrong with it, or with a tower, is said all the same
-            original = open_source(options.source, stated, options.adapter, derive=derive)
+            original = open_source(options.source, declared, options.adapter, derive=derive)
             check_tower(report, original)
         return report
     named = check_source(report, artifact, document, options.source) if options.source else None
-    if named is RecordedAs.SWAPPED:
+    if named is SourceMatch.SWAPPED:
         return report
-    if options.source and named is RecordedAs.COMPARABLE:
+    if options.source and named is SourceMatch.COMPARABLE:
         single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
         source = open_source(
-            options.source, stated, options.adapter, one_by_one=single, derive=derive or single
+            options.source, declared, options.adapter, one_by_one=single, derive=derive or single
         )
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)

@@ -13,11 +13,11 @@ import pytest
 from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
-from quantforge.verification.artifact import open_artifact, open_source
 from quantforge.verification.beside.file_type import check_file_type
 from quantforge.verification.beside.gguf_defaults import obeyed
 from quantforge.verification.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import open_artifact, open_source
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.artifact import open_artifact
 from quantforge.verification.beside.quantization import contradictions, disagreements
 from quantforge.verification.beside.within import check_within
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import open_artifact
 from quantforge.verification.structure import check_structure
 from tests import peers
 from tests.faults.test_verify_configuration import changed, other_than, places

@@ -48,8 +48,8 @@ def test_another_source_is_an_error_that_names_both(tiny, tmp_path, near):
     out = made(source, tmp_path / "q")
     (text,) = sources(report := look(out, near))
     assert f"made from {source.name} (SHA-256 " in text
-    assert "the weights of near are others" in text
-    assert "name what it was made from with --source" in text
+    assert "near has different weights" in text
+    assert "name the model it was made from with --source" in text
     assert len(report.findings) == 1
     assert report.failed()
     assert not look(out, source).findings
@@ -89,14 +89,14 @@ def test_the_same_weights_in_other_files_are_a_warning_that_says_so(tiny, tmp_pa
     out = made(source, tmp_path / "q")
     report = look(out, cut(source, tmp_path / "two"))
     (text,) = sources(report)
-    assert "two holds as many bytes of tensors in other files (2, not 1)" in text
+    assert "two has as many bytes of tensors in other files (2, not 1)" in text
     assert not report.failed()
     assert report.failed(strict=True)
     assert not sources(look(made(tmp_path / "two", tmp_path / "of-two"), tmp_path / "two"))
     assert "(1, not 2)" in sources(look(tmp_path / "of-two", source))[0]
     # Of other bytes it is said as before, and values that differ are found by the checks of tensors.
-    assert "the weights of near are others" in sources(look(out, near))[0]
-    assert "the weights of llama" in sources(look(out, tiny("llama")))[0]
+    assert "near has different weights" in sources(look(out, near))[0]
+    assert f"{tiny('llama').name} has different weights" in sources(look(out, tiny("llama")))[0]
 
 
 def test_a_snapshot_of_the_hub_is_the_source_and_named_as_there(tiny, tmp_path):
@@ -117,7 +117,7 @@ def test_a_snapshot_of_the_hub_is_the_source_and_named_as_there(tiny, tmp_path):
         {name: 2 * value for name, value in load_file(source / "model.safetensors").items()},
         blobs / "model.safetensors", metadata={"format": "pt"},
     )  # fmt: skip
-    assert "the weights of org/wide are others" in sources(look(out, snapshot))[0]
+    assert "org/wide has different weights" in sources(look(out, snapshot))[0]
 
 
 def test_each_file_is_digested_once_however_long_the_chain(tiny, tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_nothing_else_is_compared_with_another_model(tiny, tmp_path):
     for other in ("llama", "qwen2"):
         report = look(out, tiny(other))
         assert [item.check for item in report.findings] == ["source"]
-        assert report.skipped["noise"] == "the source that is named is another model"
+        assert report.skipped["noise"] == "the model named with --source is not the recorded one"
         assert "source" not in report.skipped
         assert not report.tensors
     manifest_of_it = out / NAME

@@ -33,8 +33,8 @@ from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.results.front_matter import carried_fields
+from quantforge.verification.files import check_manifest
 from quantforge.verification.findings import Report
-from quantforge.verification.release import check_release
 from quantforge_calibration.readers import RowReader, read_jsonl, read_text
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import parse_sources
@@ -142,7 +142,7 @@ def release(data: bytes, place: Path) -> None:
     """The manifest of somebody's release, against its files."""
     written(place / manifest.NAME, data)
     written(place / "model.safetensors", b"")
-    check_release(Report(place))
+    check_manifest(Report(place))
 
 
 def card(data: bytes, place: Path) -> None:

@@ -13,7 +13,7 @@ from quantforge.formats.opening import open_model
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions, Rule
 from quantforge.runtime.load import load
-from quantforge.verification.artifact import open_source
+from quantforge.verification.opening import open_source
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.evaluations import options

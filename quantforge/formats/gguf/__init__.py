@@ -6,41 +6,41 @@ file together), `source` shows a file as if it were a model directory. Nothing h
 
 In this folder:
 
-    carried             Keys carried from one GGUF file to another: those that describe the model and not its numbers
-    checking            Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
-    config_keys         ``config.json`` from the keys of a GGUF file
-    container           A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
-    families            Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named
-    file_keys           Keys of one architecture in a GGUF file, as a configuration is made of them
-    importance_file     Importance matrices as llama.cpp's tools write and read them
-    importance_records  Records of an importance matrix in the older form, read in order
-    key_reader          Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
-    layer_patterns      Patterns of layers that llama.cpp knows by heart: which ones slide
-    left_out            Events for what llama.cpp's graph of a family leaves out: windows
-    metadata            The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
-    mixture             Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
-    modelfile           A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model
-    nearest_mixture     The number of the mixture that the types of a file's tensors are nearest to
-    parameters          Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
-    parsing             GGUF files, read more strictly than llama.cpp and gguf-py do
-    pretokenizer        Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
-    projector_file      The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
-    projector_keys      Keys of the file of a vision tower: what it is, what its family says
-    rope                Rotary embeddings: bases and scaling, in every spelling of ``config.json``
-    rope_keys           Keys and tables of rotary embeddings in GGUF
-    scan                Reader of a header in order
-    sentencepiece       BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
-    source              A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names
-    special             Special tokens and chat templates around a vocabulary: ids, tokens put around a text
-    stated_keys         Keys of a GGUF file that a family's own file states
-    storing             Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
-    tensor_types        The number types that a GGUF tensor table may name: ids
-    token_row           The embedding of one token, which llama.cpp wants beside some vision towers
+    carried                Keys carried from one GGUF file to another: those that describe the model and not its numbers
+    checking               Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
+    config_keys            ``config.json`` from the keys of a GGUF file
+    container              A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
+    families               Families that GGUF holds, what llama.cpp calls them
+    file_keys              Keys of one architecture in a GGUF file, as a configuration is made of them
+    importance_file        Importance matrices as llama.cpp's tools write and read them
+    importance_records     Records of an importance matrix in the older form, read in order
+    key_reader             Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
+    layer_patterns         Patterns of layers that llama.cpp knows by heart: which ones slide
+    left_out               Events for what llama.cpp's graph of a family leaves out: windows
+    metadata               The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
+    mixture                Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
+    modelfile              A ``Modelfile`` for Ollama: the file as it is
+    nearest_mixture        The number of the mixture that the types of a file's tensors are nearest to
+    parameters             Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
+    parsing                GGUF files, read more strictly than llama.cpp and gguf-py do
+    pretokenizer           Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
+    projector_file         The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
+    projector_keys         Keys of the file of a vision tower: what it is, what its family says
+    rope                   Rotary embeddings: bases and scaling, in every spelling of ``config.json``
+    rope_keys              Keys and tables of rotary embeddings in GGUF
+    scan                   Reader of a header in order
+    sentencepiece          BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
+    source                 A GGUF file as if it were a model directory
+    special                Special tokens and chat templates around a vocabulary: ids, tokens put around a text
+    stated_keys            Keys of a GGUF file that a family's own file states
+    storing                Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
+    tensor_types           The number types that a GGUF tensor table may name: ids
+    token_row              The embedding of one token, which llama.cpp wants beside some vision towers
     tokenizer_differences  Tokenizer behavior that GGUF has no key for: one sentence per difference
-    tokenizer_files     The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
-    tokenizer_json      Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
-    vocabulary          Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
-    yarn_range          The range of frequencies that YaRN interpolates, in transformers and in llama.cpp
+    tokenizer_files        The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
+    tokenizer_json         Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
+    vocabulary             Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
+    yarn_range             The range of frequencies that YaRN interpolates, in transformers and in llama.cpp
 """
 
 from __future__ import annotations

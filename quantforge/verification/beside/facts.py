@@ -12,7 +12,7 @@ from quantforge.architectures import text_config
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.opening import side_data
-from quantforge.verification.artifact import Artifact, Original
+from quantforge.verification.opening import Artifact, Original
 from quantforge_files.roles import TOKENIZER
 
 HELD = frozenset({"quantization_config", "quantization", "gguf_types"})  # say how weights are held

@@ -15,9 +15,9 @@ from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
 from quantforge.formats.gguf.nearest_mixture import distances, in_blocks
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
-from quantforge.verification.artifact import Artifact
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import Artifact
 
 KEY = "general.file_type"
 VERSION = "general.quantization_version"

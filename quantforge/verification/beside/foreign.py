@@ -21,9 +21,9 @@ from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError
 from quantforge.formats.gguf.modelfile import modelfile
 from quantforge.results import manifest
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import Artifact, Original
 from quantforge_files.roles import TEMPLATE
 
 MAX_FILES = 10_000

@@ -19,10 +19,10 @@ from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
-from quantforge.verification.artifact import Artifact, Original
 from quantforge.verification.beside import gguf_defaults
 from quantforge.verification.beside.trees import plain, same, shown
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import Artifact, Original
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES, MERGES = "tokenizer.ggml.scores", "tokenizer.ggml.merges"

@@ -8,10 +8,10 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import ProjectorFile, projector_file
 from quantforge.formats.gguf.projector_keys import ARCH
-from quantforge.verification.artifact import Original
 from quantforge.verification.beside.gguf_keys import key_differences
 from quantforge.verification.beside.trees import plain
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import Original
 
 
 def check_tower(report: Report, source: Original) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from quantforge.architectures.match import Role
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
-from quantforge.verification.artifact import Artifact
 from quantforge.verification.beside.config_groups import cautions
 from quantforge.verification.beside.facts import Beside, DocumentError, beside, parse, tower
 from quantforge.verification.beside.foreign import COPIES
@@ -18,6 +17,7 @@ from quantforge.verification.beside.quantization import contradictions, disagree
 from quantforge.verification.beside.tokenizer_tree import CONFIG, NAME, REPEATED, contradicting
 from quantforge.verification.beside.trees import plain, shown
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import Artifact
 from quantforge.verification.structure import tokens_of
 from quantforge_calibration.chat_templates import DEFAULT, choose
 from quantforge_calibration.source_error import SourceError

@@ -1,0 +1,221 @@
+"""Check files without looking inside: digests against the manifest, the signature, and which source was named.
+
+``README.md`` may differ from the manifest: evaluations write figures into it later.
+
+A manifest records digests of files, not of tensors. If the same tensors are split into other files, digests cannot
+tell whether the source is the recorded one; that is a warning, and the tensors are compared all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.publish_file import set_of, side_of
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.result_place import OF_DIRECTORY
+from quantforge.errors import InputError, IntegrityError
+from quantforge.execution.progress import tell
+from quantforge.formats.opening import open_model
+from quantforge.results import manifest
+from quantforge.results.handed import away, put_back
+from quantforge.results.signing import check_signature, signature_of
+from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
+from quantforge.verification.opening import Artifact, chain
+
+_WEIGHTS = (".safetensors", ".gguf")
+_DIGITS = 12  # of a digest in a message
+# The headers of the same tensors, split into other files, take at most this many times the bytes.
+_HEADERS = 4
+
+
+def check_manifest(report: Report) -> dict[str, Any] | None:
+    """Compare every file with the manifest; return the manifest, or None if there is none that can be read."""
+    path = report.path
+    place = manifest.place_of(path)
+    if not place.exists():
+        if path.is_dir() and path.name == "stage" and path.parent.name.endswith(".qf"):
+            text = "an unfinished run: repeat its command to finish it"
+            report.add("manifest", path.name, text)
+        report.skip("there is no manifest", "manifest")
+        return None
+    document = manifest.read(path)
+    if document is None:
+        report.add("manifest", place.name, f"is not a valid {manifest.SCHEMA} document")
+        return None
+    listed = document["outputs"]
+    _compare(report, listed, path.parent if path.is_file() else path)
+    for name in sorted(_files_of(path) - listed.keys()):
+        report.add("manifest", name, "is not listed in the manifest")
+    if missing := away(path, document):
+        report.notes.append(put_back(missing, path))
+    if name := document.get(manifest.CALLED):
+        report.notes.append(f"the manifest calls {side_of(path, '').name} by another name: {name}")
+    return document
+
+
+def check_signed(report: Report, key: Path | None) -> None:
+    """Check the signature with a public key; skip this without one.
+
+    Raises:
+        UsageError, InputError: as `check_signature`.
+    """
+    place = signature_of(report.path)
+    if key is None:
+        there = "" if place.exists() else ", and there is no signature"
+        report.skip(f"no key was named (--key){there}", "signature")
+        return
+    try:
+        report.unsigned = check_signature(report.path, key)
+    except IntegrityError as error:
+        report.add("signature", place.name, error.message)
+
+
+def _files_of(path: Path) -> set[str]:
+    """Return the names of the files that a manifest has to list."""
+    if path.is_file():
+        return {path.name, *(part.name for part in set_of(path) if part.exists())}
+    found = {str(file.relative_to(path)) for file in FILES.below(path)}
+    return found - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
+
+
+def _compare(report: Report, listed: Mapping[str, Mapping[str, Any]], root: Path) -> None:
+    for name, entry in sorted(listed.items()):
+        file = root / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            report.add("manifest", name, "the manifest lists it, outside of the result")
+        elif not os.path.isfile(file):  # noqa: PTH113 - Path's raises if no file can be called so
+            report.add("manifest", name, "is listed in the manifest and missing")
+        elif name not in manifest.MUTABLE and not _same(file, entry, root):
+            report.add("manifest", name, "its SHA-256 is not that of the manifest")
+
+
+def _same(file: Path, entry: Mapping[str, Any], root: Path) -> bool:
+    """Return whether a file has the size and digest of an entry; False if it is not a file inside of ``root``."""
+    if entry["bytes"] != file.stat().st_size:  # no need to read what may be a terabyte of zeros
+        return False
+    try:
+        return bool(manifest.sha256(file, root) == entry["sha256"])
+    except InputError:
+        return False
+
+
+class SourceMatch(Enum):
+    """What the source that is named is to the artifact."""
+
+    COMPARABLE = "the recorded source, or one that no digest rules out"
+    OTHER = "another model"
+    SWAPPED = "a result that was made from the artifact"
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A source in a manifest: its name, the sizes of its files by SHA-256, and the sorted sizes of its weight files."""
+
+    name: str
+    files: Mapping[str, int]
+    weights: Sequence[int]
+
+    def __str__(self) -> str:
+        largest = max(self.files, key=lambda digest: (self.files[digest], digest))
+        return f"{self.name} (SHA-256 {largest[:_DIGITS]}...)"
+
+
+def check_source(
+    report: Report, artifact: Artifact, document: Mapping[str, Any] | None, source: Path
+) -> SourceMatch:
+    """Check that the source is one that the manifest, or a manifest of its lineage, records.
+
+    Only weight files count: a model may have been renamed, or its card rewritten.
+
+    Args:
+        report: gets the findings.
+        artifact: the opened artifact.
+        document: its manifest; None without one.
+        source: the model named with ``--source``.
+
+    Raises:
+        InputError: a file of the source cannot be read.
+    """
+    recorded = _recorded(document)
+    given, name, own = open_model(source), source_name(source)[0], report.path.name
+    tell("the source's digests")
+    if _is_one_of(artifact.checkpoint.opened, _recorded(manifest.read(source))):
+        report.add(
+            "source",
+            own,
+            f"{name} was made from {own}: swapped? quantforge verify RESULT --source MODEL",
+        )
+        done = {*FILE_CHECKS, "source"}
+        report.skip("result and source are swapped", *(one for one in CHECKS if one not in done))
+        return SourceMatch.SWAPPED
+    if not recorded:
+        report.skip("no manifest records the digests of a source", "source")
+        return SourceMatch.COMPARABLE
+    if _is_one_of(given, recorded):
+        return SourceMatch.COMPARABLE
+    text = f"by its manifest, it was made from {' or '.join(map(str, recorded))}"
+    if split := next((one for one in recorded if _split_differently(given, one)), None):
+        report.warn(
+            "source",
+            own,
+            f"{text}; {name} has as many bytes of tensors in other files ({len(given.shards)}, not"
+            f" {len(split.weights)}): they may be the same tensors, which digests of files cannot tell",
+        )
+    elif [*chain(document)][-1] == {}:  # an export of a result that had no manifest
+        report.skip(f"{text}, and no manifest says what that was made from", "source")
+    else:
+        report.add(
+            "source",
+            own,
+            f"{text}; {name} has different weights, and nothing else was compared with them: name the"
+            " model it was made from with --source",
+        )
+        report.skip("the model named with --source is not the recorded one", *COMPARED[1:])
+        return SourceMatch.OTHER
+    return SourceMatch.COMPARABLE
+
+
+def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
+    """Return the sources whose digests a manifest and its lineage record."""
+    found = []
+    for item in chain(document):
+        source = item.get("source", {})
+        files = {name: entry for name, entry in source.get("files", {}).items() if len(entry) == 2}
+        if files:
+            weights = (entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHTS))
+            sizes = {entry["sha256"]: entry["bytes"] for entry in files.values()}
+            found.append(
+                _Recorded(source.get("model", "a model without a name"), sizes, sorted(weights))
+            )
+    return found
+
+
+def _is_one_of(model: Checkpoint, recorded: Sequence[_Recorded]) -> bool:
+    """Return whether one record has all weight files of a model; each file is digested at most once."""
+    root = model.path.parent if model.path.is_file() else model.path
+
+    @cache
+    def digest(path: Path) -> str:
+        return manifest.sha256(path, root)
+
+    return any(
+        all(path.stat().st_size in one.files.values() for path in model.shards)  # cheaper
+        and all(digest(path) in one.files for path in model.shards)
+        for one in recorded
+    )
+
+
+def _split_differently(model: Checkpoint, recorded: _Recorded) -> bool:
+    """Return whether a model may hold the recorded tensors in other files: as many bytes, apart from headers."""
+    sizes = sorted(path.stat().st_size for path in model.shards)
+    tensors = sum(tensor.nbytes for tensor in model.held())
+    headers = sum(recorded.weights) - tensors
+    return sizes != recorded.weights and 0 < headers <= _HEADERS * (sum(sizes) - tensors)

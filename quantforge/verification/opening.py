@@ -1,0 +1,318 @@
+"""Open an artifact and the source it was made from, so that they can be compared tensor by tensor.
+
+Only headers are read here. An artifact is a checkpoint in some format: its layouts say which stored tensors form a
+quantized weight, and its tensors are matched with the names that the model's family uses.
+
+The source may have been changed as a whole before it was quantized: factors or rotations folded in, experts or draft
+heads removed, an adapter merged. The manifest of the result declares that, or an earlier manifest that it includes
+(``lineage``), if the result was made from another result. `open_source` applies the same changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from quantforge.architectures.draft_kinds import type_of
+from quantforge.architectures.expert_sets import has_single_experts
+from quantforge.architectures.match import Matched, MatchedTensor
+from quantforge.checkpoint import fewer_experts, fewer_heads
+from quantforge.checkpoint.prepared import RUNNING
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.unstacked import UnstackedCheckpoint
+from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
+from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats.decoded import decoded
+from quantforge.formats.gguf import KEY
+from quantforge.formats.gguf.parsing import read_gguf
+from quantforge.formats.matching import match_quantized
+from quantforge.formats.opening import open_model, open_plain_source
+from quantforge.formats.sources.adapter import open_adapter
+from quantforge.model.running_form import running_form
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.planning.cited_files import adapter_hint, check_adapter_given
+from quantforge.planning.single_experts import one_by_one as split_experts
+from quantforge.plans import StoredTensor
+from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
+from quantforge.recipe import AdapterOptions, from_toml
+from quantforge.results import manifest
+from quantforge.runtime.load import Loaded, load
+from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredChanges:
+    """Changes of the whole source that a manifest declares.
+
+    Attributes:
+        transforms: names of the transforms that were applied, in order.
+        removed: experts that were removed, by layer; None if all were kept.
+        headless: draft heads were dropped.
+        running: tensors are stored in the shapes that transformers' modules hold.
+    """
+
+    transforms: tuple[str, ...] = ()
+    removed: fewer_experts.Removed | None = None
+    headless: bool = False
+    running: bool = False
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any] | None) -> Self:
+        """Return what a manifest declares, including the manifests of its lineage.
+
+        Raises:
+            InputError: the list of removed experts is malformed.
+        """
+        documents = [*chain(document)]
+        facts: dict[str, Any] = {}
+        transforms: list[str] = []
+        for item in reversed(documents):  # from the first result to the last
+            facts |= item.get("source") or {}
+            transforms += source_transforms(item.get("method") or "")
+        experts = facts.get(fewer_experts.FACT)
+        return cls(
+            tuple(transforms),
+            None if experts is None else fewer_experts.from_text(str(experts)),
+            fewer_heads.FACT in facts,
+            RUNNING in facts,
+        )
+
+
+NO_CHANGES = DeclaredChanges()
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """An opened artifact.
+
+    Attributes:
+        checkpoint: the tensors as stored.
+        form: the format.
+        layouts: the quantized weights, by module name as stored.
+        matched: the tensors by the names of the family, quantized weights as if they were plain.
+        running: by its manifest, tensors are stored in the shapes that transformers' modules hold.
+    """
+
+    checkpoint: Checkpoint
+    form: Format
+    layouts: Mapping[str, ModuleLayout]
+    matched: Matched
+    running: bool = False
+
+    def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
+        """Return the layout of a quantized weight, or None for a tensor that is not quantized."""
+        return self.layouts.get(tensor.stored.name.removesuffix(".weight"))
+
+    def unpack(self, layout: ModuleLayout) -> QuantizedTensor:
+        """Read a quantized weight; errors as the format's ``unpack``."""
+        stored = {name: self.checkpoint.read(name) for name in layout.stored}
+        return self.form.unpack(layout, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The model that an artifact is compared with; if it is quantized, it is decoded when it is read."""
+
+    checkpoint: Checkpoint
+    matched: Matched
+
+    def load(self, device: str, *, packed_experts: bool = True) -> Loaded:
+        """Load the model for a forward pass; errors as `quantforge.runtime.load.load`."""
+        view = self.checkpoint
+        view = view.inner if isinstance(view, UnstackedCheckpoint) else view
+        known = view if view.facts else None
+        path = self.checkpoint.path
+        return load(path, device, packed_experts=packed_experts, source=known)
+
+    def weight(self, name: str) -> Tensor | None:
+        """Return a weight by its name in the family, float32, linears as ``[out, in]``; None if there is none."""
+        family = self.matched.architecture
+        head, embedding = (
+            (family.head, family.embedding) if family else ("lm_head", "model.embed_tokens")
+        )
+        found = self.matched.by_name.get(name)
+        if found is None and self.matched.tied and name == f"{head}.weight":
+            found = self.matched.by_name.get(f"{embedding}.weight")
+        if found is None:
+            return None
+        value = self.checkpoint.read(found.stored.name).float()
+        return value.T.contiguous() if found.transposed else value
+
+
+def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
+    """Open the artifact of a report.
+
+    If it cannot be opened, a finding says why, the remaining checks are skipped, and None is returned.
+
+    Args:
+        report: names the artifact; gets its format and family.
+        derive: see `open_source`; always done for experts that are stored one by one.
+    """
+    path, checkpoint = report.path, None
+    try:
+        checkpoint = open_model(path)
+        report.notes += [checkpoint.quantization] if checkpoint.quantization else []
+        report.model_type = type_of(checkpoint.config)
+        form = detect(checkpoint.config)
+        report.format = form.KEY
+        stored, layouts = _headers(checkpoint)
+    except NotReadError as error:
+        _skip_unsupported(report, error, checkpoint)
+        return None
+    except InputError as error:
+        _stop(report, error.fault, error)
+        return None
+    try:
+        derive = derive or has_single_experts(stored)
+        matched = match_quantized(checkpoint, layouts, stored, derive=derive)
+    except InputError as error:
+        _stop(report, "incomplete", error)
+        return None
+    running = DeclaredChanges.of(manifest.read(path)).running
+    return Artifact(checkpoint, form, layouts, matched, running)
+
+
+def open_source(
+    path: Path,
+    declared: DeclaredChanges = NO_CHANGES,
+    adapter: Path | None = None,
+    *,
+    one_by_one: bool = False,
+    derive: bool = False,
+) -> Original:
+    """Open a source, and change it as the result's manifest declares.
+
+    A source that is itself a result already had the changes that its own manifest declares: those are not repeated.
+
+    Args:
+        path: the source.
+        declared: changes that the result's manifest declares.
+        adapter: directory of the adapter to merge.
+        one_by_one: present stacked experts one by one.
+        derive: for a family that is not declared, derive which tensors share inputs and factors from its modules.
+
+    Raises:
+        InputError: as `open_model` and `match_quantized`.
+    """
+    document = manifest.read(path)
+    before, merged = DeclaredChanges.of(document), declared_adapter(document)
+    checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
+    stored, layouts = _headers(checkpoint)
+    matched = match_quantized(checkpoint, layouts, stored, derive=derive)
+    plain = decoded(checkpoint) if layouts else checkpoint
+
+    changes: list[Callable[[Checkpoint], Checkpoint]] = []
+    if declared.running:
+        changes.append(running_form)
+    if one_by_one:
+        changes.append(split_experts)
+    if declared.headless and not before.headless:
+        changes.append(fewer_heads.fewer_heads)
+    removed = declared.removed if before.removed is None else None
+    if removed is not None:
+        changes.append(lambda view: fewer_experts.fewer_experts(view, removed))
+    if declared.transforms and not before.transforms:
+        changes.append(lambda view: prepared(view, declared.transforms))
+    for change in changes:
+        changed = change(plain)
+        if changed is not plain:
+            plain, matched = changed, match_quantized(changed, {}, _entries(changed), derive=derive)
+    return Original(plain, matched)
+
+
+def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a manifest and those of its lineage, from the last result to the first."""
+    while isinstance(document, Mapping):
+        yield document
+        document = document.get("lineage")
+
+
+def folds_factors(document: Mapping[str, Any] | None) -> bool:
+    """Return whether a method that a manifest or its lineage names folds factors into weights (AWQ, SmoothQuant)."""
+    words = [word for item in chain(document) for word in (item.get("method") or "").split("+")]
+    return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
+
+
+def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
+    """Return the adapter that was merged into a result, as the recipes of its manifest and its lineage declare.
+
+    Returns:
+        the last adapter; empty options if the recipes name none; None if there is no recipe.
+    """
+    found = [
+        from_toml(item["recipe"], "the recipe of its manifest").adapter
+        for item in chain(document)
+        if item.get("recipe")
+    ]
+    return next((one for one in found if one.source), found[0] if found else None)
+
+
+def check_adapter(
+    document: Mapping[str, Any] | None, source: Path | None, adapter: Path | None
+) -> None:
+    """Check that ``--adapter`` names the adapter that the manifest declares; without a recipe, any may be named.
+
+    Raises:
+        UsageError: an adapter is given without a source to merge it into.
+        InputError: the manifest declares an adapter and none is given.
+        IntegrityError: it is another adapter, or the manifest declares none.
+    """
+    if source is None:
+        if adapter is not None:
+            raise UsageError(
+                f"--adapter {adapter}: needs the source that it is merged into", "--source MODEL"
+            )
+        return
+    declared = declared_adapter(document)
+    if declared is None:
+        return
+    check_adapter_given(declared, adapter)
+    if adapter is not None and not declared.source:
+        text = f"--adapter {adapter}: by its manifest, the result was made without an adapter"
+        raise IntegrityError(text, "leave --adapter out")
+    if declared.sha256 and adapter is not None and open_adapter(adapter).digests != declared.sha256:
+        text = f"--adapter {adapter}: not the adapter that the result was made with"
+        raise IntegrityError(text, adapter_hint(declared))
+
+
+def _entries(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    return {name: entry.stored() for name, entry in checkpoint.entries.items()}
+
+
+def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str, ModuleLayout]]:
+    """Return the headers of the stored tensors, and the layouts of the quantized weights by module."""
+    stored = _entries(checkpoint)
+    layouts = detect(checkpoint.config).layouts(checkpoint.config, stored)
+    return stored, {layout.module: layout for layout in layouts}
+
+
+def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | None) -> None:
+    """Record that no reader supports this kind of artifact, so that only its headers were checked.
+
+    ``opened`` is the checkpoint of a directory; None for a GGUF file.
+    """
+    report.unjudged = error.message.removeprefix(f"{report.path}: ")
+    if opened is not None:
+        held, files = len(opened.entries), len(opened.shards)
+        report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
+    elif report.path.is_file():
+        file = read_gguf(report.path)
+        report.format, report.model_type = KEY, file.value("general.architecture", str)
+        report.notes.append(
+            f"its header is sound: {len(file.tensors)} tensors fill the file exactly"
+        )
+    report.skip(report.unjudged, *(check for check in CHECKS if check not in FILE_CHECKS))
+
+
+def _stop(report: Report, check: str, error: InputError) -> None:
+    """Report why the artifact cannot be opened, and skip everything that needs it opened."""
+    file = Path(error.file or report.path.name)
+    named = file.relative_to(report.path) if report.path in file.parents else file
+    message = error.message.removeprefix(f"{report.path}: ")
+    report.add(check, error.tensor or str(named), message)
+    done = {*FILE_CHECKS, "unreadable", check}
+    report.skip("the artifact could not be opened", *(one for one in CHECKS if one not in done))

@@ -1,0 +1,103 @@
+"""What is proven by headers and configuration alone is an error; what only some loaders get wrong is a warning."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantforge.results.manifest import NAME
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.verify import VerificationOptions, verify
+from tests.runs import quantize, recipe
+
+K = "model.layers.0.self_attn.k_proj"
+ERROR, WARNING = Severity.ERROR, Severity.WARNING
+
+
+def look(path: Path, engine: str | None = None) -> Report:
+    return verify(path, VerificationOptions(engine=engine, forward=False))
+
+
+def found(report: Report) -> list[tuple[str, str, Severity]]:
+    return [(item.check, item.where, item.severity) for item in report.findings]
+
+
+def edit(place: Path, **values: Any) -> Path:
+    """Change keys of the quantization that a configuration declares."""
+    file = place / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= values
+    file.write_text(json.dumps(config))
+    return place
+
+
+def made(source: Path, out: Path, **values: Any) -> Path:
+    quantize(source, out, recipe(**{"scheme": "int4:g32:sym", **values}))
+    (out / NAME).unlink()
+    return out
+
+
+def ignored(place: Path) -> list[str]:
+    config = json.loads((place / "config.json").read_text())
+    return list(config["quantization_config"]["ignore"])
+
+
+def test_mixed_schemes_of_q_k_v_are_an_error_only_where_an_engine_joins_them(tiny, tmp_path):
+    plain = made(tiny("llama-wide"), tmp_path / "q")
+    tensors = load_file(plain / "model.safetensors")
+    source = load_file(tiny("llama-wide") / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if not name.startswith(f"{K}.")}
+    tensors[f"{K}.weight"] = source[f"{K}.weight"]
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    edit(plain, ignore=[*ignored(plain), K])
+    for engine, severity in ((None, WARNING), ("transformers", WARNING), ("vllm", ERROR)):
+        (item,) = (one for one in look(plain, engine).findings if one.check == "siblings")
+        assert item.severity is severity
+        assert "k_proj not quantized" in item.detail
+
+
+def test_a_list_of_exceptions_that_every_loader_gets_wrong_is_an_error(tiny, tmp_path):
+    out = made(tiny("llama-wide"), tmp_path / "q")
+    assert found(look(edit(out, ignore=[*ignored(out), K]))) == [("ignore-list", K, ERROR)]
+
+
+def test_a_list_that_loaders_read_differently_is_a_warning(tiny, tmp_path):
+    """GPTQModel obeys ``dynamic``, optimum only ``modules_in_block_to_quantize``."""
+    out = made(tiny("llama-wide"), tmp_path / "q", format="gptq", ignore=("*down_proj",))
+    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    edit(out, modules_in_block_to_quantize=[names])
+    down = "model.layers.0.mlp.down_proj"
+    assert ("ignore-list", down, WARNING) in found(look(out))
+
+
+def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
+    out = made(tiny("llama-tied"), tmp_path / "q")
+    assert "lm_head" in ignored(out)
+    assert found(look(edit(out, ignore=[]))) == [("ignore-list", "lm_head", WARNING)]
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_model_whose_cache_alone_is_quantized_is_no_finding(scales, tiny, tmp_path):
+    """llm-compressor writes such models: 16-bit weights, no groups, and scales of keys and values."""
+    out = made(tiny("llama-wide"), tmp_path / "q", scheme="FP8_DYNAMIC", kv_cache="fp8")
+    place = shutil.copytree(tiny("llama-wide"), tmp_path / "cache")
+    shutil.copy(out / "config.json", place / "config.json")
+    edit(place, config_groups={}, ignore=[])
+    stored = {
+        name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+    cache = {name: value for name, value in stored.items() if name.endswith(("k_scale", "v_scale"))}
+    assert cache
+    tensors = load_file(place / "model.safetensors")
+    if scales:
+        tensors |= {name: value.to(torch.float32) for name, value in cache.items()}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    checks = {item.check for item in look(place).findings}
+    assert checks == (set() if scales else {"nothing-quantized"})
