@@ -1,9 +1,8 @@
-"""``quantforge verify``: look at a finished artifact, ours or anyone's."""
+"""``quantforge verify``: check a quantized model, whoever made it."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from quantforge.cli import options
 from quantforge.cli.completion import OF_CHOICES, models
 from quantforge.cli.console import Console
 from quantforge.cli.diff import SHOWN
+from quantforge.verification.findings import Severity
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Finding, Report
@@ -36,21 +36,22 @@ def verify(
             "--for",
             metavar="ENGINE",
             autocompletion=OF_CHOICES["engine"],
-            help="An engine that has to load it.",
+            help="Check that this engine loads it.",
         ),
     ] = None,
     forward: Annotated[
         bool, typer.Option("--forward/--no-forward", help="Run the model once.")
     ] = True,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail too (exit 5).")] = False,
     key: Annotated[
         Path | None,
         typer.Option(
-            "--key", metavar="FILE", help="Public key (PEM) that the signature has to be of."
+            "--key", metavar="FILE", help="Check the signature with this public key (PEM)."
         ),
     ] = None,
     adapter: options.Adapter = None,
     device: options.Device = "cpu",
+    threads: options.Threads = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -67,6 +68,7 @@ def verify(
             engine=engine,
             forward=forward,
             device=device,
+            threads=threads,
             key=key,
             adapter=adapter,
             offline=offline,
@@ -83,7 +85,7 @@ def verify(
 
 
 def _show(console: Console, report: Report, *, strict: bool) -> None:
-    """Print the findings for people, and what was not looked at."""
+    """Print the findings, the main figures, what was not checked, and the verdict."""
     console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
     for line in _listed(report.findings):
         console.text(line)
@@ -96,15 +98,14 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         console.text(f"{len(report.tensors)} tensors compared; {found}")
     if report.tuned:
         console.text(
-            f"tuned: {len(report.tuned)} modules carry factors that nothing records and that cancel,"
+            f"tuned: {len(report.tuned)} modules have factors that cancel out and that no manifest records,"
             f" e.g. {report.tuned[0]}"
         )
     if "kl_mean" in report.figures:
-        text = f"{report.figures['kl_mean']:.4g} nats per token from the source"
+        text = f"KL divergence from the source: {report.figures['kl_mean']:.4g} nats per token"
         if "kl_predicted" in report.figures:
-            text += (
-                f", {report.figures['kl_predicted']:.4g} predicted from the errors of its tensors"
-            )
+            predicted = report.figures["kl_predicted"]
+            text += f" ({predicted:.4g} predicted from the errors of the tensors)"
         console.text(text)
     for text in report.notes:
         console.note(text)
@@ -113,21 +114,33 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         console.note(f"not checked ({reason}): {', '.join(checks)}")
     if report.unsigned:
         console.note(f"not covered by the signature: {', '.join(report.unsigned)}")
-    failed = report.failed(strict=strict)
-    sound = "verified: structure only" if report.structure_only else "verified"
-    if report.unjudged:
-        sound = f"not judged: {report.unjudged}"
-    console.text(f"{len(report.findings)} finding(s): failed" if failed else sound)
+    console.text(_verdict(report, strict=strict))
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield a line for each finding, for each kind at most `SHOWN` and then how many more there are."""
-    met: Counter[str] = Counter()
-    for item in findings:
-        kind = f"{item.severity}: {item.check}"
-        met[kind] += 1
-        if met[kind] <= SHOWN:
-            yield f"{kind}: {item.where}: {item.detail}"
-    for kind, count in met.items():
-        if count > SHOWN:
-            yield f"{kind}: {count - SHOWN} more (--json lists all)"
+    """Yield a line for each finding, errors first; of each check at most `SHOWN`, and how many more there are."""
+    for severity in Severity:
+        groups: dict[str, list[Finding]] = {}
+        for item in findings:
+            if item.severity is severity:
+                groups.setdefault(item.check, []).append(item)
+        for check, items in groups.items():
+            for item in items[:SHOWN]:
+                yield f"{severity}: {item.where}: {item.detail}"
+            if len(items) > SHOWN:
+                yield f"{severity}: {len(items) - SHOWN} more like these ({check}; --json lists all)"
+
+
+def _verdict(report: Report, *, strict: bool) -> str:
+    """Return the last line: verified, failed, or not judged."""
+    counts = [
+        f"{count} {severity}{'s' * (count != 1)}"
+        for severity in Severity
+        if (count := report.count(severity))
+    ]
+    if report.failed(strict=strict):
+        return f"{', '.join(counts)}: failed"
+    if report.unjudged:
+        return f"not judged: {report.unjudged}"
+    extent = ": structure only" if report.structure_only else ""
+    return f"verified{extent}{f', with {counts[0]}' if counts else ''}"

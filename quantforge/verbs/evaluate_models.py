@@ -31,7 +31,6 @@ from quantforge.verbs.measurement_options import (
     check_measurement,
 )
 from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
-from quantforge.verification.opening import declared_adapter
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -117,6 +116,8 @@ def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
 
 def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
     """Return what is to be said where a model was made with another adapter than its reference has; "" for nothing."""
+    from quantforge.verification.opening import declared_adapter  # imports torch
+
     try:
         made, has = (declared_adapter(manifest.read(path)) for path in (model, reference))
     except InputError:  # `verify` tells what is wrong with a manifest

@@ -1,4 +1,4 @@
-"""Verify: whether a finished artifact, ours or anyone's, is what it says it is."""
+"""`verify`: check a quantized model, whoever made it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.formats.engine_families import TRANSFORMERS
 from quantforge.formats.targets import target_of
 from quantforge.model import lean_imports as lean
-from quantforge.settings import check_device
+from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
 from quantforge_files.roles import KEY
@@ -29,6 +29,7 @@ def verify(
     engine: str | None = None,
     forward: bool = True,
     device: str = "cpu",
+    threads: int | None = None,
     key: str | Path | None = None,
     adapter: str | Path | None = None,
     offline: bool = False,
@@ -39,26 +40,32 @@ def verify(
     Args:
         path: the artifact.
         source: the model that it was made from, to compare with.
-        engine: one that has to load it.
+        engine: an engine that has to load it.
         forward: run the model once.
         device: where it runs.
-        key: public key (PEM) that the signature has to be of.
+        threads: CPU threads; None for all.
+        key: public key (PEM) to check the signature with.
         adapter: directory of the adapter that was merged into the source.
         offline: never ask the hub.
-        progress: told how far it is.
+        progress: called with the progress.
 
     Raises:
         InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
-        IntegrityError: the adapter is not the one that the manifest states, or it states none.
-        UsageError: an adapter is given without a source, no engine has that name, there is no such device, or the
-            library for signatures is not installed.
+        IntegrityError: the adapter is not the one that the manifest declares, or it declares none.
+        UsageError: an adapter is given without a source, no engine has that name, there is no such device, the number
+            of threads is out of range, or the library for signatures is not installed.
     """
+    Settings(device=device, threads=threads)  # checks them
     place = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
-    check_device(device)  # with torch, which takes seconds
+    check_device(device)  # imports torch, which takes seconds
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     merged, public = (Path(one) if one else None for one in (adapter, key))
     if engine is not None and target_of(engine).judged == TRANSFORMERS:
-        lean.forbid()  # its quantizers ask for packages that we never use
+        lean.forbid()  # its quantizers look for packages that we never use
     if public is not None:
         FILES.read(public, KEY, None)
     from quantforge.verification.verify import VerificationOptions

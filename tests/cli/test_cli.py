@@ -374,7 +374,7 @@ def test_names_that_are_too_long_are_refused_wherever_they_stand(capsys, argumen
 
 
 def test_a_number_of_threads_that_would_end_the_process_is_refused(model, tmp_path, capsys):
-    for verb in (["quantize", model, "-o", tmp_path / "o"], ["eval", model]):
+    for verb in (["quantize", model, "-o", tmp_path / "o"], ["eval", model], ["verify", model]):
         result = command(capsys, *verb, "--threads", "100000")
         assert result.code == 2
         assert "more than" in result.err

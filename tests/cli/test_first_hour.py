@@ -131,7 +131,7 @@ def test_what_is_typed_wrongly_is_refused_before_anything_is_imported(
 def test_a_directory_that_is_no_model_is_named_once(tmp_path: Path, capsys) -> None:
     ended = command(capsys, "verify", tmp_path)
     assert ended.code == 5
-    assert "error: unreadable: config.json: no config.json\n" in ended.out
+    assert "error: config.json: no config.json\n" in ended.out
 
 
 def test_what_is_no_model_or_no_release_file_is_answered_with_what_to_type(

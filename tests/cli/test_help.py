@@ -248,6 +248,7 @@ ELSEWHERE = [
     ("eval x --speed=false", "hint: --no-speed"),
     ("eval x --no-speed yes", "hint: --speed"),
     ("eval x --wide=yes", "hint: --wide alone"),
+    ("verify x -t 4", "--threads N"),
     ("verify x --forward off", "hint: --no-forward"),
     ("bench x -n 8", "an option of generate"),
     ("bench x --n-predict 8", "--new-tokens N..M"),

@@ -146,6 +146,22 @@ def test_settings_that_nobody_could_run_are_refused(given: dict[str, Any]) -> No
         quantforge.Settings(**given)
 
 
+def test_verify_computes_with_so_many_threads_and_restores_the_number(tiny: Tiny) -> None:
+    before, seen = torch.get_num_threads(), set()
+    torch.set_num_threads(2)
+    try:
+        quantforge.verify(
+            tiny("llama"), threads=1, progress=lambda _: seen.add(torch.get_num_threads())
+        )
+        assert seen == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    for threads in (0, 1 << 20):
+        with pytest.raises(UsageError, match="threads"):
+            quantforge.verify(tiny("llama"), threads=threads)
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "cuda:x", "gpu"])
 def test_verbs_name_a_device_that_is_not_there(device: str, tiny: Tiny) -> None:
     model = str(tiny("llama"))

@@ -24,6 +24,7 @@ from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import VOCABULARY
 from tests.evaluations import TEXT, options
 from tests.gguf_exports import edited, export
+from tests.runs import command
 
 PAST = f"'<image>' \\(id {VOCABULARY}\\) has no row .* which has {VOCABULARY} rows"
 NAMED = "look at <image> and at that"
@@ -109,6 +110,18 @@ def test_without_the_token_all_is_as_ever_and_verify_warns(model, rounded):
     assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
     assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
     assert verbs.generate(rounded, "the weights", raw=True, max_tokens=2)
+
+
+def test_a_warning_fails_only_with_strict(rounded, capsys):
+    words = ("verify", rounded, "--no-forward", "-q")
+    for strict, code, verdict in (
+        ((), 0, "verified, with 1 warning"),
+        (("--strict",), 5, "1 warning: failed"),
+    ):
+        ended = command(capsys, *words, *strict)
+        first, last = ended.out.splitlines()[1:]
+        assert (ended.code, last) == (code, verdict)
+        assert first.startswith("warning: model.embed_tokens.weight: ")
 
 
 def test_a_template_that_writes_the_token(model, tmp_path):

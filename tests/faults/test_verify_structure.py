@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import VerificationOptions, verify
-from tests.runs import quantize, recipe
+from tests.runs import command, quantize, recipe
 
 K = "model.layers.0.self_attn.k_proj"
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
@@ -101,3 +101,10 @@ def test_a_model_whose_cache_alone_is_quantized_is_no_finding(scales, tiny, tmp_
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     checks = {item.check for item in look(place).findings}
     assert checks == (set() if scales else {"nothing-quantized"})
+
+
+def test_threads_of_the_command_reach_torch(tiny, capsys, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    assert command(capsys, "verify", tiny("llama"), "--threads", "1", "--no-forward").code == 0
+    assert numbers[0] == 1
