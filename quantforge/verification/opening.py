@@ -263,9 +263,8 @@ def check_adapter(
     """
     if source is None:
         if adapter is not None:
-            raise UsageError(
-                f"--adapter {adapter}: needs the source that it is merged into", "--source MODEL"
-            )
+            text = f"--adapter {adapter}: is merged into a source, and none is named"
+            raise UsageError(text, "name the source too: --source MODEL")
         return
     declared = declared_adapter(document)
     if declared is None:
