@@ -158,10 +158,10 @@ def plainly(model: Model) -> None:
 
 PLANTED: dict[str, tuple[str, Edit, str]] = {
     # compressed-tensors: which modules
-    "ignored, and packed": (INT4, said(ignore=["lm_head", UP]), "leaves it out"),
-    "ignored by a pattern, and packed": (INT4, said(ignore=["lm_head", "re:.*up_proj"]), "leaves it out"),
+    "ignored, and packed": (INT4, said(ignore=["lm_head", UP]), "excludes it"),
+    "ignored by a pattern, and packed": (INT4, said(ignore=["lm_head", "re:.*up_proj"]), "excludes it"),
     "a tied head that nothing ignores": (INT4, said(ignore=[]), "lm_head"),
-    "targeted, and plain": (INT4, plainly, "says that it is"),
+    "targeted, and plain": (INT4, plainly, "declares that it is"),
     "packed, and no group's": (INT4, group(targets=[UP]), "no config group"),
     "two groups of one module": (INT4, second_group("re:.*(up|gate)_proj", input_activations=CACHE), "int4"),
     "two patterns that differ": (INT4, both(
@@ -201,8 +201,8 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "scattered, and no desc_act of one": (ORDERED, both(
         alone, said(dynamic={"+:.*up_proj": {"desc_act": False}})), "runs of columns"),
     "in the list, and plain": (SKIPPED, both(
-        alone, said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj"]])), "says that it is"),
-    "not in the list, and packed": (GPTQ, both(alone, said(modules_in_block_to_quantize=[LINEARS])), "leaves it out"),
+        alone, said(modules_in_block_to_quantize=[[*LINEARS, "self_attn.o_proj"]])), "declares that it is"),
+    "not in the list, and packed": (GPTQ, both(alone, said(modules_in_block_to_quantize=[LINEARS])), "excludes it"),
     "no list of lists": (GPTQ, both(alone, said(modules_in_block_to_quantize="o_proj")), "is no list"),
     "not to convert, and packed": (GPTQ, both(alone, said(modules_to_not_convert=["up_proj"])), "is packed"),
     "two names of the method": (GPTQ, both(alone, said(method="awq")), "quant_method"),
