@@ -32,6 +32,7 @@ class _Parameters(ctypes.Structure):
 class _Text(ctypes.Structure):
     _fields_ = (
         ("text", ctypes.c_char_p),
+        ("length", ctypes.c_size_t),
         ("add_special", ctypes.c_bool),
         ("parse_special", ctypes.c_bool),
         ("more", ctypes.c_uint8 * 64),
@@ -70,7 +71,8 @@ def embeddings(model: Path, projector: Path, picture: np.ndarray, width: int) ->
     data = np.ascontiguousarray(picture).tobytes()
     bitmap = pointer(lib.mtmd_bitmap_init(ctypes.c_uint32(across), ctypes.c_uint32(height), data))
     chunks = pointer(lib.mtmd_input_chunks_init())
-    prompt = _Text(lib.mtmd_default_marker(), True, True)
+    marker = lib.mtmd_default_marker()
+    prompt = _Text(marker, len(marker), True, True)
     bitmaps = (pointer * 1)(bitmap)
     assert (
         lib.mtmd_tokenize(
