@@ -1,15 +1,15 @@
-"""Plant defects in healthy artifacts, by seed, and count how many `verify` finds.
+"""Measure `verify`: plant defects in copies of healthy artifacts, by seed, and count what it finds.
 
-    python scripts/verify_defects.py --work DIR [--seed N] [--count 300] [--report FILE.md] [--json FILE.jsonl]
-    python scripts/verify_defects.py --work DIR --seed N --only NUMBER --keep     # leaves one damaged artifact
+    python scripts/verify_defects.py --work DIR [--seed N] [--report FILE.md] [--json FILE.jsonl] [--jobs N]
+    python scripts/verify_defects.py --work DIR --seed N --only bundled-17 --keep     # leaves one damaged artifact
+    python scripts/verify_defects.py --work DIR --time [--gigabytes 8]                # processor time and memory
 
-With ``--json`` a run that was stopped goes on. Healthy artifacts of all methods and formats are made once in DIR, and
-each is verified: what is said of them is a false alarm. Then copies are damaged without their manifest: scales, codes,
-zero points, exchanged and kept tensors, configurations, tokenizers, settings, files, keys of GGUF, raw bytes, in
-turn over kinds and formats. A defect counts if the divergence from the source over real text grows by more than 3
-standard errors and 10 % of the artifact's own, or a loader reads something else (`scripts/defects/judge.py`); `verify`
-is asked with and without the source. Exits 5 under 95 % in all or 90 % in any kind of which ten count, or at a false
-alarm.
+Healthy artifacts of all methods and formats, of bundled models and of a small released one, are made once in DIR; each
+is verified with and without its source, and what is said of it is a false alarm. Copies without a manifest are then
+damaged, in turn over kinds and formats. A defect counts if the divergence from the source over real text grows by more
+than 3 standard errors and 10 % of the artifact's own, or a loader reads something else (`scripts/defects/judge.py`). It
+is found if an error or a warning names the tensor or the file that is damaged. With ``--json`` a run that was stopped
+goes on. Exits 5 if a target is missed (`scripts/defects/results.py`).
 """
 
 from __future__ import annotations
@@ -39,39 +39,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--bundled", type=int, default=312, help="defects in bundled models")
+    parser.add_argument("--released", type=int, default=104, help="defects in the released model")
+    parser.add_argument("--only", help="one defect: bundled-N or released-N")
     parser.add_argument("--artifacts", default="", help="only those whose name contains this")
     parser.add_argument("--keep", action="store_true", help="leave damaged copies in WORK/damaged")
     parser.add_argument("--no-healthy", action="store_true", help="do not verify the healthy ones")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--time", action="store_true", help="measure time and memory instead")
+    parser.add_argument(
+        "--gigabytes", type=float, default=8.0, help="of random weights, for --time"
+    )
     options = parser.parse_args(arguments)
     began = time.monotonic()
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    from scripts.defects import session
+    if options.time:
+        from scripts.defects.cost import costs
+
+        return _write(options, "\n".join(costs(options.work, options.gigabytes)) + "\n", 0)
+    from scripts.defects import results, session
 
     with tempfile.TemporaryDirectory() as folder:
         log = session.Log(options.json or Path(folder) / "log")
         _share_out(options, log)
-        records, alarms, count = log.all()
-    text = session.table(records, count, alarms, _notes(options, time.monotonic() - began))
+        records, healthy = log.all()
+    text = results.table(records, healthy, _notes(options, time.monotonic() - began))
+    return _write(options, text, 5 if any(results.failures(records, healthy)) else 0)
+
+
+def _write(options: argparse.Namespace, text: str, code: int) -> int:
     sys.stdout.write(text)
     if options.report:
         options.report.write_text(text)
-    return 0 if session.passes(records, alarms) else 5
+    return code
 
 
 def _share_out(options: argparse.Namespace, log: Log) -> None:
     """Let every process take its numbers, in the order of numbers; imports happen once."""
     import torch
 
-    from scripts.defects.judge import warm
+    from scripts.defects.judge import decode_plainly
 
     torch.set_num_threads(1)
-    warm()
+    decode_plainly()
     children = []
     for part in range(1, options.jobs):
         child = os.fork()
@@ -93,34 +106,37 @@ def _share_out(options: argparse.Namespace, log: Log) -> None:
 
 
 def _work(options: argparse.Namespace, log: Log, part: int) -> None:
-    """Do one part: its healthy artifacts in between its defects."""
+    """Do one part: its healthy artifacts, then its defects."""
     from scripts.defects import session
     from scripts.defects.artifacts import Shop
 
     done = log.done()
-    every = list(Shop(options.work).all(only=options.artifacts))
-    mine = [] if options.no_healthy or options.only is not None else every[part :: options.jobs]
-    mine = [item for item in mine if item.name not in done]
-    wanted = range(options.count) if options.only is None else [options.only]
-    numbers = [n for n in wanted[part :: options.jobs] if n not in done]
-    bases = [item for item in every if item.family]
-    place = options.work / "damaged"
-    for turn in range(max(len(numbers), 3 * len(mine))):
-        if turn % 3 == 0 and turn // 3 < len(mine):
-            log.healthy(mine[turn // 3])
-        if turn < len(numbers):
-            found = session.tried(bases, options.seed, numbers[turn], place, keep=options.keep)
-            if found is not None:
-                log.record(found)
+    every = Shop(options.work).all(only=options.artifacts)
+    if not options.no_healthy and options.only is None:
+        for item in every[part :: options.jobs]:
+            if item.name not in done:
+                log.add(session.looked(item))
+    names = [f"bundled-{n}" for n in range(options.bundled)]
+    names += [f"released-{n}" for n in range(options.released)]
+    if options.only is not None:
+        names = [options.only]
+    for name in names[part :: options.jobs]:
+        bases = [b for b in every if b.family and b.released is name.startswith("released")]
+        if name in done:
+            continue
+        found = session.tried(
+            bases, options.seed, name, options.work / "damaged", keep=options.keep
+        )
+        if found is not None:
+            log.add(found)
 
 
 def _notes(options: argparse.Namespace, seconds: float) -> list[str]:
     names = ("torch", "transformers", "tokenizers", "gguf")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
     return [
-        f"`python scripts/verify_defects.py --work DIR --seed {options.seed} --count {options.count}`,"
-        f" {seconds:.0f} s, Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in names)
-        + "."
+        f"`python scripts/verify_defects.py --work DIR --seed {options.seed} --bundled {options.bundled}"
+        f" --released {options.released}`, {seconds:.0f} s, Python {platform.python_version()}, {versions}."
     ]
 
 

@@ -1,24 +1,32 @@
-"""Healthy artifacts: ours by every method and format, and what other tools write; made once in a folder, then kept."""
+"""Healthy artifacts: one command line each, and what other tools write; made once in a folder, then kept.
+
+The table `MADE` has a row for each: the family of formats, the source, the name, the command. Families are those of the
+report; rows without one are looked at for false alarms and never damaged. No artifact keeps our manifest, so that
+`verify` has to go by the files alone.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-from quantforge import verbs
-from quantforge.recipe import CalibrationOptions, Recipe, Rule
-from quantforge.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-WREN = ROOT.parent / "shared" / "models" / "wren"
+SHARED = ROOT.parent / "shared" / "models"
 DEMO = ROOT / "models" / "demo"
-ROWS = CalibrationOptions(samples=8, length=128)
-SHORT = CalibrationOptions(samples=6, length=24, micro_batch=4)
+RELEASED = "smollm2"
+# Calibration: enough for methods to do their work, and cheap.
+ROWS, FEW = "--samples 8 --length 128", "--samples 6 --length 24"
+RECORDS = ("quantforge.manifest.json", "model.sig")
 
-# Family of the table, name, source, recipe. What has a family is damaged; all are looked at for false alarms.
 CT, CT8, FP, NV, MX = (
     "compressed-tensors 2 to 4 bits",
     "compressed-tensors 8 bits",
@@ -28,98 +36,239 @@ CT, CT8, FP, NV, MX = (
 )
 GPTQ, AWQ, BNB, MLX, TILES, GGUF = "gptq", "awq", "bitsandbytes", "mlx", "fp8 tiles", "gguf"
 FAMILIES = (CT, CT8, FP, NV, MX, GPTQ, AWQ, BNB, MLX, TILES, GGUF)
-Made = tuple[str, str, str, dict[str, Any]]
-OURS: tuple[Made, ...] = (
-    (CT, "ct-int4", "wren", {"scheme": "int4:g128:sym"}),
-    (CT, "ct-int4-awq", "wren", {"method": "awq", "scheme": "int4:g32:asym"}),
-    (CT, "ct-int4-gptq", "wren", {"method": "gptq", "scheme": "int4:g128:sym"}),
-    (CT, "ct-int4-awq-gptq", "demo", {"method": "awq+gptq", "scheme": "int4:g64:sym"}),
-    (CT, "ct-int4-row", "wren", {"scheme": "int4:row:sym", "scales": "absmax"}),
-    (CT, "ct-int3", "wren", {"method": "gptq", "scheme": "int3:g64:sym"}),
-    (CT, "ct-int2", "wren", {"method": "awq+gptq", "scheme": "int2:g32:asym"}),
-    (CT, "ct-int4-qwen2", "qwen2", {"scheme": "int4:g32:sym"}),
-    (CT, "ct-int4-gemma3", "gemma3", {"method": "awq", "scheme": "int4:g32:sym"}),
-    ("", "ct-int5", "wren", {"scheme": "int5:g128:asym"}),
-    ("", "ct-int6", "demo", {"scheme": "int6:g64:sym"}),
-    ("", "ct-int7", "wren", {"method": "gptq", "scheme": "int7:g128:sym"}),
-    ("", "ct-int4-smooth-gptq", "wren", {"method": "smooth+gptq", "scheme": "int4:g128:sym"}),
-    ("", "ct-mixed", "wren", {"scheme": "int4:g128:sym", "rules": (Rule("down_proj", "int8:g128:sym"),)}),
-    ("", "ct-head", "wren", {"scheme": "int4:g128:sym", "head": "int8:g128:sym", "embedding": "keep"}),
-    ("", "ct-llama", "llama", {"method": "awq", "scheme": "int4:g32:asym"}),
-    ("", "ct-phi3", "phi3", {"method": "awq", "scheme": "int4:g32:sym"}),
-    ("", "ct-gpt2", "gpt2", {"method": "awq", "scheme": "int4:g32:sym"}),
-    ("", "ct-qwen3", "qwen3", {"method": "gptq", "scheme": "int4:g32:sym"}),
-    ("", "ct-int2-tiny", "llama-wide", {"scheme": "int2:g32:asym"}),
-    (CT8, "ct-int8", "demo", {"scheme": "int8:g128:sym"}),
-    (CT8, "ct-w8a8", "wren", {"method": "smooth", "scheme": "W8A8"}),
-    (CT8, "ct-w8a8-static", "wren", {"scheme": "W8A8_STATIC"}),
-    (CT8, "ct-int8-llama", "llama", {"scheme": "int8:row:sym"}),
-    ("", "ct-int8-awq", "wren", {"method": "awq", "scheme": "int8:g128:sym"}),
-    (FP, "ct-fp8-dynamic", "wren", {"scheme": "FP8_DYNAMIC"}),
-    (FP, "ct-fp8-static", "wren", {"scheme": "FP8_STATIC", "kv_cache": "fp8"}),
-    (FP, "ct-fp8-block", "wren", {"scheme": "FP8_BLOCK"}),
-    ("", "ct-mxfp8", "wren", {"scheme": "mxfp8"}),
-    ("", "ct-fp8-gptq", "demo", {"method": "gptq", "scheme": "fp8:row:sym"}),
-    (NV, "ct-nvfp4", "wren", {"scheme": "NVFP4"}),
-    (NV, "ct-nvfp4-gptq", "demo", {"method": "gptq", "scheme": "NVFP4"}),
-    (NV, "ct-nvfp4-w4a4", "wren", {"scheme": "NVFP4_W4A4"}),
-    (MX, "ct-mxfp4", "wren", {"scheme": "MXFP4"}),
-    (MX, "ct-mxfp4-awq", "demo", {"method": "awq", "scheme": "MXFP4"}),
-    (GPTQ, "gptq-int4", "wren", {"method": "gptq", "scheme": "int4:g128:sym", "format": "gptq"}),
-    (GPTQ, "gptq-v2-asym", "wren", {"method": "gptq", "scheme": "int4:g64:asym", "format": "gptq_v2"}),
-    (GPTQ, "gptq-int8", "demo", {"scheme": "int8:g128:asym", "format": "gptq"}),
-    (GPTQ, "gptq-int3", "wren", {"method": "gptq", "scheme": "int3:g64:sym", "format": "gptq"}),
-    (GPTQ, "gptq-llama", "llama", {"method": "gptq", "scheme": "int4:g32:asym", "format": "gptq"}),
-    ("", "gptq-int2", "wren", {"method": "gptq", "scheme": "int2:g32:asym", "format": "gptq"}),
-    (AWQ, "awq-asym", "wren", {"method": "awq", "scheme": "int4:g128:asym", "format": "awq"}),
-    (AWQ, "awq-rtn", "demo", {"scheme": "int4:g64:sym", "format": "awq"}),
-    (AWQ, "awq-awq-gptq", "wren", {"method": "awq+gptq", "scheme": "int4:g64:asym", "format": "awq"}),
-    (BNB, "bnb-nf4", "wren", {"scheme": "nf4:g64", "format": "bnb"}),
-    (BNB, "bnb-nf4-double", "wren", {"scheme": "nf4:g64:sym:double", "format": "bnb"}),
-    (BNB, "bnb-int8", "wren", {"scheme": "int8:row:sym", "format": "bnb"}),
-    (BNB, "bnb-llm-int8", "wren", {"scheme": "LLM_INT8", "format": "bnb"}),
-    ("", "bnb-fp4", "demo", {"scheme": "fp4:g64", "format": "bnb"}),
-    ("", "bnb-nf4-gptq", "wren", {"method": "gptq", "scheme": "nf4:g64", "format": "bnb"}),
-    (MLX, "mlx-int4", "wren", {"scheme": "int4:g64:min", "format": "mlx"}),
-    (MLX, "mlx-int8", "demo", {"scheme": "int8:g64:min", "format": "mlx"}),
-    (MLX, "mlx-mxfp4", "wren", {"scheme": "mxfp4", "format": "mlx"}),
-    ("", "mlx-int3", "wren", {"scheme": "int3:g32:sym", "format": "mlx"}),
-    ("", "mlx-int2", "wren", {"method": "gptq", "scheme": "int2:g32:min", "format": "mlx"}),
-    (TILES, "fp8-tiles", "wren", {"scheme": "FP8_BLOCK", "format": "fp8"}),
-    (TILES, "fp8-tiles-demo", "demo", {"scheme": "FP8_BLOCK", "format": "fp8"}),
-    (GGUF, "Q4_0.gguf", "wren", {"type": "Q4_0", "format": "gguf"}),
-    (GGUF, "Q8_0.gguf", "wren", {"type": "Q8_0", "format": "gguf"}),
-    (GGUF, "Q4_K_M.gguf", "wren", {"type": "Q4_K_M", "format": "gguf"}),
-    (GGUF, "Q2_K.gguf", "wren", {"type": "Q2_K", "format": "gguf"}),
-    (GGUF, "IQ4_XS.gguf", "demo", {"type": "IQ4_XS", "format": "gguf"}),
-    (GGUF, "IQ4_NL.gguf", "wren", {"type": "IQ4_NL", "format": "gguf"}),
-    (GGUF, "Q5_K_M.gguf", "wren", {"type": "Q5_K_M", "format": "gguf", "scales": "reference"}),
-    ("", "Q6_K.gguf", "wren", {"type": "Q6_K", "format": "gguf"}),
-    ("", "Q3_K_M.gguf", "demo", {"type": "Q3_K_M", "format": "gguf"}),
-    ("", "Q4_0-awq.gguf", "wren", {"method": "awq", "type": "Q4_0", "format": "gguf"}),
-    ("", "Q5_1.gguf", "demo", {"type": "Q5_1", "format": "gguf"}),
-    (GGUF, "Q4_0-qwen2.gguf", "qwen2", {"type": "Q4_0", "format": "gguf"}),
+# Methods in commands: {rtn} rounds every tensor by itself, hence alike whatever the others are.
+WORDS = {"rtn": "quantize {model} --method rtn", "to": "quantize {model} --method"}
+MADE: tuple[tuple[str, str, str, str], ...] = (
+    # Two trained models
+    (CT, "wren", "ct-int4", "{rtn} --scheme int4:g128:sym"),
+    (CT, "wren", "ct-int4-awq", "{to} awq --scheme int4:g32:asym {rows}"),
+    (CT, "wren", "ct-int4-gptq", "{to} gptq --scheme int4:g128:sym {rows}"),
+    (CT, "demo", "ct-int4-awq-gptq", "{to} awq+gptq --scheme int4:g64:sym {rows}"),
+    (CT, "wren", "ct-int4-row", "{rtn} --scheme int4:row:sym --scales absmax"),
+    (CT, "demo", "ct-int4-asym", "{rtn} --scheme int4:g32:asym"),
+    (CT, "wren", "ct-int3", "{to} gptq --scheme int3:g64:sym {rows}"),
+    (CT, "wren", "ct-int2", "{to} awq+gptq --scheme int2:g32:asym {rows}"),
+    ("", "wren", "ct-int5", "{rtn} --scheme int5:g128:asym"),
+    ("", "demo", "ct-int6", "{rtn} --scheme int6:g64:sym"),
+    ("", "wren", "ct-int7", "{to} gptq --scheme int7:g128:sym {rows}"),
+    ("", "wren", "ct-int4-smooth-gptq", "{to} smooth+gptq --scheme int4:g128:sym {rows}"),
+    ("", "wren", "ct-int4-rotate", "{to} rotate --scheme int4:g128:sym {rows}"),
+    ("", "demo", "ct-int4-rotate-gptq", "{to} rotate+gptq --scheme int4:g64:sym {rows}"),
+    ("", "wren", "ct-mixed", "{rtn} --scheme int4:g128:sym --rule down_proj=int8:g128:sym"),
+    ("", "wren", "ct-head", "{rtn} --scheme int4:g128:sym --head int8:g128:sym --embedding keep"),
+    ("", "demo", "ct-tuned", "{to} gptq --scheme int3:g64:sym --tune 2 --guide 1 {rows}"),
+    ("", "wren", "ct-low-effort", "{to} awq --scheme int4:g64:asym --effort low {rows}"),
+    ("", "demo", "ct-high-effort", "quantize {model} --bits 3 --effort high {rows}"),
+    ("", "wren", "ct-target", "quantize {model} --target 4.5bpw {rows}"),
+    ("", "wren", "ct-magnitude", "{to} magnitude --sparsity 50%"),
+    ("", "wren", "ct-wanda", "{to} wanda --sparsity 2:4 {rows}"),
+    ("", "demo", "ct-sparsegpt", "{to} sparsegpt --sparsity 50% {rows}"),
+    (CT8, "demo", "ct-int8", "{rtn} --scheme int8:g128:sym"),
+    (CT8, "wren", "ct-w8a8", "{to} smooth --scheme W8A8 {rows}"),
+    (CT8, "wren", "ct-w8a8-static", "{rtn} --scheme W8A8_STATIC {rows}"),
+    ("", "wren", "ct-int8-awq", "{to} awq --scheme int8:g128:sym {rows}"),
+    (FP, "wren", "ct-fp8-dynamic", "{rtn} --scheme FP8_DYNAMIC"),
+    (FP, "wren", "ct-fp8-static", "{rtn} --scheme FP8_STATIC --kv-cache fp8 {rows}"),
+    (FP, "wren", "ct-fp8-block", "{rtn} --scheme FP8_BLOCK"),
+    ("", "wren", "ct-mxfp8", "{rtn} --scheme mxfp8"),
+    ("", "demo", "ct-fp8-gptq", "{to} gptq --scheme fp8:row:sym {rows}"),
+    (NV, "wren", "ct-nvfp4", "{rtn} --scheme NVFP4"),
+    (NV, "demo", "ct-nvfp4-gptq", "{to} gptq --scheme NVFP4 {rows}"),
+    (NV, "wren", "ct-nvfp4-w4a4", "{rtn} --scheme NVFP4_W4A4 {rows}"),
+    (MX, "wren", "ct-mxfp4", "{rtn} --scheme MXFP4"),
+    (MX, "demo", "ct-mxfp4-awq", "{to} awq --scheme MXFP4 {rows}"),
+    (GPTQ, "wren", "gptq-int4", "{to} gptq --scheme int4:g128:sym --format gptq {rows}"),
+    (GPTQ, "wren", "gptq-v2-asym", "{to} gptq --scheme int4:g64:asym --format gptq_v2 {rows}"),
+    (GPTQ, "demo", "gptq-int8", "{rtn} --scheme int8:g128:asym --format gptq"),
+    (GPTQ, "wren", "gptq-rtn-asym", "{rtn} --scheme int4:g64:asym --format gptq"),
+    (GPTQ, "wren", "gptq-int3", "{to} gptq --scheme int3:g64:sym --format gptq {rows}"),
+    ("", "wren", "gptq-int2", "{to} gptq --scheme int2:g32:asym --format gptq {rows}"),
+    (AWQ, "wren", "awq-asym", "{to} awq --scheme int4:g128:asym --format awq {rows}"),
+    (AWQ, "demo", "awq-rtn", "{rtn} --scheme int4:g64:sym --format awq"),
+    (AWQ, "wren", "awq-rtn-asym", "{rtn} --scheme int4:g64:asym --format awq"),
+    (AWQ, "wren", "awq-awq-gptq", "{to} awq+gptq --scheme int4:g64:asym --format awq {rows}"),
+    (BNB, "wren", "bnb-nf4", "{rtn} --scheme nf4:g64 --format bnb"),
+    (BNB, "wren", "bnb-nf4-double", "{rtn} --scheme nf4:g64:sym:double --format bnb"),
+    (BNB, "wren", "bnb-int8", "{rtn} --scheme int8:row:sym --format bnb"),
+    (BNB, "wren", "bnb-llm-int8", "{rtn} --scheme LLM_INT8 --format bnb {rows}"),
+    ("", "demo", "bnb-fp4", "{rtn} --scheme fp4:g64 --format bnb"),
+    ("", "wren", "bnb-nf4-gptq", "{to} gptq --scheme nf4:g64 --format bnb {rows}"),
+    (MLX, "wren", "mlx-int4", "{rtn} --scheme int4:g64:min --format mlx"),
+    (MLX, "demo", "mlx-int8", "{rtn} --scheme int8:g64:min --format mlx"),
+    (MLX, "wren", "mlx-mxfp4", "{rtn} --scheme mxfp4 --format mlx"),
+    ("", "wren", "mlx-int3", "{rtn} --scheme int3:g32:sym --format mlx"),
+    ("", "wren", "mlx-int2", "{to} gptq --scheme int2:g32:min --format mlx {rows}"),
+    (TILES, "wren", "fp8-tiles", "{rtn} --scheme FP8_BLOCK --format fp8"),
+    (TILES, "demo", "fp8-tiles", "{rtn} --scheme FP8_BLOCK --format fp8"),
+    (GGUF, "wren", "Q4_0.gguf", "{rtn} --type Q4_0"),
+    (GGUF, "wren", "Q8_0.gguf", "{rtn} --type Q8_0"),
+    (GGUF, "wren", "Q4_K_M.gguf", "{rtn} --type Q4_K_M"),
+    (GGUF, "wren", "Q2_K.gguf", "{rtn} --type Q2_K"),
+    (GGUF, "demo", "IQ4_XS.gguf", "{rtn} --type IQ4_XS"),
+    (GGUF, "wren", "IQ4_NL.gguf", "{rtn} --type IQ4_NL"),
+    (GGUF, "wren", "Q5_K_M.gguf", "{rtn} --type Q5_K_M --scales reference"),
+    ("", "wren", "Q6_K.gguf", "{rtn} --type Q6_K"),
+    ("", "demo", "Q3_K_M.gguf", "{rtn} --type Q3_K_M"),
+    ("", "wren", "Q4_0-awq.gguf", "{to} awq --type Q4_0 {rows}"),
+    ("", "demo", "Q5_1.gguf", "{rtn} --type Q5_1"),
+    ("", "wren", "Q4_0-reference.gguf", "{rtn} --type Q4_0 --scales reference"),
+    ("", "demo", "Q4_0-exported.gguf", "export {model} --type Q4_0"),
+    ("", "wren", "ct-as-gptq", "export {made}/ct-int4 --format gptq --allow-inexact"),
+    ("", "wren", "ct-as-mlx", "export {made}/ct-int4 --format mlx --allow-inexact"),
+    ("", "wren", "ct-as-Q8_0.gguf", "export {made}/ct-int4 --type Q8_0 --requantize"),
+    ("", "wren", "awq-as-gptq", "export {made}/awq-asym --format gptq_v2 --allow-inexact"),
+    ("", "wren", "Q4_0-as-ct", "export {made}/Q4_0.gguf --format compressed-tensors --allow-inexact"),
+    # Tiny models with random weights, of other architectures
+    (CT, "qwen2", "ct-int4", "{rtn} --scheme int4:g32:sym"),
+    (CT, "gemma3", "ct-int4", "{rtn} --scheme int4:g32:sym"),
+    ("", "gemma3", "ct-int4-awq", "{to} awq --scheme int4:g32:sym {rows}"),
+    ("", "llama", "ct-int4-awq", "{to} awq --scheme int4:g32:asym {rows}"),
+    ("", "phi3", "ct-int4-awq", "{to} awq --scheme int4:g32:sym {rows}"),
+    ("", "gpt2", "ct-int4-awq", "{to} awq --scheme int4:g32:sym {rows}"),
+    ("", "qwen3", "ct-int4-gptq", "{to} gptq --scheme int4:g32:sym {rows}"),
+    ("", "llama-wide", "ct-int2", "{rtn} --scheme int2:g32:asym"),
+    (CT8, "llama", "ct-int8", "{rtn} --scheme int8:row:sym"),
+    (GPTQ, "llama", "gptq", "{to} gptq --scheme int4:g32:asym --format gptq {rows}"),
+    (GGUF, "qwen2", "Q4_0.gguf", "{rtn} --type Q4_0"),
+    (GGUF, "gemma3", "Q8_0.gguf", "{rtn} --type Q8_0"),
+    # A trained model with channels of large activations
+    ("", "wren-outlier", "ct-int4-awq", "{to} awq --scheme int4:g64:sym {rows}"),
+    ("", "wren-outlier", "ct-w8a8", "{to} smooth --scheme W8A8 {rows}"),
+    ("", "wren-outlier", "gptq-int4", "{to} gptq --scheme int4:g128:sym --format gptq {rows}"),
+    ("", "wren-outlier", "Q4_K_M.gguf", "{rtn} --type Q4_K_M"),
+    # Matrices of zeros, zero norms, dead rows and columns, single huge weights
+    ("", "zeros", "ct-int4", "{rtn} --scheme int4:g64:sym"),
+    ("", "zeros", "ct-int4-gptq", "{to} gptq --scheme int4:g64:sym {rows}"),
+    ("", "zeros", "awq", "{to} awq --bits 4 --format awq {rows}"),
+    ("", "zeros", "ct-w8a8", "{to} smooth --scheme W8A8 {rows}"),
+    ("", "zeros", "mlx-int4", "{rtn} --scheme int4:g64:min --format mlx"),
+    ("", "zeros", "bnb-nf4", "{rtn} --scheme nf4:g64 --format bnb"),
+    ("", "zeros", "ct-nvfp4", "{rtn} --scheme NVFP4"),
+    ("", "zeros", "Q4_0.gguf", "export {model} --type Q4_0"),
+    ("", "zeros", "Q4_K_M.gguf", "{rtn} --type Q4_K_M"),
+    # A released model
+    ("", RELEASED, "rtn-int4-absmax", "{rtn} --bits 4 --scales absmax"),
+    ("", RELEASED, "rtn-int4-search", "{rtn} --bits 4 --scales search"),
+    (CT, RELEASED, "rtn-int4-g64-absmax", "{rtn} --scheme int4:g64:sym --scales absmax"),
+    ("", RELEASED, "rtn-int4-g64-search", "{rtn} --scheme int4:g64:sym --scales search"),
+    (GGUF, RELEASED, "export-Q4_0.gguf", "export {model} --type Q4_0"),
+    ("", RELEASED, "Q4_0-reference.gguf", "quantize {model} --type Q4_0 --scales reference"),
+    ("", RELEASED, "mlx-int4", "{rtn} --format mlx --bits 4"),
+    ("", RELEASED, "Q3_K_M-rtn.gguf", "{rtn} --type Q3_K_M"),
+    (CT, RELEASED, "awq-int4", "{to} awq --bits 4 {rows}"),
+    (CT, RELEASED, "gptq-int4", "{to} gptq --bits 4 {rows}"),
+    (CT8, RELEASED, "rtn-int8-row", "{rtn} --scheme int8:row:sym --scales absmax"),
+    (CT8, RELEASED, "rtn-int8-g64", "{rtn} --scheme int8:g64:asym --scales absmax"),
+    (FP, RELEASED, "fp8-dynamic", "{rtn} --scheme FP8_DYNAMIC"),
+    ("", RELEASED, "fp8-block", "{rtn} --scheme FP8_BLOCK"),
+    (TILES, RELEASED, "fp8-tiles", "{rtn} --scheme FP8_BLOCK --format fp8"),
+    (MX, RELEASED, "mxfp4", "{rtn} --scheme MXFP4 --scales absmax"),
+    ("", RELEASED, "mxfp8", "{rtn} --scheme mxfp8"),
+    (NV, RELEASED, "nvfp4", "{rtn} --scheme NVFP4 --scales absmax"),
+    (BNB, RELEASED, "bnb-nf4", "{rtn} --scheme nf4:g64 --format bnb --scales absmax"),
+    ("", RELEASED, "bnb-nf4-double", "{rtn} --scheme nf4:g64:sym:double --format bnb"),
+    ("", RELEASED, "bnb-fp4", "{rtn} --scheme fp4:g64 --format bnb"),
+    ("", RELEASED, "bnb-int8", "{rtn} --scheme int8:row:sym --format bnb --scales absmax"),
+    ("", RELEASED, "mlx-int8", "{rtn} --scheme int8:g64:min --format mlx"),
+    (MLX, RELEASED, "mlx-int4-absmax", "{rtn} --scheme int4:g64:min --format mlx --scales absmax"),
+    ("", RELEASED, "mlx-mxfp4", "{rtn} --scheme mxfp4 --format mlx"),
+    ("", RELEASED, "Q8_0.gguf", "{rtn} --type Q8_0"),
+    ("", RELEASED, "Q4_1-reference.gguf", "quantize {model} --type Q4_1 --scales reference"),
+    (GGUF, RELEASED, "export-Q8_0.gguf", "export {model} --type Q8_0"),
+    ("", RELEASED, "export-F16.gguf", "export {model} --type F16 --format gguf"),
+    ("", RELEASED, "rtn-int4-row-absmax", "{rtn} --scheme int4:row:sym --scales absmax"),
+    (GPTQ, RELEASED, "gptq-rtn-int4", "{rtn} --scheme int4:g64:asym --format gptq --scales absmax"),
+    (AWQ, RELEASED, "awq-rtn-int4", "{rtn} --scheme int4:g64:asym --format awq --scales absmax"),
+    ("", RELEASED, "rtn-int4-head",
+     "{rtn} --scheme int4:g64:sym --head int8:g64:sym --embedding keep --scales absmax"),
+    ("", RELEASED, "rtn-int5", "{rtn} --scheme int5:g64:asym --scales absmax"),
+    ("", RELEASED, "rtn-int6", "{rtn} --scheme int6:g64:sym --scales absmax"),
+    ("", RELEASED, "rtn-int7", "{rtn} --scheme int7:g64:sym --scales absmax"),
+    ("", RELEASED, "rtn-mixed", "{rtn} --scheme int4:g64:sym --rule down_proj=int8:g64:sym --scales absmax"),
+    ("", RELEASED, "magnitude-50", "{to} magnitude --sparsity 50%"),
+    ("", RELEASED, "wanda-2of4", "{to} wanda --sparsity 2:4 {rows}"),
+    ("", RELEASED, "ct-to-gptq", "export {made}/rtn-int4-g64-absmax --format gptq --allow-inexact"),
+    ("", RELEASED, "ct-to-awq", "export {made}/rtn-int4-g64-search --format awq --allow-inexact"),
+    ("", RELEASED, "ct-to-mlx", "export {made}/rtn-int4-g64-search --format mlx --allow-inexact"),
+    ("", RELEASED, "ct-to-Q8_0.gguf", "export {made}/rtn-int4-g64-search --type Q8_0 --requantize"),
+    ("", RELEASED, "mlx-to-Q4_1.gguf", "export {made}/mlx-int4 --type Q4_1 --requantize"),
+    ("", RELEASED, "Q8_0-to-ct", "export {made}/Q8_0.gguf --format compressed-tensors --allow-inexact"),
+    ("", RELEASED, "Q4_0-to-gptq", "export {made}/export-Q4_0.gguf --format gptq --allow-inexact"),
+    ("", RELEASED, "ct-to-plain", "export {made}/rtn-int4-g64-search --format plain"),
+    ("", RELEASED, "mxfp4-to-mlx", "export {made}/mxfp4 --format mlx"),
+    ("", RELEASED, "rtn-int3", "{rtn} --scheme int3:g64:sym"),
+    ("", RELEASED, "rtn-int2", "{rtn} --scheme int2:g32:asym"),
+    ("", RELEASED, "rtn-int4-asym", "{rtn} --scheme int4:g32:asym"),
+    ("", RELEASED, "Q2_K.gguf", "{rtn} --type Q2_K"),
+    (GGUF, RELEASED, "Q4_K_M-reference.gguf", "quantize {model} --type Q4_K_M --scales reference"),
+    ("", RELEASED, "Q5_K_M.gguf", "{rtn} --type Q5_K_M"),
+    ("", RELEASED, "Q6_K.gguf", "{rtn} --type Q6_K"),
+    ("", RELEASED, "IQ4_NL.gguf", "{rtn} --type IQ4_NL"),
+    ("", RELEASED, "IQ4_XS.gguf", "{rtn} --type IQ4_XS"),
+    ("", RELEASED, "Q5_1.gguf", "{rtn} --type Q5_1"),
+    ("", RELEASED, "mlx-int3", "{rtn} --scheme int3:g64:min --format mlx"),
+    ("", RELEASED, "mlx-int2-gptq", "{to} gptq --scheme int2:g32:min --format mlx {rows}"),
+    ("", RELEASED, "W8A8-smooth", "{to} smooth --scheme W8A8 {rows}"),
+    ("", RELEASED, "W8A8-static", "{rtn} --scheme W8A8_STATIC {rows}"),
+    ("", RELEASED, "fp8-static-kv", "{rtn} --scheme FP8_STATIC --kv-cache fp8 {rows}"),
+    ("", RELEASED, "nvfp4-w4a4", "{rtn} --scheme NVFP4_W4A4 {rows}"),
+    ("", RELEASED, "awq-asym", "{to} awq --scheme int4:g64:asym --format awq {rows}"),
+    ("", RELEASED, "gptq-sym", "{to} gptq --scheme int4:g64:sym --format gptq {rows}"),
+    ("", RELEASED, "awq-gptq-int4", "{to} awq+gptq --scheme int4:g64:sym {rows}"),
+    ("", RELEASED, "gptq-v2-int3", "{to} gptq --scheme int3:g64:asym --format gptq_v2 {rows}"),
+    ("", RELEASED, "rotate-int4", "{to} rotate --scheme int4:g64:sym {rows}"),
+    ("", RELEASED, "smooth-gptq-int4", "{to} smooth+gptq --scheme int4:g64:sym {rows}"),
+    ("", RELEASED, "sparsegpt-50", "{to} sparsegpt --sparsity 50% {rows}"),
+    ("", RELEASED, "awq-Q4_0.gguf", "{to} awq --type Q4_0 {rows}"),
+    ("", RELEASED, "gptq-Q4_K_M.gguf", "{to} gptq --type Q4_K_M {rows}"),
+    ("", RELEASED, "gptq-nf4", "{to} gptq --scheme nf4:g64 --format bnb {rows}"),
+    ("", RELEASED, "awq-gptq-int2", "{to} awq+gptq --scheme int2:g32:asym --effort low {rows}"),
+    ("", RELEASED, "gptq-tune", "{to} gptq --scheme int4:g64:sym --tune 1 {rows}"),
+    ("", RELEASED, "gptq-guide", "{to} gptq --scheme int3:g64:sym --guide 1 {rows}"),
+    ("", RELEASED, "target-4.5", "quantize {model} --target 4.5bpw {rows}"),
+    ("", RELEASED, "awq-mxfp4", "{to} awq --scheme MXFP4 {rows}"),
 )  # fmt: skip
 # Artifacts of other tools that are kept with the tests, and the families of those that are damaged.
 PEERS = {"gptqmodel-desc-act": GPTQ, "gptqmodel-awq": AWQ, "mlx-4bit": MLX, "llmc-w8a8-smooth": CT8,
          "llama.cpp-q8_0": GGUF, "bnb-nf4": BNB, "llmc-fp8-block": FP, "autoround-asym": GPTQ}  # fmt: skip
+TRAINED = ("wren", "demo", "wren-outlier", "zeros", RELEASED)
 
 
+@dataclass(frozen=True)
 class Healthy:
-    """A healthy artifact, made when it is first asked for; ``family`` is empty for those that are not damaged."""
+    """A healthy artifact.
 
-    def __init__(self, name: str, family: str, make: Callable[[], tuple[Path, Path]]) -> None:
-        self.name, self.family, self._make = name, family, cache(make)
+    Attributes:
+        name: ``SOURCE/NAME``.
+        family: of formats; empty for those that are not damaged.
+        make: makes it when it is first asked for, and returns its path and that of its source.
+        command: what makes it, as in `MADE`; empty for what other tools make.
+    """
+
+    name: str
+    family: str
+    make: Callable[[], tuple[Path, Path]]
+    command: str = ""
 
     @property
     def path(self) -> Path:
         """Where it is."""
-        return self._make()[0]
+        return self.make()[0]
 
     @property
     def source(self) -> Path:
         """What it was made from."""
-        return self._make()[1]
+        return self.make()[1]
+
+    @property
+    def released(self) -> bool:
+        """Whether its source is the released model."""
+        return self.name.startswith(f"{RELEASED}/")
+
+    @property
+    def tensor_by_tensor(self) -> bool:
+        """Whether its command rounds every tensor by itself: what becomes of it depends on no other tensor."""
+        return self.command.startswith(("{rtn}", "export {model}")) and "{rows}" not in self.command
 
 
 class Shop:
@@ -127,74 +276,155 @@ class Shop:
 
     def __init__(self, work: Path) -> None:
         self._work = work
-        self.model = cache(self._model)
 
-    def all(self, *, only: str = "") -> Iterator[Healthy]:
+    def all(self, *, only: str = "") -> list[Healthy]:
         """Every healthy artifact whose name contains ``only``."""
-        for family, name, source, values in OURS:
-            if only in name:
-                yield Healthy(name, family, partial(self._ours, name, source, values))
-        for name, family in self._peers().items():
-            if only in name:
-                yield Healthy(name, family, partial(self._peer, name))
         from scripts.defects.others import OTHERS
 
-        for name, (family, source, make) in OTHERS.items():
-            if only in name:
-                yield Healthy(name, family, partial(self._other, name, source, make))
+        found = [
+            Healthy(f"{source}/{name}", family, self._ours(source, name, command), command)
+            for family, source, name, command in MADE
+            if source != "wren-outlier" or SHARED.exists()
+        ]
+        found += [Healthy(f"peers/{name}", family, self._peer(name)) for name, family in _peers()]
+        found += [Healthy(name, "", self._other(name, make)) for name, make in OTHERS.items()]
+        return [item for item in found if only in item.name]
 
-    def _other(
-        self, name: str, source: str, make: Callable[[Path, Path], Path]
-    ) -> tuple[Path, Path]:
-        model = self.model(source)
-        return _whole(self._work / "others" / name, lambda place: make(model, place)), model
-
-    def _ours(self, name: str, source: str, values: dict[str, Any]) -> tuple[Path, Path]:
-        model, out = self.model(source), self._work / "ours" / name
-        if not out.exists():
-            out.parent.mkdir(parents=True, exist_ok=True)
-            rows = ROWS if source in {"wren", "demo"} else SHORT
-            recipe = Recipe(**{"calibration": rows, **values})
-            verbs.quantize(str(model), recipe, out, Settings())
-        return out, model
-
-    def _model(self, name: str) -> Path:
-        if name in {"wren", "demo"}:
-            return (WREN if name == "wren" and WREN.exists() else DEMO).resolve()
+    def model(self, name: str) -> Path:
+        """The source of that name."""
+        if name in {"wren", "demo", "wren-outlier"}:
+            return (SHARED / name if (SHARED / name).exists() else DEMO).resolve()
+        makers = {"zeros": _zeros, RELEASED: _released}
         from tests.conftest import make_tiny
 
-        return _whole(self._work / "models" / name, lambda place: make_tiny(name, place))
+        make = makers.get(name) or (lambda place: make_tiny(name, place))
+        return self._once(self._work / "models" / name, make)
 
-    @staticmethod
-    def _peers() -> dict[str, str]:
-        from tests.peers import FIXTURES
+    def _ours(self, source: str, name: str, command: str) -> Callable[[], tuple[Path, Path]]:
+        @cache
+        def make() -> tuple[Path, Path]:
+            folder, model = self._work / "healthy" / source, self.model(source)
+            for needed in re.findall(r"{made}/(\S+)", command):
+                (row,) = (row for row in MADE if row[1:3] == (source, needed))
+                self._ours(source, needed, row[3])()
+            return self._once(
+                folder / name, lambda place: by_command(command, model, place, folder)
+            ), model
 
-        return {path.stem: PEERS.get(path.stem, "") for path in sorted(FIXTURES.glob("*.json"))}
+        return make
 
-    def _peer(self, name: str) -> tuple[Path, Path]:
-        import json
+    def _other(
+        self, name: str, make: Callable[[Path, Path], object]
+    ) -> Callable[[], tuple[Path, Path]]:
+        @cache
+        def made() -> tuple[Path, Path]:
+            model = self.model(name.partition("/")[0])
+            return self._once(
+                self._work / "healthy" / name, lambda place: make(model, place)
+            ), model
 
+        return made
+
+    def _peer(self, name: str) -> Callable[[], tuple[Path, Path]]:
         from tests import peers
 
-        source = json.loads((peers.FIXTURES / f"{name}.json").read_text())["source"]
-        made = _whole(self._work / "peers" / source, lambda place: peers.make(source, place))
-        folder = peers.FIXTURES / name
-        kept = self._work / "fixtures" / (name if folder.is_dir() else f"{name}.gguf")
-        if not kept.exists():  # beside the copies, so that links can be made
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            if folder.is_dir():
-                shutil.copytree(folder, kept)
-            else:
-                shutil.copy(folder.with_name(f"{name}.gguf"), kept)
-        return kept, made
+        @cache
+        def make() -> tuple[Path, Path]:
+            source = json.loads((peers.FIXTURES / f"{name}.json").read_text())["source"]
+            model = self._once(
+                self._work / "models" / f"peers-{source}", lambda place: peers.make(source, place)
+            )
+            (kept,) = (path for path in peers.FIXTURES.glob(f"{name}*") if path.suffix != ".json")
+            # A copy beside the damaged ones, so that links can be made.
+            copy = shutil.copytree if kept.is_dir() else shutil.copy
+            return self._once(
+                self._work / "healthy" / "peers" / kept.name, lambda place: copy(kept, place)
+            ), model
+
+        return make
+
+    def _once(self, out: Path, make: Callable[[Path], object]) -> Path:
+        """Make something that appears whole or not at all, in one process at a time."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.with_name(f".{out.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not out.exists():
+                stage = out.parent / ".stage" / out.name
+                shutil.rmtree(stage.parent / out.name, ignore_errors=True)
+                stage.parent.mkdir(exist_ok=True)
+                stage.unlink(missing_ok=True)
+                make(stage)
+                stage.rename(out)
+        return out
 
 
-def _whole(out: Path, make: Any) -> Path:
-    """Make something that appears whole or not at all."""
-    if not out.exists():
-        stage = out.with_name(f"{out.name}.part")
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.parent.mkdir(parents=True, exist_ok=True)
-        made = make(stage)
-        (made if isinstance(made, Path) else stage).rename(out)
-    return out
+def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> None:
+    """Run a command of `MADE` in a process of its own, and remove the records that it leaves.
+
+    Args:
+        command: the template.
+        model: the source.
+        out: the artifact to be.
+        made: the folder with other artifacts of the source.
+    """
+    rows = ROWS if model.name in TRAINED else FEW
+    # The words in braces may hold braces themselves.
+    line = command.format(**WORDS, model="{model}", made=made, rows=rows).format(model=model)
+    words = [
+        sys.executable,
+        "-m",
+        "quantforge",
+        *line.split(),
+        "--threads",
+        "1",
+        "-q",
+        "-o",
+        str(out),
+    ]
+    run = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(words[2:])}\n{run.stderr}")
+    out.with_name(f"{out.name}.quantforge.json").unlink(missing_ok=True)
+    for name in RECORDS if out.is_dir() else ():
+        (out / name).unlink(missing_ok=True)
+
+
+def environment() -> dict[str, str]:
+    """The environment of processes that run this checkout's command line."""
+    packages = map(str, (ROOT, ROOT / "kernels", ROOT / "calibration"))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(packages)}
+
+
+def _zeros(place: Path) -> None:
+    """The demo model with matrices, a norm, rows and columns of zeros, and two huge weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(DEMO, place)
+    tensors = load_file(DEMO / "model.safetensors")
+    layer = "model.layers.{}.{}.weight".format
+    tensors[layer(2, "self_attn.o_proj")].zero_()
+    tensors[layer(2, "mlp.down_proj")].zero_()
+    tensors[layer(0, "input_layernorm")][7] = 0
+    tensors[layer(1, "post_attention_layernorm")].zero_()
+    tensors[layer(0, "mlp.gate_proj")][::5] = 0
+    tensors[layer(0, "mlp.up_proj")][:, 64:128] = 0
+    tensors[layer(1, "self_attn.q_proj")][3, 5] = 30.0
+    tensors[layer(1, "mlp.down_proj")][0, 0] = -30.0
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+
+
+def _released(place: Path) -> None:
+    """The released model in float16, and beside it the file that it was published as; needs the package index."""
+    subprocess.run(
+        [ROOT / "scripts" / "released_model", place], check=True, stdout=subprocess.DEVNULL
+    )
+    for name in (*RECORDS, "README.md"):  # of the decoding
+        (place / name).unlink(missing_ok=True)
+    published = place.with_name(f"{place.name}.gguf")
+    published.rename(place.parents[1] / published.name)
+
+
+def _peers() -> list[tuple[str, str]]:
+    from tests.peers import FIXTURES
+
+    return [(path.stem, PEERS.get(path.stem, "")) for path in sorted(FIXTURES.glob("*.json"))]

@@ -169,6 +169,22 @@ WEIGHTS = ("model-00002-of-00002.safetensors", "consolidated.safetensors", "adap
            "model.fp16.safetensors", "extra.safetensors")  # fmt: skip
 
 
+# Kinds of files that may be added, each as often as the others.
+SORTS: dict[str, tuple[str, ...]] = {
+    "pickled weights": ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "adapter_model.bin"),
+    "second weights": WEIGHTS,
+    "index": ("pytorch_model.bin.index.json", "model.safetensors.index.json"),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+    "code": ("modeling_x.py", "configuration_x.py", "tokenization_x.py", "handler.py", "custom_generate/generate.py"),
+    "tokenizer": ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "tekken.json", "added_tokens.json",
+                  "special_tokens_map.json"),
+    "template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
+    "configuration": ("generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+                      "params.json", "preprocessor_config.json", "processor_config.json", "modules.json"),
+    "any": (*ADDED, *WEIGHTS),
+}  # fmt: skip
+
+
 def configuration(copy: Copy, chance: random.Random) -> str | None:
     """Change, add or remove a key of ``config.json`` that does not speak of quantization."""
     document = copy.json("config.json")
@@ -226,7 +242,10 @@ def added(copy: Copy, chance: random.Random) -> str | None:
     """Add a file that some loader reads or runs, or one that none does."""
     if copy.one_file:
         return None
-    name = chance.choice([n for n in (*ADDED, *WEIGHTS) if n not in copy.names()])
+    names = [n for n in SORTS[chance.choice(sorted(SORTS))] if n not in copy.names()]
+    if not names:
+        return None
+    name = chance.choice(names)
     if name in WEIGHTS:
         first = next(n for n in copy.names() if n.endswith(".safetensors"))
         shard = Shard(copy, first)

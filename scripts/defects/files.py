@@ -38,7 +38,7 @@ ROLES: dict[str, str] = {
     "weight_shape": "more", "weight_format": "more", "outlier_columns": "more", "outlier_weight": "more",
     "k_scale": "more", "v_scale": "more",
 }  # fmt: skip
-_PART = re.compile(rf"^(.*?)\.({'|'.join(map(re.escape, ROLES))}|weight\.quant_state\..*)$")
+PART = re.compile(rf"^(.*?)\.({'|'.join(map(re.escape, ROLES))}|weight\.quant_state\..*)$")
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,16 @@ class Part:
 
 
 class Copy:
-    """A copy of an artifact, a directory or a file, without its manifest, in a folder that is its own."""
+    """A copy of an artifact, a directory or a file, without its manifest, in a folder that is its own.
 
-    def __init__(self, original: Path, place: Path) -> None:
+    ``source`` and ``command`` say how the original was made, where it can be made again.
+    """
+
+    def __init__(
+        self, original: Path, place: Path, source: Path | None = None, command: str = ""
+    ) -> None:
         self.original, self.path = original, place / original.name
+        self.source, self.command = source, command
         self.changed: set[str] = set()
         shutil.rmtree(place, ignore_errors=True)  # of a run that was stopped
         if original.is_file():
@@ -134,6 +140,12 @@ class Copy:
         shutil.rmtree(self.path.parent)
 
 
+def header_and_data(raw: bytearray) -> tuple[dict[str, Any], bytearray]:
+    """The two parts of a file of safetensors; ValueError where the header is no JSON."""
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
 @dataclass
 class Shard:
     """One file of safetensors: header and data, both of which may be changed before `save`."""
@@ -144,10 +156,7 @@ class Shard:
     data: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
-        raw = self.copy.read(self.name)
-        length = int.from_bytes(raw[:8], "little")
-        self.header = json.loads(raw[8 : 8 + length])
-        self.data = raw[8 + length :]
+        self.header, self.data = header_and_data(self.copy.read(self.name))
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -176,7 +185,7 @@ class Weights:
         names = [name for name in copy.names() if name.endswith(".safetensors")]
         self.shards = [Shard(copy, name) for name in names]
         found = {name: shard for shard in self.shards for name in shard.entries}
-        modules = {name: _PART.match(name) for name in found}
+        modules = {name: PART.match(name) for name in found}
         quantized = {
             match[1] for match in modules.values() if match and "weight_shape" not in match[2]
         }

@@ -8,20 +8,16 @@ and gguf-py.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quantforge.errors import QuantForgeError
 from quantforge.runtime import linear
 from quantforge.runtime.load import load
-from quantforge.verification import deviation
-from quantforge.verification import verify as run
 from quantforge_kernels import reference
 from scripts.defects import loaders
 from scripts.defects.artifacts import ROOT, Healthy
@@ -48,34 +44,9 @@ class Verdict:
         return bool(self.reason)
 
 
-def warm() -> None:
-    """Multiply with decoded weights everywhere in this process, and let `verify` do only once what is always the same.
-
-    Compiling takes longer than these products; a source computes, and a matrix is rounded plainly, alike every time.
-    """
+def decode_plainly() -> None:
+    """Multiply with decoded weights everywhere in this process: compiling kernels takes longer than these products."""
     linear.select = lambda _problem: reference.KERNEL
-    seen: dict[tuple[Any, ...], Any] = {}
-    plain: dict[tuple[bytes, str], torch.Tensor] = {}
-    observe, rounded = run.observe, deviation.rounded
-
-    def observe_once(report: Any, source: Any, device: str, **more: Any) -> Any:
-        key = (source.checkpoint.path, *more.values())
-        if key not in seen:
-            seen[key] = observe(report, source, device, **more)
-        return seen[key]
-
-    def round_once(target: torch.Tensor, found: Any, scheme: Any) -> torch.Tensor:
-        if found.outlier_columns is not None:
-            return rounded(target, found, scheme)
-        key = (
-            hashlib.blake2b(target.contiguous().numpy()).digest(),
-            f"{scheme} {tuple(target.shape)}",
-        )
-        if key not in plain:
-            plain[key] = rounded(target, found, scheme)
-        return plain[key]
-
-    run.observe, deviation.rounded = observe_once, round_once
 
 
 @cache

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from quantforge.recipe import CalibrationOptions
-
 
 def _saved(source: Path, out: Path, model: object) -> Path:
     from transformers import AutoTokenizer
@@ -77,16 +75,13 @@ def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
         import numpy as np
         from gguf import GGMLQuantizationType, quants
 
-        from quantforge import verbs
-        from quantforge.recipe import Recipe
-        from quantforge.settings import Settings
+        from scripts.defects.artifacts import by_command
         from scripts.defects.files import Copy
         from scripts.defects.gguf_files import Container
 
         plain = out.with_name(f"{out.name}.plain")
         plain.mkdir()
-        recipe = Recipe(type="F32", format="gguf", calibration=CalibrationOptions(source="none"))
-        verbs.quantize(str(source), recipe, plain / "m.gguf", Settings())
+        by_command("export {model} --type F32 --format gguf", source, plain / "m.gguf")
         container = Container(Copy(plain / "m.gguf", plain / "copy"))
         data = bytearray()
         for tensor in container.tensors:
@@ -110,15 +105,29 @@ def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
     return make
 
 
-OTHERS: dict[str, tuple[str, str, Callable[[Path, Path], Path]]] = {
-    "transformers-bnb-nf4": ("", "wren", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
-    "transformers-bnb-nf4-double": (
-        "", "wren", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)),
-    "transformers-bnb-fp4": ("", "demo", _bitsandbytes(load_in_4bit=True)),
-    "transformers-bnb-int8": ("", "wren", _bitsandbytes(load_in_8bit=True)),
-    "compressor-w4a16": ("", "wren", _compressed("W4A16")),
-    "compressor-w8a16": ("", "demo", _compressed("W8A16")),
-    "compressor-fp8-dynamic": ("", "wren", _compressed("FP8_DYNAMIC")),
-    "gguf-py-Q8_0.gguf": ("", "wren", _ggml("Q8_0", 7)),
-    "gguf-py-Q4_0.gguf": ("", "demo", _ggml("Q4_0", 2)),
-}  # fmt: skip
+def _published(source: Path, out: Path) -> None:
+    """Copy the file that the released model was published as; its source was decoded from it."""
+    shutil.copy(source.parents[1] / f"{source.name}.gguf", out)
+
+
+OTHERS: dict[str, Callable[[Path, Path], object]] = {
+    "wren/transformers-bnb-nf4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "wren/transformers-bnb-nf4-double": _bitsandbytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "demo/transformers-bnb-fp4": _bitsandbytes(load_in_4bit=True),
+    "wren/transformers-bnb-int8": _bitsandbytes(load_in_8bit=True),
+    "wren/compressor-w4a16": _compressed("W4A16"),
+    "demo/compressor-w8a16": _compressed("W8A16"),
+    "wren/compressor-fp8-dynamic": _compressed("FP8_DYNAMIC"),
+    "wren/gguf-py-Q8_0.gguf": _ggml("Q8_0", 7),
+    "demo/gguf-py-Q4_0.gguf": _ggml("Q4_0", 2),
+    "smollm2/published.gguf": _published,
+    "smollm2/transformers-bnb-nf4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "smollm2/transformers-bnb-int8": _bitsandbytes(load_in_8bit=True),
+    "smollm2/compressor-fp8-dynamic": _compressed("FP8_DYNAMIC"),
+    "smollm2/compressor-w8a16": _compressed("W8A16"),
+    "smollm2/gguf-py-Q8_0.gguf": _ggml("Q8_0", 7),
+    "smollm2/gguf-py-Q4_0.gguf": _ggml("Q4_0", 2),
+    "smollm2/gguf-py-Q5_1.gguf": _ggml("Q5_1", 9),
+}

@@ -1,4 +1,4 @@
-"""Plants defects by seed, asks judge and `verify`, and tabulates."""
+"""Plants defects by seed, asks judge and `verify`, and keeps what they say in a file of lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from quantforge.errors import QuantForgeError
-from quantforge.verification.findings import Report, Severity
+from quantforge.verification.findings import Finding, Severity
 from quantforge.verification.verify import VerificationOptions, verify
-from scripts.defects import beside, headers, numbers, tokens
+from scripts.defects import beside, headers, mistakes, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
+from scripts.defects.damage import Damage, damage_of
 from scripts.defects.files import Copy
 from scripts.defects.judge import judge
 
@@ -27,34 +28,45 @@ KINDS: dict[str, Plant] = {
     "parameters of a second level": numbers.more,
     "exchanged": numbers.exchanged,
     "kept tensors": numbers.kept,
+    "raw bytes": headers.raw,
+    "bits flipped": mistakes.flipped,
+    "codes shifted by one": mistakes.shifted,
+    "scales of another layer": mistakes.neighbours_scales,
+    "zero points off by one": mistakes.zero_points,
+    "transposed matrix": mistakes.transposed,
+    "halves exchanged": mistakes.halves,
+    "permutation undone": mistakes.permuted,
+    "norm off by one": mistakes.norms,
+    "stale layers": mistakes.stale,
     "configuration": beside.configuration,
+    "rope setting": mistakes.rope,
+    "key that loads code": mistakes.loads_code,
     "description of the quantization": headers.described,
     "tokenizer": tokens.tokenizer,
-    "settings and templates": beside.settings,
+    "settings": beside.settings,
+    "chat template": mistakes.chat_template,
     "files added": beside.added,
     "files removed": beside.removed,
     "keys of GGUF": headers.gguf_keys,
-    "raw bytes": headers.raw,
 }
 OF_GGUF = {"keys of GGUF"}
-# Checks that the forward pass of the source has no part in.
-BESIDE = {
-    "configuration",
-    "side-files",
-    "foreign",
-    "unreadable",
-    "incomplete",
-    "ignore-list",
-    "vocabulary",
+FROM_SOURCE = {
+    "transposed matrix",
+    "halves exchanged",
+    "permutation undone",
+    "norm off by one",
+    "stale layers",
 }
-LEAST, LEAST_KIND, FEW = 0.95, 0.9, 10
+# What `verify` says of a defect, from best to worst: an error that names it, a warning that names it, only findings
+# that do not say where it is, nothing.
+ERROR, WARNING, UNNAMED, NOTHING = "error", "warning", "unnamed", ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
-    """One defect: what was planted, why it counts, what `verify` said with and without the source."""
+    """One defect: what was planted, why it counts, what `verify` said with the source and alone."""
 
-    number: int
+    name: str
     kind: str
     family: str
     artifact: str
@@ -63,10 +75,10 @@ class Record:
     before: float
     after: float
     error: float
-    found: bool
-    alone: bool
-    said: list[str]
-    alone_said: list[str] = field(default_factory=list)
+    said: str
+    alone: str
+    texts: list[str]
+    alone_texts: list[str]
     seconds: float = 0.0
 
     @property
@@ -74,44 +86,76 @@ class Record:
         """Whether it is no harmless one."""
         return bool(self.reason)
 
+    @property
+    def released(self) -> bool:
+        """Whether it was planted in the released model."""
+        return self.name.startswith("released")
 
-def look(path: Path, source: Path | None, *, quick: bool = False) -> tuple[bool, list[str]]:
-    """Whether `verify` finds something, and what; a crash is no finding.
+    @property
+    def found(self) -> bool:
+        """Whether a finding names it."""
+        return self.said in {ERROR, WARNING}
 
-    With ``quick`` the forward pass is left out where what lies beside the weights is objected to without it.
+    @property
+    def found_alone(self) -> bool:
+        """Whether a finding names it without the source."""
+        return self.alone in {ERROR, WARNING}
+
+
+def findings(path: Path, source: Path | None, *, forward: bool = True) -> list[Finding]:
+    """What `verify` finds; a refusal is an error, and so is what it will not judge. A crash is raised."""
+    try:
+        report = verify(path, VerificationOptions(source, forward=forward))
+    except QuantForgeError as error:
+        return [Finding("unreadable", error.file or path.name, str(error))]
+    if report.unjudged:  # by what the configuration says of the format
+        where = path.name if path.is_file() else "config.json"
+        return [*report.findings, Finding("unreadable", where, report.unjudged)]
+    return report.findings
+
+
+def look(path: Path, source: Path | None, damage: Damage, *, quick: bool) -> tuple[str, list[str]]:
+    """What `verify` says of a damaged artifact: how well, and the findings; a crash is no finding.
+
+    With ``quick`` the forward pass is left out where the damage is found without it.
     """
     try:
-        if quick:
-            report = verify(path, VerificationOptions(source, forward=False))
-            objected = {item.check for item in report.findings if item.severity is Severity.ERROR}
-            if objected & BESIDE:
-                return True, _said(report)
-        report = verify(path, VerificationOptions(source))
-    except QuantForgeError as error:
-        return True, [f"refused: {error}"[:200]]
+        found = findings(path, source, forward=not quick)
+        said = _best(found, damage)
+        if quick and said != ERROR:
+            found = findings(path, source)
+            said = _best(found, damage)
     except Exception as error:  # a bug, to be told and not to be counted as found
-        return False, [f"CRASH {type(error).__name__}: {error}"[:200]]
-    return report.failed(), _said(report)
+        return NOTHING, [f"CRASH {type(error).__name__}: {error}"[:200]]
+    ranked = sorted(
+        found, key=lambda item: (not damage.named(item), item.severity is not Severity.ERROR)
+    )
+    return said, [_line(item) for item in ranked[:4]]
 
 
-def _said(report: Report) -> list[str]:
-    ranked = sorted(report.findings, key=lambda item: item.severity is not Severity.ERROR)
-    return [f"{item.severity} {item.check} {item.where}: {item.detail}"[:200] for item in ranked][
-        :4
-    ]
+def _best(found: Sequence[Finding], damage: Damage) -> str:
+    named = {item.severity for item in found if damage.named(item)}
+    if Severity.ERROR in named:
+        return ERROR
+    return WARNING if named else UNNAMED if found else NOTHING
+
+
+def _line(item: Finding) -> str:
+    return f"{item.severity} {item.check} {item.where}: {item.detail}"[:200]
 
 
 def _planted(
     bases: Sequence[Healthy], kind: str, families: Sequence[str], chance: random.Random, place: Path
 ) -> tuple[Healthy, Copy, str] | None:
     """The first of the families that has anything for the kind, or None."""
+    again = kind in FROM_SOURCE
     for family in families:
-        found = [base for base in bases if base.family == family]
-        for _ in range(8):
+        found = [b for b in bases if b.family == family and (b.tensor_by_tensor or not again)]
+        for _ in range(3 if again else 8):
             if not found:
                 break
             healthy = chance.choice(found)
-            copy = Copy(healthy.path, place)
+            copy = Copy(healthy.path, place, healthy.source, healthy.command)
             text = KINDS[kind](copy, chance)
             if text:
                 return healthy, copy, text
@@ -120,33 +164,71 @@ def _planted(
 
 
 def tried(
-    bases: Sequence[Healthy], seed: int, number: int, place: Path, *, keep: bool = False
+    bases: Sequence[Healthy], seed: int, name: str, place: Path, *, keep: bool = False
 ) -> Record | None:
-    """Plant one defect, judge and verify; None where no artifact has anything of its kind."""
+    """Plant one defect, judge and verify; None where no artifact has anything of its kind.
+
+    Args:
+        bases: the artifacts that may be damaged.
+        seed: of the whole run.
+        name: ``GROUP-NUMBER``: the number chooses the kind, and with the group and the seed everything else.
+        place: a folder for copies.
+        keep: leave the copy there.
+    """
+    number = int(name.rpartition("-")[2])
     kind = list(KINDS)[number % len(KINDS)]
     turn = (number // len(KINDS) + number % len(KINDS) * 3) % len(FAMILIES)
     families = ("gguf",) if kind in OF_GGUF else FAMILIES[turn:] + FAMILIES[:turn]
-    chance = random.Random(f"{seed}-{number}")
-    planted = _planted(bases, kind, families, chance, place / f"{seed}-{number}")
+    chance = random.Random(f"{seed}-{name}")
+    planted = _planted(bases, kind, families, chance, place / f"{seed}-{name}")
     if planted is None:
         return None
     healthy, copy, text = planted
     began = time.process_time()
     verdict = judge(copy, healthy)
+    damage = damage_of(copy)
     quick = not any(name.endswith((".safetensors", ".gguf")) for name in copy.changed)
-    found, said = look(copy.path, healthy.source, quick=quick)
-    alone, alone_said = look(copy.path, None)
+    said, texts = look(copy.path, healthy.source, damage, quick=quick)
+    alone, alone_texts = look(copy.path, None, damage, quick=quick)
     seconds = round(time.process_time() - began, 2)
     if not keep:
         copy.remove_all()
     return Record(
-        number, kind, healthy.family, healthy.name, text, verdict.reason, verdict.before, verdict.after,
-        verdict.error, found, alone, said, alone_said[:2], seconds,
+        name, kind, healthy.family, healthy.name, text, verdict.reason, verdict.before,
+        verdict.after, verdict.error, said, alone, texts, alone_texts[:2], seconds,
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Looked:
+    """A healthy artifact, and all findings: errors and warnings, with the source and alone."""
+
+    healthy: str
+    errors: list[str]
+    warnings: list[str]
+    alone_errors: list[str]
+    alone_warnings: list[str]
+    seconds: float
+
+
+def looked(item: Healthy) -> Looked:
+    """Verify a healthy artifact with and without its source; a crash counts as an error."""
+    path, source, lines = item.path, item.source, []
+    began = time.process_time()
+    for compared in (source, None):
+        try:
+            found = findings(path, compared)
+        except Exception as error:
+            lines += [[f"CRASH {type(error).__name__}: {error}"[:200]], []]
+            continue
+        lines += [
+            [_line(f) for f in found if f.severity is s] for s in (Severity.ERROR, Severity.WARNING)
+        ]
+    return Looked(item.name, *lines, round(time.process_time() - began, 2))
+
+
 class Log:
-    """Lines of JSON in a file: one for each defect, one for each healthy artifact with what was said of it."""
+    """Lines of JSON in a file: one for each defect, one for each healthy artifact."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -155,124 +237,36 @@ class Log:
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def _add(self, line: dict[str, Any], text: str) -> None:
+    def add(self, item: Record | Looked) -> None:
+        """Add one, and tell of it."""
         with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        sys.stderr.write(text + "\n")
+            file.write(json.dumps(asdict(item)) + "\n")
+        sys.stderr.write(_told(item) + "\n")
         sys.stderr.flush()
 
-    def record(self, record: Record) -> None:
-        """Add a defect."""
-        state = "harmless" if not record.counts else "found" if record.found else "MISSED"
-        parts = (
-            record.kind,
-            record.artifact,
-            record.text,
-            record.reason,
-            "; ".join(record.said[:1]),
-        )
-        self._add(
-            asdict(record),
-            f"{record.number:3} {state:8} {record.seconds:4.1f} s {' | '.join(parts)}",
-        )
+    def done(self) -> set[str]:
+        """Names that are in the file."""
+        return {line.get("name") or line["healthy"] for line in self._lines()}
 
-    def healthy(self, item: Healthy) -> None:
-        """Verify a healthy artifact with and without its source; warnings alone are no alarm."""
-        alarms = []
-        for source, text in ((item.source, ""), (None, " without the source")):
-            failed, said = look(item.path, source)
-            alarms += [f"{item.name}{text}: {alarm}" for alarm in said if failed]
-        self._add(
-            {"healthy": item.name, "alarms": alarms}, "\n".join([f"healthy {item.name}", *alarms])
-        )
-
-    def done(self) -> set[int | str]:
-        """Numbers and names that are in the file."""
-        return {line["healthy"] if "healthy" in line else line["number"] for line in self._lines()}
-
-    def all(self) -> tuple[list[Record], list[str], int]:
-        """All records by number, all alarms, and the number of healthy artifacts."""
+    def all(self) -> tuple[list[Record], list[Looked]]:
+        """All defects by kind and name, and all healthy artifacts."""
         lines = self._lines()
         records = [Record(**line) for line in lines if "healthy" not in line]
-        looked = [line for line in lines if "healthy" in line]
-        alarms = [alarm for line in looked for alarm in line["alarms"]]
-        return sorted(records, key=lambda record: record.number), alarms, len(looked)
+        order = list(KINDS)
+        records.sort(key=lambda r: (order.index(r.kind), r.name))
+        return records, [Looked(**line) for line in lines if "healthy" in line]
 
 
-def shares(records: Sequence[Record], key: str) -> list[tuple[str, int, int, int, int]]:
-    """Per kind or family: planted, counted, found, found without the source."""
-    rows = []
-    for name in dict.fromkeys(getattr(record, key) for record in records):
-        mine = [record for record in records if getattr(record, key) == name]
-        counted = [record for record in mine if record.counts]
-        rows.append(
-            (
-                name,
-                len(mine),
-                len(counted),
-                sum(r.found for r in counted),
-                sum(r.alone for r in counted),
-            )
-        )
-    return rows
-
-
-def passes(records: Sequence[Record], alarms: Sequence[str]) -> bool:
-    """Whether the targets are reached."""
-    counted = [record for record in records if record.counts]
-    whole = sum(record.found for record in counted) >= LEAST * len(counted)
-    kinds = all(
-        found >= LEAST_KIND * many
-        for _, _, many, found, _ in shares(records, "kind")
-        if many >= FEW
-    )
-    return whole and kinds and not alarms
-
-
-def table(
-    records: Sequence[Record], healthy: int, alarms: Sequence[str], notes: Sequence[str]
-) -> str:
-    """The report in Markdown."""
-    lines = [*notes, ""]
-    for key, title in (("kind", "kind"), ("family", "format")):
-        lines += [
-            f"| {title} | planted | count | found | share | without the source |",
-            "|---|---|---|---|---|---|",
+def _told(item: Record | Looked) -> str:
+    if isinstance(item, Looked):
+        alone = [f"{text} (without the source)" for text in item.alone_errors + item.alone_warnings]
+        parts = [
+            f"healthy {item.healthy} {item.seconds:.1f} s",
+            *item.errors,
+            *item.warnings,
+            *alone,
         ]
-        rows = sorted(shares(records, key)) if key == "family" else shares(records, key)
-        total = ("**all**", *(sum(row[n] for row in rows) for n in range(1, 5)))
-        for name, planted, counted, found, alone in [*rows, total]:
-            share = [f"{part / counted:.0%}" if counted else "" for part in (found, alone)]
-            lines.append(f"| {name} | {planted} | {counted} | {found} | {share[0]} | {share[1]} |")
-        lines.append("")
-    read = [
-        r
-        for r in records
-        if r.reason.startswith(("cannot", "gguf-py cannot")) or "cannot be read" in r.reason
-    ]
-    lines += [
-        f"Of those that count {len(read)} cannot be read or run at all."
-        f" Of {sum(not r.counts for r in records)} harmless ones `verify` objects to"
-        f" {sum(r.found and not r.counts for r in records)}.",
-        f"Healthy artifacts: {healthy}, of which {len(alarms)} raised a false alarm.",
-        *(f"- {alarm}" for alarm in alarms),
-        "",
-    ]
-    missed = [record for record in records if record.counts and not record.found]
-    if missed:
-        lines += [
-            "Not found:",
-            "",
-            "| number | kind | artifact | defect | why it counts |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            "| {} | {} | {} | {} | {} |".format(
-                r.number,
-                r.kind,
-                r.artifact,
-                *(t.replace("|", "/").replace("\n", " ") for t in (r.text, r.reason)),
-            )
-            for r in missed
-        ]
-    return "\n".join(lines).rstrip() + "\n"
+        return "\n  ".join(parts[:6])
+    state = item.said or "MISSED" if item.counts else "harmless"
+    parts = [item.kind, item.artifact, item.text, item.reason, "; ".join(item.texts[:1])]
+    return f"{item.name} {state:8} {item.seconds:4.1f} s {' | '.join(parts)}"
