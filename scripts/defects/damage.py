@@ -40,6 +40,8 @@ class Damage:
             return True
         if self.tensors and not self.several:
             return False
+        if "config.json" in self.others and _spelled("configuration", text):
+            return True
         return finding.check != "logits" and any(_spelled(name, text) for name in self.others)
 
 

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from quantforge.runtime import linear
+from quantforge.verification.findings import Finding
 from quantforge_kernels import reference
-from scripts.defects import artifacts, session
+from scripts.defects import artifacts, mistakes, results, session
 from scripts.defects.artifacts import Healthy
+from scripts.defects.damage import Damage, damage_of
 from scripts.defects.files import Copy
 from scripts.defects.judge import judge
 from tests.conftest import Tiny
-from tests.runs import quantize, recipe
 
-SEED, COUNT = 3, 14  # one of every kind
+SEED = 3
 BASES = {
-    artifacts.CT: ("m", {"method": "awq", "scheme": "int4:g32:sym"}),
-    artifacts.GPTQ: ("q", {"scheme": "int4:g32:asym", "format": "gptq"}),
-    artifacts.GGUF: ("m.gguf", {"type": "Q8_0", "format": "gguf"}),
+    artifacts.CT: ("m", "{plain} --scheme int4:g32:sym"),
+    artifacts.GPTQ: ("q", "{plain} --scheme int4:g32:asym --format gptq"),
+    artifacts.GGUF: ("m.gguf", "{plain} --type Q8_0"),
 }
 
 
@@ -32,9 +34,9 @@ BASES = {
 def bases(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Healthy]:
     source, place = tiny("llama-wide"), tmp_path_factory.mktemp("bases")
     made = []
-    for family, (name, values) in BASES.items():
-        quantize(source, place / name, recipe(**values))
-        made.append(Healthy(name, family, lambda name=name: (place / name, source)))
+    for family, (name, command) in BASES.items():
+        artifacts.by_command(command, source, place / name)
+        made.append(Healthy(name, family, lambda name=name: (place / name, source), command))
     return made
 
 
@@ -45,16 +47,16 @@ def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_defects_that_count_are_found(bases, tmp_path):
-    tried = (session.tried(bases, SEED, number, tmp_path) for number in range(COUNT))
+    names = [f"bundled-{number}" for number in range(len(session.KINDS))]  # one of every kind
+    tried = (session.tried(bases, SEED, name, tmp_path) for name in names)
     records = [record for record in tried if record]
     counted = [record for record in records if record.counts]
-    assert len(counted) >= 6
+    assert len(counted) >= 12
     assert len({record.family for record in counted}) == len(BASES)
     assert [record for record in counted if not record.found] == []
-    assert not any(text.startswith("CRASH") for record in records for text in record.said)
-    assert (
-        Counter(record.alone for record in counted)[True] >= 2
-    )  # some can be known without the source
+    assert not any(text.startswith("CRASH") for record in records for text in record.texts)
+    # Some can be known without the source.
+    assert Counter(record.found_alone for record in counted)[True] >= 2
 
 
 def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp_path):
@@ -63,10 +65,69 @@ def test_nothing_is_said_of_what_is_healthy_and_copies_leave_it_alone(bases, tmp
         copy = Copy(healthy.path, tmp_path / healthy.name)
         assert judge(copy, healthy).reason == ""
         for source in (healthy.source, None):
-            assert session.look(copy.path, source) == (False, [])
+            assert session.findings(copy.path, source) == []
         for name in copy.names():
             copy.write(name, b"")
         assert {path: path.read_bytes() for path in _files(healthy.path)} == before
+
+
+def test_every_kind_of_mistake_changes_an_artifact(bases, tmp_path):
+    """A source with a mistake in it changes the one tensor, in every format, and nothing beside it."""
+    for number, healthy in enumerate(bases):
+        copy = Copy(healthy.path, tmp_path / str(number), healthy.source, healthy.command)
+        assert mistakes.halves(copy, Random(number))
+        assert len(copy.changed) == 1
+        damage = damage_of(copy)
+        own = {name for name in damage.tensors if name.startswith("blk.") or not copy.one_file}
+        assert 1 <= len(own) <= 2, damage
+
+
+@pytest.mark.parametrize(
+    ("where", "detail", "check", "named"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "off", "noise", True),
+        ("blk.1.ffn_up.weight", "off", "noise", True),
+        ("model.layers.11.mlp.up_proj.weight", "off", "noise", False),
+        ("m.gguf", "differs from layers.1.mlp.up_proj", "swapped", True),
+        ("m.gguf", "far from the source", "logits", False),
+        ("m.gguf", "something is off", "noise", False),
+    ],
+)
+def test_a_finding_names_the_tensor_and_not_the_model(where, detail, check, named):
+    damage = Damage(frozenset({"layers.1.mlp.up_proj", "blk.1.ffn_up"}), frozenset({"m.gguf"}))
+    assert damage.named(Finding(check, where, detail)) is named
+
+
+def test_files_are_named_where_no_tensor_is_damaged_or_there_are_several():
+    finding = Finding("unreadable", "model-2.safetensors", "cut off")
+    names = frozenset({"model-2.safetensors"})
+    assert Damage(frozenset(), names).named(finding)
+    assert Damage(frozenset({"layers.0.k_proj"}), names, several=True).named(finding)
+    assert not Damage(frozenset({"layers.0.k_proj"}), names).named(finding)
+    says = Finding("zero-convention", "x.qzeros", "differ from what the configuration says")
+    assert Damage(frozenset(), frozenset({"config.json"})).named(says)
+
+
+def test_targets_are_told_by_name():
+    def record(number: int, said: str, kind: str = "codes") -> session.Record:
+        return session.Record(
+            f"bundled-{number}", kind, "gguf", "a", "t", "why", 0, 1, 0, said, said, [], []
+        )
+
+    good = [record(n, session.ERROR) for n in range(40)]
+    healthy = [session.Looked(str(n), [], [], [], [], 0) for n in range(20)]
+    assert list(results.failures(good, healthy)) == []
+    bad = [record(n, session.UNNAMED, "scales") for n in range(3)]
+    assert list(results.failures([*good, *bad], healthy)) == [
+        "found in bundled models: 93%, at least 95% are wanted"
+    ]
+    warned = [session.Looked(str(n), [], ["w"], [], [], 0) for n in range(3)]
+    failed = [session.Looked("x", ["e"], [], [], [], 0)]
+    assert list(results.failures(good, [*healthy, *warned, *failed])) == [
+        "1 healthy artifacts with an error, none is wanted",
+        "healthy artifacts with a warning: 12%, at most 10% are wanted",
+    ]
+    assert "| codes | 40 | 40 | 40 | 100% | 100% | 0% | 100% |" in results.table(good, healthy, [])
 
 
 @pytest.mark.parametrize(
