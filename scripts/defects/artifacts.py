@@ -167,7 +167,6 @@ MADE: tuple[tuple[str, str, str, str], ...] = (
     (CT8, RELEASED, "rtn-int8-g64", "{plain} --scheme int8:g64:asym --scales absmax"),
     (FP, RELEASED, "fp8-dynamic", "{plain} --scheme FP8_DYNAMIC"),
     ("", RELEASED, "fp8-block", "{rtn} --scheme FP8_BLOCK"),
-    (TILES, RELEASED, "fp8-tiles", "{plain} --scheme FP8_BLOCK --format fp8"),
     (MX, RELEASED, "mxfp4", "{plain} --scheme MXFP4 --scales absmax"),
     ("", RELEASED, "mxfp8", "{rtn} --scheme mxfp8"),
     (NV, RELEASED, "nvfp4", "{plain} --scheme NVFP4 --scales absmax"),

@@ -25,7 +25,7 @@ RELEASED_ARTIFACT = f"{RELEASED}/rtn-int4-g64-absmax"
 def costs(work: Path, gigabytes: float) -> Iterator[str]:
     """Measure; a table in Markdown, line by line."""
     (released,) = Shop(work).all(only=RELEASED_ARTIFACT)
-    yield "| `verify --source --threads 1` of | exit code | processor time | highest memory |"
+    yield "| `verify --source`, one thread, of | exit code | processor time | highest memory |"
     yield "|---|---|---|---|"
     yield _row(released.name, released.path, released.source)
     for size in (gigabytes / 4, gigabytes) if gigabytes else ():
