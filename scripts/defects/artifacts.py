@@ -238,6 +238,7 @@ MADE: tuple[tuple[str, str, str, str], ...] = (
 # Artifacts of other tools that are kept with the tests, and the families of those that are damaged.
 PEERS = {"gptqmodel-desc-act": GPTQ, "gptqmodel-awq": AWQ, "mlx-4bit": MLX, "llmc-w8a8-smooth": CT8,
          "llama.cpp-q8_0": GGUF, "bnb-nf4": BNB, "llmc-fp8-block": FP, "autoround-asym": GPTQ}  # fmt: skip
+Maker = Callable[[], tuple[Path, Path]]  # returns the paths of an artifact and its source
 TRAINED = ("wren", "demo", "wren-outlier", "zeros", RELEASED)
 
 
@@ -254,7 +255,7 @@ class Healthy:
 
     name: str
     family: str
-    make: Callable[[], tuple[Path, Path]]
+    make: Maker
     command: str = ""
 
     @property
@@ -307,7 +308,7 @@ class Shop:
         make = makers.get(name) or (lambda place: make_tiny(name, place))
         return self._once(self._work / "models" / name, make)
 
-    def _ours(self, source: str, name: str, command: str) -> Callable[[], tuple[Path, Path]]:
+    def _ours(self, source: str, name: str, command: str) -> Maker:
         @cache
         def make() -> tuple[Path, Path]:
             folder, model = self._work / "healthy" / source, self.model(source)
@@ -320,9 +321,7 @@ class Shop:
 
         return make
 
-    def _other(
-        self, name: str, make: Callable[[Path, Path], object]
-    ) -> Callable[[], tuple[Path, Path]]:
+    def _other(self, name: str, make: Callable[[Path, Path], object]) -> Maker:
         @cache
         def made() -> tuple[Path, Path]:
             model = self.model(name.partition("/")[0])
@@ -332,7 +331,7 @@ class Shop:
 
         return made
 
-    def _peer(self, name: str) -> Callable[[], tuple[Path, Path]]:
+    def _peer(self, name: str) -> Maker:
         from tests import peers
 
         @cache
@@ -341,7 +340,8 @@ class Shop:
             model = self._once(
                 self._work / "models" / f"peers-{source}", lambda place: peers.make(source, place)
             )
-            (kept,) = (path for path in peers.FIXTURES.glob(f"{name}*") if path.suffix != ".json")
+            folder = peers.FIXTURES / name
+            kept = folder if folder.is_dir() else folder.with_name(f"{name}.gguf")
             # A copy beside the damaged ones, so that links can be made.
             copy = shutil.copytree if kept.is_dir() else shutil.copy
             return self._once(

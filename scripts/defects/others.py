@@ -107,7 +107,7 @@ def _ggml(kind: str, number: int) -> Callable[[Path, Path], Path]:
 
 def _published(source: Path, out: Path) -> None:
     """Copy the file that the released model was published as; its source was decoded from it."""
-    shutil.copy(source.parents[1] / f"{source.name}.gguf", out)
+    shutil.copy(source.with_name(f"{source.name}.gguf"), out)
 
 
 OTHERS: dict[str, Callable[[Path, Path], object]] = {
