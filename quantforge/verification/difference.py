@@ -26,8 +26,8 @@ from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
-from quantforge.verification.beside.facts import HELD
 from quantforge.verification.opening import Original, open_source
+from quantforge.verification.side_files import STORAGE_KEYS
 from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"
@@ -161,7 +161,7 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
 
 
 # Entries of a configuration on how weights are stored, of which the tensors themselves tell.
-STORAGE = HELD | {"dtype", "torch_dtype"}
+STORAGE = STORAGE_KEYS | {"dtype", "torch_dtype"}
 
 
 def _uncompared(one: Checkpoint, other: Checkpoint, names: Set[str], both: Set[str]) -> Set[str]:

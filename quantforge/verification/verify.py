@@ -12,13 +12,11 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
-from quantforge.verification.beside.file_type import check_file_type
-from quantforge.verification.beside.foreign import check_foreign
-from quantforge.verification.beside.tower_file import check_tower
-from quantforge.verification.beside.within import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, NUMBERS, Report
 from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
+from quantforge.verification.gguf_keys import check_file_type, check_gguf_keys, check_tower
+from quantforge.verification.loaded_files import check_foreign
 from quantforge.verification.numbers import Numbers
 from quantforge.verification.opening import (
     Artifact,
@@ -30,7 +28,7 @@ from quantforge.verification.opening import (
     open_artifact,
     open_source,
 )
-from quantforge.verification.side_files import check_side_files
+from quantforge.verification.side_files import check_side_files, check_within
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tuned_gains import TuningStated
 from quantforge.verification.zeros import stated_zeros
@@ -101,6 +99,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.skip("no source was named (--source)", *COMPARED)
     elif source is not None:
         check_side_files(report, artifact, source)
+        check_gguf_keys(report, artifact, source)
     with phase("running the source" if source and options.forward else "", 0.25):
         observed = _observed(report, artifact, source, options)
     inputs = observed.inputs if observed else None

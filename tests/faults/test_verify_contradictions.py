@@ -164,8 +164,6 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "targeted, and plain": (INT4, plainly, "declares that it is"),
     "packed, and no group's": (INT4, group(targets=[UP]), "no config group"),
     "two groups of one module": (INT4, second_group("re:.*(up|gate)_proj", input_activations=CACHE), "int4"),
-    "two patterns that differ": (INT4, both(
-        group(targets=["re:.*proj"]), second_group(UP, format="mixed-precision")), "2 config groups"),
     # how they are stored
     "packed in a format of plain codes": (INT4, kind("naive-quantized"), "is packed"),
     "plain in a packed format": (INT8, kind("pack-quantized"), "is not packed"),
@@ -176,7 +174,6 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "one scale for a row": (INT4, weights(strategy="channel", group_size=None), "asks for"),
     "asymmetric without zero points": (INT4, weights(symmetric=False), "weight_zero_point"),
     "symmetric with zero points": (ASYM, weights(symmetric=True), "weight_zero_point"),
-    "zero points of another type": (ASYM, weights(zp_dtype="torch.uint8"), "zp_dtype"),
     "nvfp4 without its divisor": (NVFP4, without("up_proj.weight_global_scale"), "weight_global_scale"),
     "mxfp4 with a divisor": (MXFP4, added(f"{UP}.weight_global_scale", torch.ones(1)), "weight_global_scale"),
     "static inputs without their scales": (INT8, inputs(dynamic=False, strategy="tensor"), "input_scale"),
@@ -188,12 +185,9 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "an index that no order announces": (INT4, index(lambda i: i.flip(0)), "runs of columns"),
     "an index beside no order": (INT4, both(weights(actorder=None), index(lambda i: i.flip(0), UP)), "runs of columns"),
     "an index that is too short": (INT4, both(weights(actorder="group"), index(lambda i: i[:16])), "I32 [16]"),
-    # cache and status
+    # the cache
     "a cache without scales": (INT4, said(kv_cache_scheme=CACHE), "scales of the KV cache are missing"),
     "scales without a cache": (FP8, said(kv_cache_scheme=None), "kv_cache_scheme is missing"),
-    "a status that is not compressed": (INT4, said(quantization_status="frozen"), "quantization_status"),
-    "no status": (INT4, unsaid("quantization_status"), "quantization_status"),
-    "another status": (INT4, said(quantization_status="initialized"), "quantization_status"),
     # GPTQ and AWQ
     "desc_act without g_idx": (GPTQ, both(alone, said(desc_act=True), without(".g_idx")), "g_idx is missing"),
     "desc_act, one g_idx missing": (ORDERED, both(alone, without("up_proj.g_idx")), "g_idx is missing"),
@@ -213,9 +207,9 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     # other homes of the same
     "a copy with other groups": (GPTQ, file(COPY, group_size=128), COPY),
     "a copy with another order": (GPTQ, file(COPY, desc_act=True), COPY),
-    "a copy with rules of its own": (GPTQ, file(COPY, dynamic={"-:.*up_proj": {}}), "this file alone"),
-    "a copy without the rules": (SKIPPED, file(COPY, dynamic=None), "config.json alone"),
-    "a copy without the width": (GPTQ, file(COPY, bits=None), "config.json alone"),
+    "a copy with rules of its own": (GPTQ, file(COPY, dynamic={"-:.*up_proj": {}}), "config.json has None"),
+    "a copy without the rules": (SKIPPED, file(COPY, dynamic=None), "dynamic = None"),
+    "a copy without the width": (GPTQ, file(COPY, bits=None), "bits = None"),
     "AWQ's old file": (AWQ, file("quant_config.json", zero_point=False, q_group_size=32, w_bit=4), "zero_point"),
     "a description for other engines": (GPTQ,
         file("hf_quant_config.json", quantization={"quant_algo": "FP8"}), "hf_quant"),

@@ -84,7 +84,7 @@ def test_what_the_source_has_is_its_business(model, source, tmp_path):
         (place / "modeling_x.py").write_text("x = 1")
     assert found(model, source) == {}
     (model / "modeling_x.py").write_text("x = 2")
-    assert "not the source's" in found(model, source)["modeling_x.py"].detail
+    assert "differs from the source's" in found(model, source)["modeling_x.py"].detail
 
 
 def test_a_name_is_not_printed_raw(model, source):
@@ -98,6 +98,15 @@ def test_weights_of_the_source_beside_the_quantized_ones_are_a_warning(model, so
     for place in (model, source):
         (place / "pytorch_model.bin").write_bytes(b"0")
     assert found(model, source)["pytorch_model.bin"].severity is Severity.WARNING
+
+
+def test_a_template_or_vocabulary_is_ordinary_without_a_source_and_compared_with_one(model, source):
+    (model / "chat_template.jinja").write_text("{{ 'visit' }}")
+    report = verify(model, VerificationOptions(source, forward=False))
+    assert [(item.where, item.severity) for item in report.findings] == [
+        ("chat_template.jinja", Severity.ERROR)
+    ]
+    assert not verify(model, VerificationOptions(forward=False)).findings
 
 
 def test_a_card_is_neither_obeyed_nor_printed(model, source):

@@ -13,11 +13,15 @@ import pytest
 from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
-from quantforge.verification.beside.file_type import check_file_type
-from quantforge.verification.beside.gguf_defaults import obeyed
-from quantforge.verification.beside.gguf_keys import check_gguf_keys, expected_keys, key_differences
-from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import open_artifact, open_source
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.gguf_keys import (
+    check_file_type,
+    check_gguf_keys,
+    expected_keys,
+    key_differences,
+    obeyed,
+)
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export
@@ -99,15 +103,17 @@ def test_every_changed_added_or_missing_key_is_found(family, made):
         "value_length", "scores", "pre", "eot_token_id",
     }  # fmt: skip
     arch = own["general.architecture"]
-    for key, value in {
-        f"{arch}.rope.scaling.factor": 4.0, f"{arch}.expert_count": 2 if family != "qwen3_moe" else 5,
-        f"{arch}.added": 1, "tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.precompiled_charsmap": [1],
-        "tokenizer.chat_template.tool": "{{ x }}", "general.sampling.temp": 2.0, f"{arch}.logit_scale": 2.0,
-        "tokenizer.ggml.add_sep_token": True,
-    }.items():  # fmt: skip
-        assert list(key_differences({**own, key: value}, expected)), key
-    for key in ("general.description", "quantforge.version", "quantize.imatrix.dataset"):
-        assert list(key_differences({**own, key: "x"}, expected)) == []
+    more = 2 if family != "qwen3_moe" else 5
+    for key, value, severity in (
+        (f"{arch}.rope.scaling.factor", 4.0, "error"), (f"{arch}.expert_count", more, "error"),
+        (f"{arch}.logit_scale", 2.0, "error"), ("tokenizer.ggml.eot_token_id", 5, "error"),
+        ("tokenizer.ggml.precompiled_charsmap", [1], "error"), ("tokenizer.ggml.add_sep_token", True, "error"),
+        ("tokenizer.chat_template.tool", "{{ x }}", "error"), ("general.sampling.temp", 2.0, "warning"),
+        (f"{arch}.added", 1, "warning"), ("general.description", "x", None), ("quantforge.version", "x", None),
+        ("quantize.imatrix.dataset", "x", None),
+    ):  # fmt: skip
+        found = [level for _, level in key_differences({**own, key: value}, expected)]
+        assert found == ([severity] if severity else []), key
 
 
 def test_scores_count_by_their_order(made):

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.beside import tokenizer_tree as tokenizers
-from quantforge.verification.beside.facts import Beside, Pair
-from quantforge.verification.beside.generation import check_generation
-from quantforge.verification.beside.model_configuration import check_configuration
-from quantforge.verification.beside.processors import check_processors
-from quantforge.verification.beside.quantization import contradictions, disagreements
-from quantforge.verification.beside.templates import check_templates
-from quantforge.verification.findings import Report, Severity
+from quantforge.verification.findings import Report
+from quantforge.verification.loaded_files import REPEATED
+from quantforge.verification.side_files import (
+    Pair,
+    SideFiles,
+    compare_files,
+    contradictions_of,
+    disagreements,
+    quantization_contradictions,
+)
 from tests import peers
 from tests.faults.test_verify_configuration import changed, places
 
@@ -42,26 +44,18 @@ def files() -> dict[str, bytes]:
     return {**found, **ADDED}
 
 
-def beside(files: dict[str, bytes]) -> Beside:
+def side_files(files: dict[str, bytes]) -> SideFiles:
     rest = {name: data for name, data in files.items() if name != CONFIG}
-    return Beside(json.loads(files[CONFIG]), rest)
+    return SideFiles(json.loads(files[CONFIG]), rest)
 
 
-def told(own: Beside, other: Beside, monkeypatch) -> Report:
-    monkeypatch.setattr(tokenizers, "rebuilt", lambda source: {})
-    report, pair = Report(peers.FIXTURES), Pair(own, other, "gptq")
-    for check in (check_configuration, check_generation, check_templates, check_processors):
-        check(report, pair)
-    tokenizers.check_tokenizer(report, pair, peers.FIXTURES)
-    texts = [
-        text
-        for name in tokenizers.REPEATED & own.files.keys()
-        for text in tokenizers.contradicting(own, name)
-    ]
-    texts += [
-        *contradictions(own.config, own.tensors),
-        *disagreements(own.quantization, other.config),
-    ]
+def told(own: SideFiles, other: SideFiles) -> Report:
+    report = Report(peers.FIXTURES)
+    compare_files(report, Pair(own, other, "gptq"))
+    texts = [text for name in REPEATED & own.files.keys() for text in contradictions_of(own, name)]
+    texts += quantization_contradictions(own.config, own.tensors)
+    copy = own.config.get("quantization_config")
+    texts += disagreements(copy if isinstance(copy, dict) else {}, other.config)
     for text in texts:
         report.add("settings", CONFIG, text)
     return report
@@ -78,7 +72,7 @@ def told(own: Beside, other: Beside, monkeypatch) -> Report:
         *ADDED,
     ],
 )
-def test_no_value_breaks_it(name, files, monkeypatch):
+def test_no_value_breaks_it(name, files):
     chosen = random.Random(name)
     document = json.loads(files[name])
     found = [
@@ -89,18 +83,5 @@ def test_no_value_breaks_it(name, files, monkeypatch):
     for path in chosen.sample(found, min(len(found), 25)):
         for value in chosen.sample(ODD, 2):
             own = {**files, name: json.dumps(changed(document, path, value)).encode()}
-            report = told(beside(own), beside(files), monkeypatch)
+            report = told(side_files(own), side_files(files))
             assert all(f"{item.where}{item.detail}".isprintable() for item in report.findings), path
-
-
-def test_settings_of_a_processor_are_compared(files, monkeypatch):
-    other = beside(files)
-    for text, severity in (
-        ('{"a": {"b": 2}, "chat_template": "x"}', Severity.ERROR),
-        ('{"a": {"b": 1}, "chat_template": "x", "c": 1}', Severity.WARNING),
-        ('{"a": {}, "chat_template": "x"}', Severity.ERROR),
-        ('{"a": {"b": 1}, "chat_template": "y"}', Severity.ERROR),
-    ):
-        own = {**files, "processor_config.json": text.encode()}
-        (item,) = told(beside(own), other, monkeypatch).findings
-        assert (item.where, item.severity) == ("processor_config.json", severity)

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.beside import tokenizer_tree as tokenizers
-from quantforge.verification.beside.facts import Beside, Pair
-from quantforge.verification.beside.generation import check_generation
-from quantforge.verification.beside.templates import check_templates
+from quantforge.verification import side_files
 from quantforge.verification.findings import Report
+from quantforge.verification.side_files import Pair, SideFiles, compare_files
 from tests import gguf_models
 from tests.faults.test_verify_configuration import changed, other_than, places
 
@@ -72,26 +70,24 @@ def released(tmp_path_factory):
     return make
 
 
-def read(place: Path) -> Beside:
+def read(place: Path) -> SideFiles:
     files = {
         path.relative_to(place).as_posix(): path.read_bytes()
         for path in place.rglob("*")
         if path.is_file()
     }
-    return Beside(json.loads(files.pop("config.json", b"{}")), files)
+    return SideFiles(json.loads(files.pop("config.json", b"{}")), files)
 
 
 def told(own: dict[str, bytes], source: Path) -> list[str]:
+    """What is found; warnings begin with a question mark."""
     other = read(source)
     report = Report(source)
-    pair = Pair(Beside(other.config, own), other)
-    tokenizers.check_tokenizer(report, pair, source)
-    check_templates(report, pair)
-    check_generation(report, pair)
-    for name in tokenizers.REPEATED & own.keys():
-        for text in tokenizers.contradicting(pair.own, name):
-            report.add("settings", name, text)
-    return [f"{item.where}: {item.detail}" for item in report.findings]
+    compare_files(report, Pair(SideFiles(other.config, own), other))
+    return [
+        f"{'?' * (item.severity == 'warning')}{item.where}: {item.detail}"
+        for item in report.findings
+    ]
 
 
 def edited(files: dict[str, bytes], name: str, **values: Any) -> dict[str, bytes]:
@@ -107,43 +103,41 @@ def test_what_transformers_saves_means_the_same(name, released, tmp_path):
     assert told(read(tmp_path).files, source) == []
 
 
-# Equal in every reader without it, or what readers are known not to obey.
-MAY_GO = {
-    "add_bos_token",
-    "add_eos_token",
-    "legacy",
-    "sp_model_kwargs",
-    "added_tokens_decoder",
-    "is_local",
-    "version",
-}
+# Settings that are added, and whether transformers reads something else by them.
+ADDED: dict[str, tuple[Any, bool]] = {
+    "eos_token": ("<s>", True), "unk_token": ("a", True), "pad_token": ("a", True), "model_max_length": (16, True),
+    "padding_side": ("left", True), "truncation_side": ("left", True), "clean_up_tokenization_spaces": (False, True),
+    "auto_map": ({"AutoTokenizer": ["x.Y", None]}, True), "extra_special_tokens": (["a"], True),
+    "added_tokens_decoder": ({"5": {"content": "a", **_TOKEN, "special": True}}, True),
+    "split_special_tokens": (True, True), "added_by_nobody": (1, False), "name_or_path": ("x", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ADDED)
+def test_a_setting_of_a_tokenizer_is_an_error_if_it_is_read_otherwise(key, released):
+    source = released("llama3")
+    value, differs = ADDED[key]
+    found = told(edited(read(source).files, CONFIG, **{key: value}), source)
+    assert all(item.startswith(CONFIG) for item in found), found
+    assert bool(found) == differs, found
+
+
+def test_one_of_the_source_s_tokens_may_pad(released):
+    source = released("llama3")
+    assert told(edited(read(source).files, CONFIG, pad_token="</s>"), source) == []
+
+
 SAMPLED = {"vocab", "merges"}
 
 
-@pytest.mark.parametrize("name", ["llama2", "qwen2"])
-def test_every_changed_or_missing_setting_of_a_tokenizer_is_found(name, released):
-    source = released(name)
-    files = read(source).files
-    settings = json.loads(files[CONFIG])
-    for path in places(settings):
-        if "__type" in path:
-            continue
-        value: Any = settings
-        for key in path:
-            value = value[key]
-        own = changed(settings, path, other_than(value))
-        assert told({**files, CONFIG: json.dumps(own).encode()}, source), path
-    for key in ("eos_token", "model_max_length", "clean_up_tokenization_spaces"):
-        own = changed(settings, (key,))
-        assert (
-            told({**files, CONFIG: json.dumps(own).encode()}, source) or settings[key] is False
-        ), key
-    assert told(edited(files, CONFIG, auto_map={"AutoTokenizer": ["x.Y", None]}), source)
-    assert told(edited(files, CONFIG, added_by_nobody=1), source)
-
-
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
-def test_every_place_of_a_tokenizer_is_compared(name, released):
+def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
+    """Also without transformers, which reads some places from the class of a family."""
+
+    def unread(side: SideFiles) -> Any:
+        raise side_files.DocumentError("unread")
+
+    monkeypatch.setattr(side_files, "_load_tokenizer", unread)
     source = released(name)
     other = read(source)
     tree = json.loads(other.files[NAME])
@@ -156,13 +150,9 @@ def test_every_place_of_a_tokenizer_is_compared(name, released):
         value: Any = tree
         for key in path:
             value = value[key]
-        own = json.dumps(changed(tree, path, other_than(value))).encode()
-        pair = Pair(Beside(other.config, {**other.files, NAME: own}), other)
-        try:
-            found: Any = tokenizers.tokenizer_changes(pair)
-        except ValueError as error:
-            found = [error]
-        assert found, path
+        if value not in (None, False, [], ""):
+            own = json.dumps(changed(tree, path, other_than(value))).encode()
+            assert told({**other.files, NAME: own}, source), path
 
 
 TREES: dict[str, Any] = {
@@ -242,13 +232,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "what does nothing": ({"eos_token_id": [1, 2], "num_beams": 1, "use_cache": True, "top_p": 1.0}, True),
     "one end less": ({"eos_token_id": 1}, False),
     "another end": ({"eos_token_id": [1, 3]}, False),
-    "sampling": ({"do_sample": True}, False),
-    "a temperature": ({"temperature": 1.5}, False),
-    "a limit": ({"max_new_tokens": 1}, False),
-    "forbidden words": ({"bad_words_ids": [[5]]}, False),
-    "code": ({"custom_generate": "x/y"}, False),
-    "a padding token": ({"pad_token_id": 1}, True),
-    "a strange padding token": ({"pad_token_id": 5}, False),
+    "sampling": ({"eos_token_id": [1, 2], "do_sample": True}, False),
+    "a temperature": ({"eos_token_id": [1, 2], "temperature": 1.5}, False),
+    "a limit": ({"eos_token_id": [1, 2], "max_new_tokens": 1}, False),
+    "forbidden words": ({"eos_token_id": [1, 2], "bad_words_ids": [[5]]}, False),
+    "code": ({"eos_token_id": [1, 2], "custom_generate": "x/y"}, False),
+    "a padding token": ({"eos_token_id": [1, 2], "pad_token_id": 1}, True),
+    "no end": ({"top_p": 1.0}, False),
+    "a strange padding token": ({"eos_token_id": [1, 2], "pad_token_id": 5}, False),
 }  # fmt: skip
 
 
@@ -262,7 +253,16 @@ def test_settings_of_generation_are_those_of_the_configuration_where_the_source_
     assert (found == []) == healthy, found
 
 
-def test_a_source_that_its_library_cannot_read_is_compared_as_it_stands(released, tmp_path):
+@pytest.mark.parametrize("key", ["added_by_nobody", "custom_generate"])
+def test_a_setting_of_generation_that_nothing_reads_is_a_warning_and_code_an_error(key, released):
+    source = released("gpt2")
+    (found,) = told(
+        edited(read(source).files, GENERATION, eos_token_id=[1, 2], **{key: "x/y"}), source
+    )
+    assert found.startswith("?") == (key == "added_by_nobody")
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_compared_as_it_stands(released, tmp_path):
     source = released("llama3")
     tree = json.loads((source / NAME).read_text())
     tree["model"].update(
@@ -271,4 +271,29 @@ def test_a_source_that_its_library_cannot_read_is_compared_as_it_stands(released
     (tmp_path / NAME).write_text(json.dumps(tree))
     (tmp_path / CONFIG).write_bytes((source / CONFIG).read_bytes())
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    assert tokenizers.rebuilt(tmp_path) == {}
+    files = read(tmp_path).files
+    found = told(edited(files, CONFIG, eos_token="<s>"), tmp_path)
+    assert len(found) == 1
+    assert "eos_token = '<s>'" in found[0]
+    assert any("cannot load it" in item for item in told(files, source))
+
+
+def test_settings_of_a_processor_are_compared(released):
+    source = released("llama3")
+    name = "processor_config.json"
+    before = read(source)
+    text = '{"a": {"b": 1}, "chat_template": "x"}'
+    other = SideFiles(before.config, {**before.files, name: text.encode()})
+    for own, severity in (
+        ('{"a": {"b": 1}, "chat_template": "x", "c": null}', None),
+        ('{"a": {"b": 2}, "chat_template": "x"}', "error"),
+        ('{"a": {"b": 1}, "chat_template": "x", "c": 1}', "warning"),
+        ('{"a": {}, "chat_template": "x"}', "error"),
+        ('{"a": {"b": 1}, "chat_template": "y"}', "error"),
+    ):
+        report = Report(source)
+        compare_files(
+            report, Pair(SideFiles(other.config, {**other.files, name: own.encode()}), other)
+        )
+        found = [(item.where, item.severity) for item in report.findings]
+        assert found == ([(name, severity)] if severity else [])

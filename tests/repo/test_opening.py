@@ -43,9 +43,9 @@ EXCEPTIONS = {
         "transformers.AutoTokenizer.from_pretrained",
     ): "likewise",
     (
-        "quantforge.verification.beside.tokenizer_tree",
+        "quantforge.verification.side_files",
         "AutoTokenizer.from_pretrained",
-    ): "a source whose tokenizer was read through the Opener just before",
+    ): "a folder of copies of what the Opener read",
 }
 
 

@@ -27,9 +27,8 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.runtime.text_side import text_side
 from quantforge.settings import Settings
-from quantforge.verification.beside.facts import Beside, Pair
-from quantforge.verification.beside.templates import check_templates
 from quantforge.verification.findings import Report
+from quantforge.verification.side_files import Pair, SideFiles, check_templates
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
@@ -141,10 +140,10 @@ def test_the_templates_of_a_file_are_compared_with_those_that_transformers_takes
         (own, []),
         ({**own, "additional_chat_templates/a_b.jinja": b"x"}, ["a_b"]),
         ({"chat_template.jinja": b"default"}, ["is missing"]),
-        ({**own, "additional_chat_templates/more.jinja": b"m"}, ["the source does not have"]),
+        ({**own, "additional_chat_templates/more.jinja": b"m"}, ["does not exist in the source"]),
     ):
         report = Report(Path())
-        check_templates(report, Pair(Beside({}, files), Beside({}, source)), restated=True)
+        check_templates(report, Pair(SideFiles({}, files), SideFiles({}, source)), keys=True)
         assert len(report.findings) == len(found)
         assert all(part in one.detail for one, part in zip(report.findings, found, strict=True))
 

@@ -1,0 +1,304 @@
+"""The keys of a GGUF file against those that follow from the source, in both directions.
+
+What is expected is derived as when a file is written (`parameters`, `vocabulary`). Other converters leave out what
+llama.cpp assumes anyway, or write it down: `defaults` has these values. A key of another value is an error; a key that
+follows from nothing in the source and that llama.cpp is not known to obey is a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantforge.architectures.match import Role
+from quantforge.checkpoint.publish_file import projector_name
+from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf import mixture
+from quantforge.formats.gguf.families import family_of
+from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
+from quantforge.formats.gguf.nearest_mixture import distances, in_blocks
+from quantforge.formats.gguf.parameters import Parameters, parameters
+from quantforge.formats.gguf.parsing import GgufFile, read_gguf
+from quantforge.formats.gguf.projector_file import projector_file
+from quantforge.formats.gguf.projector_keys import ARCH
+from quantforge.formats.gguf.source import GgufCheckpoint
+from quantforge.formats.gguf.special import begins_by_default
+from quantforge.formats.gguf.vocabulary import Kind, vocabulary
+from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.findings import Report, Severity
+from quantforge.verification.side_files import ABSENT, at, plain, same, shown
+
+TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+SCORES, MERGES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.pre"
+FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
+# Read by people, or checked by the reader of the file or by `check_file_type`.
+_NOT_OBEYED = re.compile(
+    r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|license.*|url|doi"
+    r"|uuid|repo_url|source\..*|base_model\..*|dataset\..*|tags|languages|file_type|quantization_version|alignment)"
+    r"|split\..*|quantize\.imatrix\..*|quantforge\..*"
+)
+# Roles of tokens that text generation does not use: a file may name them or not.
+_OPTIONAL = {
+    f"tokenizer.ggml.{role}_token_id" for role in ("unknown", "padding", "seperator", "mask", "eot")
+}
+# Names of pre-tokenizers that llama.cpp treats alike.
+_ALIKE = ({"llama-bpe", "llama3", "llama-v3"}, {"gpt-2", "phi-2"}, {"qwen2", "deepseek-r1-qwen"}, {"gpt-4o", "llama4"},
+          {"default", ""})  # fmt: skip
+_LOOKS_SPECIAL = re.compile(r"<.*>|\[.*\]|\uff5c.*")
+
+
+def obeyed(key: str) -> bool:
+    """Return whether llama.cpp, or what reads a file before it, goes by a key."""
+    return not _NOT_OBEYED.fullmatch(key)
+
+
+def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what llama.cpp assumes for keys that a file with these ``keys`` leaves out."""
+    arch = keys.get("general.architecture")
+
+    def of(key: str, otherwise: Any = ABSENT) -> Any:
+        return keys.get(f"{arch}.{key}", otherwise)
+
+    kind, words = keys.get("tokenizer.ggml.model"), keys.get(TOKENS)
+    pieces = kind == "llama"  # of sentencepiece
+    heads, width = of("attention.head_count"), of("embedding_length")
+    numbers = isinstance(heads, int) and isinstance(width, int) and heads > 0
+    head = width // heads if numbers else ABSENT
+    model = {
+        "attention.head_count_kv": heads, "attention.key_length": head, "attention.value_length": head,
+        "rope.dimension_count": of("attention.key_length", head), "rope.freq_base": 10000.0,
+        "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.finetuned": True, "rope.scaling.original_context_length": of("context_length"),
+        "vocab_size": len(words) if isinstance(words, list) else ABSENT, "expert_count": 0, "expert_used_count": 0,
+        "attention.sliding_window": 0, "tensor_data_layout": "", "attention.causal": True, "pooling_type": 0,
+        "use_parallel_residual": True, "attention.scale": 0.0, "logit_scale": 0.0, "attn_logit_softcapping": 0.0,
+        "final_logit_softcapping": 0.0, "expert_weights_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0,
+    }  # fmt: skip
+    tokenizer: dict[str, Any] = {
+        "add_space_prefix": pieces, "add_bos_token": begins_by_default(str(kind), str(keys.get(PRE, ABSENT))),
+        "add_eos_token": False, "add_sep_token": False, "token_type_count": 0, "remove_extra_whitespaces": False,
+        "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if pieces else 11,
+        "eos_token_id": 2 if pieces else 11, "eot_token_id": ABSENT, **({"unknown_token_id": 0} if pieces else {}),
+    }  # fmt: skip
+    found = {f"{arch}.{key}": value for key, value in model.items()}
+    found |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    return {**found, "general.type": "model"}
+
+
+def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> None:
+    """Report every key of a GGUF file that says something else than the source, and the tower beside it."""
+    checkpoint = artifact.checkpoint
+    if report.path.is_dir():
+        return
+    check_tower(report, source)
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return
+    file, name = checkpoint.file, report.path.name
+    try:
+        expected, computed = expected_keys(file, source)
+    except (InputError, RefusedError) as error:
+        text = f"the keys of a GGUF file cannot be derived from the source: {plain(error.message)}"
+        report.skip(text, "keys")
+        return
+    own = {key: value.value for key, value in file.metadata.items()}
+    for text, severity in key_differences(own, expected):
+        report.add("keys", name, text, severity)
+    if computed is None:
+        return
+    _check_frequencies(report, file, computed)
+    for tensor in artifact.matched.tensors:
+        if tensor.name not in source.matched.by_name and tensor.role is not Role.HEAD:
+            report.add(
+                "keys",
+                plain(tensor.stored.name),
+                "the source has no such tensor, llama.cpp uses it",
+            )
+
+
+def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Parameters | None]:
+    """Return the keys that follow from the source, and what is computed from its configuration.
+
+    Raises:
+        InputError, RefusedError: as `parameters` and `vocabulary`.
+    """
+    checkpoint = source.checkpoint
+    if isinstance(checkpoint, GgufCheckpoint):
+        stored = checkpoint.file.metadata.items()
+        return {key: value.value for key, value in stored if obeyed(key)}, None
+    config = source.matched.config
+    family = family_of(config)
+    found = parameters(config, family)
+    rows = next(t.stored.shape[0] for t in source.matched.tensors if t.role is Role.EMBEDDING)
+    try:
+        words = vocabulary(checkpoint.path, rows, config)
+    except RefusedError:
+        words = vocabulary(checkpoint.path, rows, config, file.value(PRE, str, "default"))
+    values = {key: value.value for key, value in (found.keys | words.keys()).items()}
+    listed = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    return {"general.architecture": family.arch, **listed}, found
+
+
+def key_differences(
+    own: Mapping[str, Any], expected: Mapping[str, Any]
+) -> Iterator[tuple[str, Severity]]:
+    """Yield a message and its severity for every key that makes llama.cpp read something else."""
+    assumed = defaults({**expected, **own})
+    for key in dict.fromkeys((*expected, *own)):
+        if not obeyed(key):
+            continue
+        default = assumed.get(key, ABSENT)
+        if key not in own:
+            if key not in _OPTIONAL and not same(default, expected[key]):
+                yield (
+                    f"{plain(key)} is missing, the source has {shown(expected[key])}",
+                    Severity.ERROR,
+                )
+        elif key not in expected:
+            if not same(default, own[key]):
+                known = key in assumed or key.startswith("tokenizer.chat_template")
+                why = "llama.cpp obeys it" if known else "llama.cpp may obey it"
+                yield (
+                    f"{plain(key)} = {shown(own[key])} does not follow from the source; {why}",
+                    Severity.ERROR if known else Severity.WARNING,
+                )
+        elif difference := _difference(key, own, expected[key]):
+            yield f"{plain(key)}: {difference}", Severity.ERROR
+
+
+def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
+    """Describe how a key differs, "" if both values mean the same to llama.cpp."""
+    own, tokens = keys[key], keys.get(TOKENS)
+    if key in {TOKENS, KINDS, MERGES} and isinstance(own, list) and isinstance(other, list):
+        if len(own) != len(other):
+            return f"{len(own)} entries, the source has {len(other)}"
+        differ = [n for n, (a, b) in enumerate(zip(own, other, strict=True)) if a != b]
+        if key == KINDS:  # other converters mark tokens as control tokens by their looks
+            differ = [n for n in differ if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)
+                      or not _LOOKS_SPECIAL.fullmatch(str(at(tokens, [str(n)])))]  # fmt: skip
+        if not differ:
+            return ""
+        text = f"{shown(own[differ[0]])} at {differ[0]}, the source has {shown(other[differ[0]])}"
+        return f"{len(differ)} entries differ, e.g. {text}"
+    if key == SCORES:
+        return "" if _same_order(own, other, keys) else "other pieces would be joined first"
+    if key == PRE and any(
+        own in group and other in group for group in _ALIKE if isinstance(own, str)
+    ):
+        return ""
+    if isinstance(own, str) and isinstance(other, str) and "chat_template" in key:
+        own, other = own.removesuffix("\n"), other.removesuffix("\n")
+    return "" if same(own, other) else f"{shown(own)}, the source has {shown(other)}"
+
+
+def _same_order(own: Any, other: Any, keys: Mapping[str, Any]) -> bool:
+    """Return whether the scores rank the pieces that are joined as the source does."""
+    tokens, kinds = keys.get(TOKENS), keys.get(KINDS)
+    if not all(isinstance(item, list) and len(item) == len(other) for item in (own, tokens, kinds)):
+        return False
+    places = [
+        n
+        for n, kind in enumerate(kinds or ())
+        if kind == Kind.NORMAL and len(str(at(tokens, [str(n)]))) > 1
+    ]
+    ranks = [
+        {score: n for n, score in enumerate(sorted({side[n] for n in places}))}
+        for side in (own, other)
+    ]
+    return all(ranks[0][own[n]] == ranks[1][other[n]] for n in places)
+
+
+def _check_frequencies(report: Report, file: GgufFile, found: Parameters) -> None:
+    """Check tables of rotary frequencies: those that follow from the configuration, and no others."""
+    expected = {tensor.name: tensor for tensor in found.computed}
+    stored = {name for name in file.tensors if name.startswith("rope_f")}
+    for name in sorted(stored ^ expected.keys()):
+        there = "is there" if name in stored else "is missing"
+        report.add("keys", name, f"{there}, unlike in the source's rotary embedding")
+    for name in sorted(stored & expected.keys()):
+        raw = read_tensor(file.tensors[name].raw()).float().flatten().tolist()
+        wanted = memoryview(expected[name].fixed or b"").cast("f").tolist()
+        if len(raw) != len(wanted) or any(
+            abs(a - b) > 1e-5 * abs(b) for a, b in zip(raw, wanted, strict=True)
+        ):
+            report.add("keys", name, "differs from the source's rotary embedding")
+
+
+def check_file_type(report: Report, artifact: Artifact) -> None:
+    """Report a ``general.file_type`` whose mixture fits the tensors worse than another, and a wrong version of codes.
+
+    Types that match another mixture exactly are an error. Types that merely fit another better are a warning: a program
+    may choose types tensor by tensor.
+    """
+    checkpoint, name = artifact.checkpoint, report.path.name
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return
+    file, metadata = checkpoint.file, checkpoint.file.metadata
+    if VERSION in metadata and metadata[VERSION].value != QUANTIZATION_VERSION:
+        text = (
+            f"{VERSION} = {shown(metadata[VERSION].value)}, the codes are of {QUANTIZATION_VERSION}"
+        )
+        report.add("keys", name, text)
+    present = {FILE_TYPE, VERSION} & metadata.keys()
+    if len(present) == 1 and artifact.layouts:  # what quantizes a file writes both
+        (missing,) = {FILE_TYPE, VERSION} - present
+        report.warn("keys", name, f"{missing} is missing beside {present.pop()}")
+    shapes = {name: (tensor.type, tensor.shape) for name, tensor in file.tensors.items()}
+    try:
+        arch = file.value("general.architecture", str)
+        keys = {
+            "block_count": 1,
+            "attention.head_count": 1,
+            "attention.head_count_kv": 1,
+            "expert_count": 0,
+        }
+        sizes = [file.value(f"{arch}.{key}", int, usual) for key, usual in keys.items()]
+        near = distances(shapes, mixture.Shape(*sizes))
+    except InputError:
+        return  # a key of a wrong type, which the comparison of the keys reports
+    stated = metadata[FILE_TYPE].value if FILE_TYPE in metadata else None
+    if stated is not None and near and (stated not in near or near[stated] > min(near.values())):
+        kinds = Counter(in_blocks(shapes).values()).most_common(3)
+        text = ", ".join(f"{kind} x{count}" for kind, count in kinds)
+        severity = Severity.WARNING if min(near.values()) else Severity.ERROR
+        report.add("keys", name, f"{FILE_TYPE} = {shown(stated)}, the tensors are {text}", severity)
+
+
+def check_tower(report: Report, source: Original) -> None:
+    """Compare the file of a vision tower beside a GGUF file with the source, if there is one: keys and tensors."""
+    place = report.path.with_name(projector_name(report.path))
+    name = place.name
+    if not place.is_file():
+        return
+    try:
+        file = read_gguf(place)
+    except InputError as error:
+        report.add("unreadable", name, error.message)
+        return
+    try:
+        expected = projector_file(source.checkpoint, name)
+    except (InputError, RefusedError) as error:
+        report.add("keys", name, f"no such file can be made from the source: {error.message}")
+        return
+    own, other = ({key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
+                  for keys in (file.metadata, expected.keys))  # fmt: skip
+    for text, severity in key_differences(own, other):
+        report.add("keys", name, text, severity)
+    wanted = {stored.name for stored, _ in expected.plan.places}
+    for tensor in sorted(wanted ^ file.tensors.keys()):
+        what = "is missing" if tensor in wanted else "is not part of the tower"
+        report.add("incomplete", name, f"{plain(tensor)} {what}")
+    if wanted - file.tensors.keys():
+        return
+    try:
+        for tensor, value in expected.values(source.checkpoint):
+            entry = file.tensors[tensor]
+            if entry.shape != tuple(value.shape) or not bool(
+                (read_tensor(entry.raw()).to(value.dtype) == value).all()
+            ):
+                report.add("kept-changed", name, f"{plain(tensor)} differs from the source's")
+    except (InputError, RefusedError) as error:
+        report.add("kept-changed", name, error.message)
