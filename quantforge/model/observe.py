@@ -30,6 +30,7 @@ class Accumulator:
         self._sums: dict[Statistic, Tensor] = {}
         self._peaks: Tensor | None = None
         self._counts: Tensor | None = None
+        self._sample: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
         """Add ``[tokens, in_features]``."""
@@ -44,6 +45,8 @@ class Accumulator:
         no weights.
         """
         self._tokens += sum(map(len, inputs))
+        if Statistic.SAMPLE in self._wanted:
+            self._sample += [x.to("cpu", copy=True) for x in inputs]
         jobs: list[Job] = [partial(self._summarise, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)]
         if weights is None:
             self._mass += sum(map(len, inputs))
@@ -96,6 +99,7 @@ class Accumulator:
             hessian=means.get(Statistic.HESSIAN),
             peaks=self._peaks,
             histogram=self._counts,
+            sample=torch.cat(self._sample) if self._sample else None,
         )
 
     def _add(self, key: Statistic, sums: Tensor) -> None:

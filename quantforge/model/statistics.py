@@ -23,6 +23,7 @@ class Statistic(StrEnum):
     HESSIAN = "hessian"  # mean of x x^T
     PEAKS = "peaks"  # largest |x| per column
     HISTOGRAM = "histogram"  # counts of |x|, for a static range
+    SAMPLE = "sample"  # the inputs themselves: of a few tokens
     CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
     STATES = (
         "states"  # what reaches a block and what it returns: of a block, for methods that learn
@@ -39,6 +40,7 @@ class Statistics:
         hessian: float32 ``[in_features, in_features]``, mean of x x^T: summed first, divided once.
         peaks: float32 ``[in_features]``, largest of |x|.
         histogram: int64, see `quantforge.packers.input_rounding.histogram`.
+        sample: float32 ``[tokens, in_features]``, the inputs themselves.
     """
 
     tokens: int = 0
@@ -46,6 +48,7 @@ class Statistics:
     hessian: Tensor | None = None
     peaks: Tensor | None = None
     histogram: Tensor | None = None
+    sample: Tensor | None = None
 
     @property
     def importance(self) -> Tensor | None:
@@ -54,7 +57,7 @@ class Statistics:
 
     def copy(self) -> Statistics:
         """Return the same figures in tensors of their own."""
-        values = (self.squares, self.hessian, self.peaks, self.histogram)
+        values = (self.squares, self.hessian, self.peaks, self.histogram, self.sample)
         return Statistics(
             self.tokens, *(None if value is None else value.clone() for value in values)
         )
@@ -69,6 +72,7 @@ class Statistics:
             hessian=self.hessian if Statistic.HESSIAN in wanted else None,
             peaks=self.peaks if Statistic.PEAKS in wanted else None,
             histogram=self.histogram if Statistic.HISTOGRAM in wanted else None,
+            sample=self.sample if Statistic.SAMPLE in wanted else None,
         )
 
     def toward(self, prior: Statistics, tokens: float) -> Statistics:

@@ -1,7 +1,7 @@
 """A quantized model beside its source, as far as an adapter of low rank can be made for it.
 
 Linears may have been rounded after factors were moved between them: what they should compute with is then the source's
-weight with the same factors, which the files of both tell (`quantforge.verification.folded`).
+weight with the same factors, which the files of both tell (`quantforge.verification.folds`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantforge.model.skeleton import build
 from quantforge.results import manifest
 from quantforge.verification.files import SourceMatch, check_source
 from quantforge.verification.findings import Report
-from quantforge.verification.folded import Factors, factors_of
+from quantforge.verification.folds import Folds, folds_of
 from quantforge.verification.opening import (
     Artifact,
     DeclaredChanges,
@@ -61,12 +61,12 @@ class Correctable:
 
     def aims(self, index: int) -> Callable[[str], Tensor]:
         """Return what the linears of a block should compute with, float32 ``[out, in]``, by canonical name."""
-        factors = Factors()
+        factors = Folds()
         if self.folded:
-            factors = factors_of(self.base.matched, index, self.source.weight, self.base.weight)
+            factors = folds_of(self.base.matched, index, self.source.weight, self.base.weight)
         return partial(self._aim, factors)
 
-    def _aim(self, factors: Factors, linear: str) -> Tensor:
+    def _aim(self, factors: Folds, linear: str) -> Tensor:
         weight = self.source.weight(f"{linear}.weight")
         assert weight is not None  # looked at when it was opened
         scan_finite(linear, weight)

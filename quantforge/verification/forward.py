@@ -1,164 +1,380 @@
-"""One forward pass of source and artifact: logits are finite, and near those of the source.
+"""One forward pass over a few hundred tokens, in up to four models at once, block by block.
 
-The text is the one for evaluation that ships with the program, cut by the tokenizer of the source; without a source,
-or where its tokenizer cannot be read, tokens are spread over the vocabulary by a fixed rule, so that no tokenizer of a
-stranger has to run. No window of tokens is longer than the sliding window of the source's attention, because a format
-may not store that (GGUF, an event of the export). The pass of the source also shows what its linears read (`inputs`).
+* the source: what its layers read weighs the errors of their weights, and its logits are what others are compared with;
+* the artifact: its own decoded weights under its own configuration;
+* the same weights under the *source's* configuration: where their logits differ from the artifact's, its configuration
+  says something else than the source's, which is an error;
+* the source rounded plainly to the artifact's schemes: an artifact whose divergence from the source is larger than
+  this gets a warning.
+
+Weights alone are rounded: inputs and the cache stay in float32. One block of each model is in memory at a time. The
+text ships with the program and is cut by the source's tokenizer; without a source, or where its tokenizer cannot be
+read, tokens are spread over the vocabulary, so that no tokenizer of a stranger has to run. No window is longer than the
+sliding window of the source's attention, which a GGUF file may not hold.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from quantforge.architectures import text_config
+from quantforge.architectures.match import Matched
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation.divergence import Divergence, Reference, score, score_reference
-from quantforge.evaluation.perplexity import Estimate
-from quantforge.evaluation.windows import Windows, cut
-from quantforge.formats.opening import open_model
-from quantforge.runtime.load import load
+from quantforge.evaluation.windows import cut
+from quantforge.formats.decoded import decoded
+from quantforge.model.block import BlockPart
+from quantforge.model.loading import TensorSource
+from quantforge.model.statistics import Statistic, Statistics
+from quantforge.model.stream import ModelStream
+from quantforge.runtime.kv_cache import CachePeaks, listening
 from quantforge.runtime.text_side import tokenizer_of
-from quantforge.verification.findings import Report
-from quantforge.verification.inputs import Inputs, listening
-from quantforge.verification.numbers import Numbers
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.predicted import with_noise
+from quantforge.verification.findings import Report
 from quantforge_calibration.sources import builtin
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WINDOWS, LENGTH = 8, 64
 CHARACTERS = 64 * WINDOWS * LENGTH  # of text: far more than the tokens take
-AS_EXPECTED = 1.6  # times the divergence that is predicted from the errors of the tensors,
-ERRORS = 3.0  # and so many standard errors over windows more
-LEAST = 1e-5  # nats per token: what arithmetic in another order may do
-PLAIN_LIMIT = 0.2
+SAMPLE = 256  # tokens whose inputs weigh the errors of weights
+SAME = 1e-3  # relative: how far logits of the same weights may differ
+AS_PLAIN = 1.6  # times the divergence of plain rounding,
+ERRORS = 3.0  # so many standard errors over windows more,
+LEAST = 1e-4  # and so many nats per token: less is arithmetic in another order
+
+Values = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Result of one pass of the source: the tokens, what its linears read, and what it computed."""
+@dataclass(slots=True)
+class Inputs:
+    """What the source's layers read.
 
-    windows: Windows
-    inputs: Inputs
-    reference: Reference
-
-
-def observe(
-    report: Report, source: Original, device: str, *, cache: bool = False
-) -> Observed | None:
-    """Run the source once; where that cannot be done, skip the check ``logits`` and return None.
-
-    ``cache``: note the ranges of keys and values as well.
+    Attributes:
+        statistics: by canonical name of the first linear that reads an input.
+        shared: to each linear, that name.
+        caches: by block, the largest magnitudes of keys and values.
     """
-    path = source.checkpoint.path
-    windows = _windows(path)
-    inputs = Inputs()
-    try:
-        model = source.load(device).model
-        with listening(inputs, model, source.matched, cache=cache):
-            reference = score_reference(model, windows)
-    except (RefusedError, InputError) as error:  # says nothing of the artifact
-        report.skip(error.message, "logits")
-        return None
-    declared = source.matched.architecture
-    inputs.add(declared.head if declared else "lm_head", reference.states.read(0, len(windows.ids)))
-    return Observed(windows, inputs, reference)
+
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    caches: dict[int, CachePeaks] = field(default_factory=dict)
+
+    def of(self, module: str) -> Tensor | None:
+        """Return inputs ``[tokens, in]`` of a linear, each with a root mean square of 1; None where none were seen."""
+        x = self.raw(module)
+        if x is None:
+            return None
+        return x / x.square().mean(1, keepdim=True).sqrt_().clamp_(min=1e-30)
+
+    def raw(self, module: str) -> Tensor | None:
+        """Return inputs of a linear as they were."""
+        found = self.statistics.get(self.shared.get(module, module))
+        return None if found is None else found.sample
+
+    def peaks(self, module: str) -> Tensor | None:
+        """Return the largest magnitude of each column that a linear read, ``[in]``."""
+        found = self.statistics.get(self.shared.get(module, module))
+        return None if found is None else found.peaks
 
 
-def check_alone(report: Report, device: str) -> None:
-    """Run the artifact: nothing that it computes may be infinite or NaN."""
-    try:
-        logits = load(report.path, device).model(_spread(report.path).ids.to(device)).logits
-    except RefusedError as error:
-        report.skip(error.message, "logits")
-        return
-    except InputError as error:
-        report.add("logits", error.tensor or report.path.name, error.message)
-        return
-    if not bool(torch.isfinite(logits).all()):
-        report.add("logits", report.path.name, "logits are not finite")
+class ChangedWeights:
+    """A checkpoint some of whose tensors are taken from elsewhere, as a `ModelStream` reads it."""
+
+    def __init__(self, checkpoint: Checkpoint, matched: Matched, values: Values) -> None:
+        """Take what ``values`` returns; where it returns None the checkpoint is read."""
+        self.config: Mapping[str, Any] = checkpoint.config
+        self._checkpoint, self._values = checkpoint, values
+        self._places = {tensor.stored.name: tensor for tensor in matched.tensors}
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its stored name."""
+        value = self._value(name)
+        return self._checkpoint.read(name) if value is None else value
+
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Return rows ``first:last`` of a tensor."""
+        value = self._value(name)
+        return self._checkpoint.read_rows(name, first, last) if value is None else value[first:last]
+
+    def _value(self, name: str) -> Tensor | None:
+        tensor = self._places.get(name)
+        value = None if tensor is None else self._values(tensor.name)
+        if tensor is None or value is None or value.dim() != 2:
+            return value
+        return value.T.contiguous() if tensor.transposed else value
 
 
-def check_divergence(
-    report: Report,
-    artifact: Artifact,
-    source: Original,
-    numbers: Numbers,
-    observed: Observed,
-    device: str,
-) -> None:
-    """Check that the artifact's KL divergence from the source is near that of the source with noise (`with_noise`).
+class ForwardPass:
+    """The forward pass of an artifact, and of its source where there is one."""
 
-    Fills ``report.figures``; ``numbers`` has checked all tensors.
-    """
-    try:
-        found = _divergence(load(report.path, device).model, observed)
-        expected = None
-        if artifact.layouts:
-            caches = observed.inputs.caches
-            noisy = with_noise(artifact, source, numbers.factors, numbers.coherence, caches, device)
-            expected = _divergence(noisy, observed)
-    except RefusedError as error:
-        report.skip(error.message, "logits")
-        return
-    except InputError as error:
-        report.add("logits", error.tensor or report.path.name, error.message)
-        return
-    report.figures = {
-        "tokens": found.kl.numel(),
-        "kl_mean": found.mean.mean,
-        "kl_error": found.mean.error,
-        "top1_agreement": found.agreement.mean,
-    }
-    limit = PLAIN_LIMIT
-    if expected is not None:
-        report.figures["kl_predicted"] = expected.mean.mean
-        limit = AS_EXPECTED * expected.mean.mean + LEAST
-    beyond = Estimate.of(
-        (found.kl - (AS_EXPECTED * expected.kl if expected else limit)).double().mean(1)
-    )
-    if found.mean.mean > limit and beyond.mean > ERRORS * beyond.error:
-        what = "of a copy" if expected is None else "that the errors of its tensors predict"
-        text = (f"{found.mean.mean:.3g} nats per token from the source's, {what}: "
-                f"at most {limit:.3g}")  # fmt: skip
-        report.add("logits", report.path.name, text)
+    def __init__(
+        self,
+        report: Report,
+        artifact: Artifact,
+        source: Original | None,
+        stored: Values,
+        plain: Values,
+        device: str,
+    ) -> None:
+        """Prepare the models; one that cannot be run is left out, with the reason in the report.
+
+        Args:
+            report: gets findings, and the reason why the check is skipped.
+            artifact: whose logits are looked at.
+            source: what they are compared with.
+            stored: weights of the artifact.
+            plain: weights of the source, rounded plainly; None for one that is not rounded.
+            device: where the models run.
+        """
+        self.inputs = Inputs()
+        self._report, self._artifact, self._source = report, artifact, source
+        self._streams: dict[str, ModelStream] = {}
+        self._device, self._values, self._at_head = device, stored, False
+        if source is not None:
+            self._ids = windows_of(source)
+            self._open("source", source.checkpoint, source.matched)
+            if "source" not in self._streams:
+                return
+        else:
+            self._ids = spread(artifact.matched)
+        own = decoded(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
+        self._open("artifact", ChangedWeights(own, artifact.matched, stored), artifact.matched)
+        if source is not None:
+            if not _same_configuration(artifact, source):
+                weights = ChangedWeights(source.checkpoint, source.matched, self._stored)
+                self._open("decoded", weights, source.matched)
+            if artifact.layouts:
+                weights = ChangedWeights(source.checkpoint, source.matched, plain)
+                self._open("plain", weights, source.matched)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether any model runs."""
+        return bool(self._streams)
+
+    def begin(self) -> None:
+        """Embed the tokens."""
+        for name in [*self._streams]:
+            self._try(name, ModelStream.embed)
+
+    def source_block(self, index: int) -> None:
+        """Run a block of the source and note what its layers read."""
+        self._try("source", lambda stream: self._observed(stream, index))
+
+    def other_blocks(self, index: int) -> None:
+        """Run the same block of the other models."""
+        for name in [*self._streams]:
+            if name != "source":
+                self._try(name, lambda stream: _advanced(stream, index))
+
+    def end_source(self) -> None:
+        """Compute the source's logits, and note what its head reads."""
+        self._try("source", self._ended)
+
+    def finish(self) -> None:
+        """Compute the logits of the other models and report what is wrong with them."""
+        self._at_head = True
+        logits = {name: self._logits(name) for name in [*self._streams]}
+        own, other = logits.get("artifact"), logits.get("source")
+        if own is None:
+            return
+        name = self._report.path.name
+        if not bool(torch.isfinite(own).all()):
+            self._report.add("logits", name, "the logits of the model are not finite")
+            return
+        if other is None or self._source is None:
+            return
+        if own.shape != other.shape:
+            text = f"logits for {own.shape[-1]} tokens, the source has {other.shape[-1]}"
+            self._report.add("logits", name, text)
+            return
+        if (same := logits.get("decoded")) is not None:
+            self._check_configuration(own, same)
+        found = divergence(other, own)
+        self._report.figures = {
+            "tokens": self._ids.numel(),
+            "kl_mean": float(found.mean()),
+            "kl_error": float(found.std() / len(found) ** 0.5) if len(found) > 1 else 0.0,
+            "top1_agreement": float((own.argmax(-1) == other.argmax(-1)).double().mean()),
+        }
+        if (plain := logits.get("plain")) is not None:
+            self._check_divergence(found, divergence(other, plain))
+
+    def _stored(self, name: str) -> Tensor | None:
+        """Return a weight of the artifact; of a head that is not tied any more its own, where the source's is."""
+        architecture, own = self._artifact.matched.architecture, self._artifact.matched
+        untied = (
+            architecture is not None and not own.tied and name == f"{architecture.embedding}.weight"
+        )
+        if self._at_head and untied and architecture is not None:
+            head = self._values(f"{architecture.head}.weight")
+            return self._values(name) if head is None else head
+        return self._values(name)
+
+    def close(self) -> None:
+        """Release what the models hold."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def _check_configuration(self, own: Tensor, same: Tensor) -> None:
+        size = float((same - same.mean(-1, keepdim=True)).square().mean().sqrt())
+        apart = float((own - same).square().mean().sqrt())
+        if apart > SAME * size:
+            self._report.add(
+                "logits",
+                self._report.path.name,
+                f"under the source's configuration the same weights give other logits (they differ by"
+                f" {apart / size:.2g} of their spread): the configuration of the artifact is not the source's",
+            )
+
+    def _check_divergence(self, found: Tensor, plain: Tensor) -> None:
+        self._report.figures["kl_plain"] = float(plain.mean())
+        limit = AS_PLAIN * float(plain.mean()) + LEAST
+        beyond = found - AS_PLAIN * plain
+        error = float(beyond.std() / len(beyond) ** 0.5) if len(beyond) > 1 else 0.0
+        if float(found.mean()) > limit and float(beyond.mean()) > ERRORS * error:
+            self._report.warn(
+                "logits",
+                self._report.path.name,
+                f"{float(found.mean()):.3g} nats per token from the source; rounding its weights plainly to the same"
+                f" types loses {float(plain.mean()):.3g}",
+            )
+
+    def _open(self, name: str, weights: TensorSource, matched: Matched) -> None:
+        try:
+            if matched.architecture is None:
+                raise RefusedError("the blocks of this family are not declared")
+            self._streams[name] = ModelStream(
+                weights, matched, self._ids, micro_batch=2, device=self._device
+            )
+        except (InputError, RefusedError) as error:
+            self._failed(name, error)
+
+    def _try(self, name: str, run: Callable[[ModelStream], Any]) -> Any:
+        """Run one model a step further; leave it out from then on where it cannot be run."""
+        if name not in self._streams:
+            return None
+        try:
+            return run(self._streams[name])
+        except (InputError, RefusedError) as error:
+            self._streams.pop(name).close()
+            self._failed(name, error)
+            return None
+
+    def _failed(self, name: str, error: InputError | RefusedError) -> None:
+        if name == "artifact" and not isinstance(error, RefusedError):
+            tensor = getattr(error, "tensor", "")
+            self._report.add("logits", tensor or self._report.path.name, error.message)
+        elif name in {"artifact", "source"}:
+            self._report.skip(error.message, "logits")
+
+    def _observed(self, stream: ModelStream, index: int) -> None:
+        part = stream.block(index)
+        assert self._source is not None
+        for shared in part.inputs:
+            key = f"{part.name}.{shared.key}"
+            self.inputs.shared.update({f"{part.name}.{one}": key for one in shared.linears})
+        wanted = frozenset({Statistic.SAMPLE, Statistic.PEAKS})
+        needs = {shared.key: wanted for shared in part.inputs if shared.expert < 0}
+        cache = self.inputs.caches.setdefault(index, CachePeaks()) if self._keeps_cache else None
+        with listening(part.module, cache):
+            seen = part.observe(needs, advance=True, whole=True)
+        for key, statistics in seen.items():
+            self.inputs.statistics[f"{part.name}.{key}"] = self._sampled(statistics)
+        if not part.advanced:
+            part.advance()
+        part.close()
+
+    @property
+    def _keeps_cache(self) -> bool:
+        declared = self._artifact.checkpoint.config.get("quantization_config")
+        return isinstance(declared, Mapping) and declared.get("kv_cache_scheme") is not None
+
+    def _sampled(self, statistics: Statistics) -> Statistics:
+        """Return statistics whose sample has `SAMPLE` tokens, spread evenly, none of them the first of a window."""
+        if statistics.sample is None:
+            return statistics
+        length = self._ids.shape[1]
+        rest = torch.arange(len(statistics.sample))
+        rest = rest[rest % length != 0] if length > 1 else rest
+        chosen = rest[torch.linspace(0, len(rest) - 1, min(SAMPLE, len(rest))).round().long()]
+        return Statistics(
+            statistics.tokens, peaks=statistics.peaks, sample=statistics.sample[chosen].float()
+        )
+
+    def _ended(self, stream: ModelStream) -> None:
+        assert self._source is not None
+        architecture = self._source.matched.architecture
+        states = torch.cat([item.cpu() for item in stream.final_hidden()]).flatten(0, -2)
+        head = architecture.head if architecture else "lm_head"
+        peaks = states.abs().amax(0)
+        self.inputs.statistics[head] = self._sampled(
+            Statistics(len(states), peaks=peaks, sample=states)
+        )
+
+    def _logits(self, name: str) -> Tensor | None:
+        found = self._try(
+            name, lambda stream: torch.cat([one.float().cpu() for one in stream.logits()])
+        )
+        if name in self._streams:
+            self._streams.pop(name).close()
+        return found if isinstance(found, Tensor) else None
 
 
-def _divergence(model: PreTrainedModel, observed: Observed) -> Divergence:
-    found = score(model, observed.windows, observed.reference).divergence
-    assert found is not None
-    return found
+def divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """Return the mean KL divergence of ``logits`` from ``reference`` in each window, nats per token, ``[windows]``."""
+    found = []
+    for one, other in zip(reference, logits, strict=True):
+        p, q = one.log_softmax(-1), other.log_softmax(-1)
+        found.append((p.exp() * (p - q)).sum(-1, dtype=torch.float64).mean().clamp(min=0))
+    return torch.stack(found)
 
 
-def _windows(path: Path) -> Windows:
-    """Return windows of the text, or spread tokens where the tokenizer of ``path`` gives none that fit."""
-    spread = _spread(path)
-    count, length = spread.ids.shape
+def windows_of(source: Original) -> Tensor:
+    """Return token ids ``[windows, length]`` of the text, or spread ones where the tokenizer gives none that fit."""
+    matched = source.matched
+    ids = spread(matched)
+    count, length = ids.shape
     try:
         text = "\n".join(builtin("evaluation"))[:CHARACTERS]
-        windows = cut(tokenizer_of(path), text, count, length)
+        words = cut(tokenizer_of(source.checkpoint.path), text, count, length).ids
     except InputError:
-        return spread
-    fits = len(windows.ids) > 1 and int(windows.ids.max()) < _vocabulary(path)
-    return windows if fits else spread
+        return ids
+    return words if len(words) > 1 and int(words.max()) < _vocabulary(matched) else ids
 
 
-def _vocabulary(path: Path) -> int:
-    return int(text_config(open_model(path).config).get("vocab_size", 0))
-
-
-def _spread(path: Path) -> Windows:
-    """Return tokens ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
+def spread(matched: Matched) -> Tensor:
+    """Return token ids ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
     length = LENGTH
-    slides = text_config(open_model(path).config).get("sliding_window")
+    slides = matched.config.get("sliding_window")
     if isinstance(slides, int) and 2 <= slides < length:
         length = slides
     count = WINDOWS * LENGTH // length
     steps = torch.arange(count * length) * 2654435761 % 4294967296
-    return Windows((steps * _vocabulary(path) // 4294967296).view(count, length), None)
+    return (steps * _vocabulary(matched) // 4294967296).view(count, length)
+
+
+def _vocabulary(matched: Matched) -> int:
+    return (
+        matched.dimensions.vocab if matched.dimensions else int(matched.config.get("vocab_size", 1))
+    )
+
+
+def _advanced(stream: ModelStream, index: int) -> None:
+    part: BlockPart = stream.block(index)
+    part.advance()
+    part.close()
+
+
+def _same_configuration(artifact: Artifact, source: Original) -> bool:
+    own, other = (
+        {key: value for key, value in item.checkpoint.config.items() if key not in _HELD}
+        for item in (artifact, source)
+    )
+    return own == other
+
+
+_HELD = {"quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # fmt: skip

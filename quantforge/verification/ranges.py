@@ -1,72 +1,111 @@
-"""Ranges that calibration measured: of static inputs, and of keys and values in the cache.
+"""Ranges that calibration measured, of static inputs and of an fp8 KV cache, against what the source shows.
 
-Nothing in the weights tells them, but the source does: it shows what its linears read. Calibration saw other text, and
-observers may cut tails off, so a range is only a finding where it is far from what was seen and rounds that badly.
+Nothing in the weights tells them. Calibration saw other text, and observers may cut tails off, so a range is only
+unusual where it is far from what was seen and rounds that badly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError
+from quantforge.formats import kv_scales
+from quantforge.formats.checks import positive
 from quantforge.packers.fp8 import largest
 from quantforge.packers.input_rounding import largest_input, simulate
-from quantforge.runtime.kv_cache import CachePeaks
-from quantforge.scheme import Activation
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.runtime.kv_cache import CachePeaks, read_scales
+from quantforge.verification.findings import Report
+from quantforge.verification.forward import Inputs
 
-NEAR = (
-    0.1,
-    4.0,
-)  # of the range that was seen: in order whatever it costs; other text may have tokens 5 times as large
+NEAR = 0.1, 4.0  # of the range that was seen: other text may have tokens 5 times as large
 CANDIDATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)
 COSTS = 3.0  # times the error of the best candidate
 SIBLINGS = 1.1  # of two linears that read the same
 CACHE = 0.45, 512.0  # of the range that was seen; e4m3 has room below, none above
 
 
-def covered(activation: Activation, scale: float) -> float:
-    """Return the largest magnitude that a static input can have without being cut."""
-    return scale * largest_input(activation.grid)
-
-
-def wrong_input(activation: Activation, scale: Tensor, inputs: Tensor, peaks: Tensor) -> str | None:
-    """Say what is wrong with the scale of a static input, if anything is.
+def check_input(
+    report: Report,
+    module: str,
+    found: QuantizedTensor,
+    inputs: Inputs,
+    columns: Tensor | None,
+    others: dict[str, float],
+) -> None:
+    """Check the range of a static input.
 
     Args:
-        activation: how it is rounded.
-        scale: float32, of one element.
-        inputs: a sample, ``[tokens, in]``.
-        peaks: of all that was seen, ``[in]``.
+        report: gets the findings.
+        module: the linear, by its canonical name.
+        found: its weight, with the scale of its input.
+        inputs: what the source's linears read.
+        columns: factors that were moved into the weight's columns, out of the input.
+        others: scales of shared inputs that were met, by their names; added to.
     """
+    scale, activation = found.parameters["input_scale"], found.input
+    assert activation is not None
+    key = inputs.shared.get(module, module)
+    other = others.setdefault(key, float(scale))
+    if max(other, float(scale)) > SIBLINGS * min(other, float(scale)):
+        text = f"input scale {float(scale):.4g}; {key} reads the same input and has {other:.4g}"
+        report.warn("scale", module, text)
+    raw, peaks = inputs.raw(module), inputs.peaks(module)
+    if raw is None or peaks is None:
+        return
+    if columns is not None:
+        raw, peaks = raw / columns, peaks / columns
     seen = float(peaks.max())
-    share = covered(activation, float(scale)) / max(seen, 1e-30)
-    if NEAR[0] <= share <= NEAR[1]:
-        return None
+    covered = float(scale) * largest_input(activation.grid)
+    if not seen or NEAR[0] * seen <= covered <= NEAR[1] * seen:
+        return
 
     def error(value: Tensor) -> float:
-        return float((simulate(inputs, activation, value) - inputs).square().sum())
+        return float((simulate(raw, activation, value) - raw).square().sum())
 
-    least = min(error(scale / share * candidate) for candidate in CANDIDATES)
-    if error(scale) <= COSTS * least:
-        return None
-    return f"covers {share:.3g} times the range of {seen:.3g} that the source shows"
+    least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATES)
+    if error(scale) > COSTS * least:
+        text = f"input scale {float(scale):.4g} covers values up to {covered:.3g}; the source shows {seen:.3g}"
+        report.warn("scale", module, text)
 
 
-def wrong_cache(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[tuple[str, str]]:
-    """Yield ``k`` or ``v``, and what is wrong with its scales, of one element or ``[kv_heads]``."""
-    pairs = zip("kv", scales, (seen.keys, seen.values), strict=True)
-    for name, scale, peaks in pairs:
+def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, CachePeaks]) -> None:
+    """Check the scales of an fp8 cache: positive numbers, and near the ranges that the source shows.
+
+    `kv_scales.found` checks that all are there. ``caches``: what the source puts into the cache, by block.
+    """
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    found = kv_scales.found(checkpoint.config, headers)
+    for name in sorted(found.stored):
+        try:
+            positive(name, checkpoint.read(name))
+        except InputError as error:
+            report.add("scale", name, error.message)
+            return
+    scales = read_scales(checkpoint, found, torch.device("cpu"))
+    for block, seen in caches.items():
+        for which, text in cache_problems(scales[block], seen) if block in scales else ():
+            report.warn("scale", found.names[block][which], text)
+
+
+def cache_problems(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[tuple[int, str]]:
+    """Yield 0 for keys or 1 for values, and what is unusual about their scales, of one element or ``[kv_heads]``."""
+    for which, (peaks, scale) in enumerate(zip((seen.keys, seen.values), scales, strict=True)):
         if peaks is None:
             continue
         room = scale.float().cpu().flatten() * largest("fp8_e4m3")
         held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
-        share = room / torch.where(held > 0, held, room)  # any scale holds zeros
-        far = torch.where(share < CACHE[0], CACHE[0] / share, share / CACHE[1])
-        head = int(far.argmax())
-        if float(far[head]) > 1:
+        bad = (held > 0) & ((room < CACHE[0] * held) | (room > CACHE[1] * held))
+        if bool(bad.any()):
+            head = int(bad.nonzero()[0])
             yield (
-                name,
-                f"head {head}: covers {float(share[head]):.3g} times the range that the source shows",
+                which,
+                (
+                    f"head {head}: covers values up to {float(room[head]):.3g}; the source shows"
+                    f" {float(held[head]):.3g}"
+                ),
             )

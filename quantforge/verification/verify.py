@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
+from quantforge.quantizers import is_sparse
+from quantforge.recipe import Recipe, from_toml
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
-from quantforge.verification.findings import COMPARED, NUMBERS, Report
-from quantforge.verification.forward import Observed, check_alone, check_divergence, observe
+from quantforge.verification.findings import COMPARED, Report
 from quantforge.verification.gguf_keys import check_file_type, check_gguf_keys, check_tower
 from quantforge.verification.loaded_files import check_foreign
-from quantforge.verification.numbers import Numbers
 from quantforge.verification.opening import (
     Artifact,
     DeclaredChanges,
@@ -30,10 +31,13 @@ from quantforge.verification.opening import (
 )
 from quantforge.verification.side_files import check_side_files, check_within
 from quantforge.verification.structure import check_structure
-from quantforge.verification.tuned_gains import TuningStated
-from quantforge.verification.zeros import stated_zeros
+from quantforge.verification.tensors import TensorChecks
 
-_ROUNDED_TWICE = frozenset({"requantized", "inexact"})  # events
+_UNREADABLE = {
+    "unreadable",
+    "incomplete",
+    "ignore-list",
+}  # findings after which the model is not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +104,45 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     elif source is not None:
         check_side_files(report, artifact, source)
         check_gguf_keys(report, artifact, source)
-    with phase("running the source" if source and options.forward else "", 0.25):
-        observed = _observed(report, artifact, source, options)
-    inputs = observed.inputs if observed else None
-    zeros = stated_zeros(document)
-    twice = _twice(document)
-    folds = folds_factors(document)
-    tuned = TuningStated.of(document)
-    numbers = Numbers(report, artifact, source, inputs, twice=twice, zeros=zeros, tuned=tuned)
-    with phase("numbers", 0.6):
-        numbers.check()
-    if not folds:
-        report.tuned = sorted({*numbers.factors.norms, *numbers.factors.rows})
-    if source is not None and zeros is None:
+    forward = options.forward
+    if not forward:
+        report.skip("not asked for (--no-forward)", "logits")
+    elif any(item.check in _UNREADABLE for item in report.findings):
+        report.skip("tensors cannot be read", "logits")
+        forward = False
+    checks = TensorChecks(
+        report,
+        artifact,
+        source,
+        device=options.device,
+        forward=forward,
+        plainly=_rounded_plainly(document),
+        folded=not document
+        or folds_factors(document)
+        or any(one.tune for one in _recipes(document)),
+    )
+    with phase("tensors and logits", 1.0):
+        checks.check()
+    if not folds_factors(document):
+        report.tuned = sorted({*checks.folded})
+    if source is not None and not is_sparse(str((document or {}).get("method"))):
         _check_copy(report, artifact, source)
-    with phase("running the result", 1.0):
-        compared = source if zeros is None else None  # nothing predicts what zeros cost
-        _forward(report, artifact, compared, numbers, observed, options)
     return report
 
 
-def _twice(document: dict[str, Any] | None) -> bool:
-    """Return whether a manifest says that values were rounded twice; an export that is exact rounds none."""
-    events = [item.get("event_counts", {}) for item in chain(document)]
-    return any(not _ROUNDED_TWICE.isdisjoint(counts) for counts in events)
+def _recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
+    """Yield the recipe of a manifest, then those of the manifests that it passes on."""
+    for item in chain(document):
+        text = item.get("recipe")
+        if isinstance(text, str) and text:
+            yield from_toml(text, "the recipe of its manifest")
+
+
+def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
+    """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
+    if document is None or document.get("method") != "rtn" or len([*chain(document)]) > 1:
+        return False
+    return all(one.scales == "absmax" and not one.tune for one in _recipes(document))
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
@@ -140,43 +159,4 @@ def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
         name not in other or other[name].dtype != entry.dtype for name, entry in own.items()
     )
     if not changed and not any(item.check == "kept-changed" for item in report.findings):
-        report.add("nothing-quantized", report.path.name, "every tensor equals the source")
-
-
-def _observed(
-    report: Report, artifact: Artifact, source: Original | None, options: VerificationOptions
-) -> Observed | None:
-    """Run the source, where there is one that can be run."""
-    if not options.forward or source is None:
-        return None
-    config = artifact.checkpoint.config
-    cache = quantization_config(config).get("kv_cache_scheme") is not None
-    return observe(report, source, options.device, cache=cache)
-
-
-def _rounds_inputs_of_experts(artifact: Artifact) -> bool:
-    layouts = (artifact.layout(t) for t in artifact.matched.tensors if t.expert >= 0)
-    return any(layout is not None and layout.scheme.input is not None for layout in layouts)
-
-
-def _forward(
-    report: Report,
-    artifact: Artifact,
-    source: Original | None,
-    numbers: Numbers,
-    observed: Observed | None,
-    options: VerificationOptions,
-) -> None:
-    if not options.forward:
-        report.skip("not asked for (--no-forward)", "logits")
-    elif _rounds_inputs_of_experts(artifact):
-        report.skip("the runtime does not round the inputs of experts", "logits")
-    elif any(
-        item.check in {*NUMBERS, "unreadable", "incomplete", "ignore-list"}
-        for item in report.findings
-    ):
-        report.skip("tensors cannot be read", "logits")
-    elif source is not None and observed is not None:
-        check_divergence(report, artifact, source, numbers, observed, options.device)
-    elif source is None:
-        check_alone(report, options.device)
+        report.warn("nothing-quantized", report.path.name, "every tensor equals the source's")

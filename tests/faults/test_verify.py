@@ -21,7 +21,7 @@ from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.targets import TARGETS
 from quantforge.results.manifest import NAME
-from quantforge.verification.findings import Report
+from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
@@ -239,7 +239,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "groups", DOWN),
     "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "groups", DOWN),
     "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "scale", DOWN),
-    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "noise", DOWN),
+    "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "fold", DOWN),
     "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "fold", V),
     "scale missing": ("folded", drop(SCALE), "scale", DOWN),
     "scale of an expert missing": ("experts", drop(f"{EXPERT}.weight_scale"), "scale", EXPERT),
@@ -302,6 +302,15 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
 }  # fmt: skip
 
 
+# What is not proven: a factor may have been moved on purpose, and some engines load such layers.
+UNUSUAL = {
+    "all scales 1.5 times",
+    "scale of a folded row",
+    "changed norm under a fold",
+    "mixed schemes in q, k, v",
+}
+
+
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_found_and_named(name, made, source, tmp_path):
     base, plant, check, where = DEFECTS[name]
@@ -316,7 +325,8 @@ def test_a_defect_is_found_and_named(name, made, source, tmp_path):
     report = look(model, original)
     found = [item for item in report.findings if item.check == check]
     assert any(where in f"{item.where} {item.detail}" for item in found), said(report)
-    assert report.failed()
+    assert report.failed() == (name not in UNUSUAL), said(report)
+    assert report.failed(strict=True)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -492,7 +502,9 @@ def test_the_card_may_change(made, tmp_path):
 def test_a_copy_of_the_source_is_no_result(source):
     model = source("llama-wide")
     assert said(look(model)) == []
-    assert [item.check for item in look(model, model).findings] == ["nothing-quantized"]
+    assert [(item.check, item.severity) for item in look(model, model).findings] == [
+        ("nothing-quantized", Severity.WARNING)
+    ]
 
 
 def test_the_command_exits_with_5_and_a_list(made, tmp_path, capsys):

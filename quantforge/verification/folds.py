@@ -1,0 +1,219 @@
+"""Factors that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)`` with ``r`` and ``c`` to be found.
+
+AWQ and SmoothQuant move a factor per channel between a producer and the layers that read it. The model computes what it
+did, every weight has changed, and nothing in the files says which factors these were. They are found again by least
+squares: the factor of a row is ``<w_i, q_i> / <w_i, w_i>``, that of a column likewise.
+
+* Where a norm took the factor, it is the quotient of the two gains; the columns of its readers must agree with it. They
+  may differ by as much as tuning changes a gain afterwards.
+* Where a linear took it (v for o, up for down), the rows of the one and the columns of the other vary against each
+  other, ``log r ~ -log c``. Otherwise nothing was moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import Absorbs, SharedInput
+from quantforge.architectures.match import Matched, declared
+from quantforge.model.fold import expand_heads
+
+VARIES = 0.02  # standard deviation of log factors from which they are more than noise
+ALONE = 4 * VARIES  # the same where only one side can be read
+AGAINST = -0.5  # correlation of the two sides of a fold
+CLOSE = 0.01  # log of a gain over the factor of its readers: what both lose where they are stored in 16 bits
+TUNED = 0.25  # of a gain: what tuning changes it by afterwards
+SAME = 2.0**-7  # gains that differ by no more were not changed
+FITS = 0.5  # cosine of a row or column below which its factor means nothing
+NOISE = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
+CANCELS = 0.1  # log of the product of two factors that is more than rounding,
+SPREADS = 8.0  # and than so many robust standard deviations of all channels
+EXACT = 1e-6  # noise over signal below which neither side is better than the other
+
+Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
+
+
+@dataclass(slots=True)
+class Folds:
+    """Factors of the linears of one block, by canonical module name.
+
+    Attributes:
+        rows, columns: ``[out]`` and ``[in]``, where they are not all one.
+        norms: what the gain and bias of a norm are multiplied by.
+        fitted: modules whose factors are fitted and not known exactly.
+        problems: modules whose factors do not cancel, with a description.
+    """
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    fitted: set[str] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def applied(self, module: str, weight: Tensor) -> Tensor:
+        """Return the source's weight ``[out, in]`` times its factors: what was rounded."""
+        if module in self.columns:
+            weight = weight * self.columns[module]
+        return weight * self.rows[module][:, None] if module in self.rows else weight
+
+    def touches(self, module: str) -> bool:
+        """Return whether a module has any factor other than one."""
+        return module in self.rows or module in self.columns
+
+
+def folds_of(matched: Matched, index: int, source: Weight, stored: Weight) -> Folds:
+    """Find the factors of one block.
+
+    Args:
+        matched: says which linears read what, and what can take a factor.
+        index: of the block.
+        source: weights of the source, linears as ``[out, in]``.
+        stored: weights of the artifact, decoded, likewise.
+    """
+    folds, block = Folds(), matched.block_name(index)
+    inputs = [item for item in matched.layers[index].inputs if item.absorber is not None]
+    for shared in inputs:
+        if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
+            _into_norm(folds, shared, block, source, stored)
+    for shared in inputs:
+        if shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS:
+            _into_rows(folds, matched, shared, block, source, stored)
+    return folds
+
+
+def _into_norm(
+    folds: Folds, shared: SharedInput, block: str, source: Weight, stored: Weight
+) -> None:
+    assert shared.absorber is not None
+    name = f"{block}.{shared.absorber.module}"
+    before, after = source(f"{name}.weight"), stored(f"{name}.weight")
+    if before is None or after is None or before.shape != after.shape:
+        return
+    offset = 1.0 if shared.absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
+    before, after = before + offset, after + offset
+    if bool(((before - after).abs() <= SAME * torch.maximum(before.abs(), after.abs())).all()):
+        return
+    linears = [f"{block}.{linear}" for linear in shared.readers]
+    pairs = [(source(f"{linear}.weight"), stored(f"{linear}.weight")) for linear in linears]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
+    alive = (before != 0) & (after != 0)
+    gain = torch.where(alive, before / torch.where(alive, after, 1.0), 1.0)
+    columns = gain
+    if known:
+        fit = _fit(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
+        good = fit.cosine >= FITS
+        apart = (fit.log - gain.clamp(min=1e-6).log()).abs() - NOISE * fit.noise
+        # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
+        columns = torch.where(good & ((gain > 0) & (apart > CLOSE) | ~alive), fit.factor, gain)
+        wrong = alive & good & ((apart > math.log(1 + TUNED)) | (gain <= 0))
+        if bool(wrong.any()):
+            channel = int(apart.masked_fill(~wrong, -1).argmax())
+            folds.problems[name] = (
+                f"the gain of channel {channel} is {1 / float(gain[channel]):.3g} times the source's,"
+                f" and the weights that read it are {float(fit.factor[channel]):.3g} times the source's:"
+                f" the two do not cancel ({int(wrong.sum())} of {len(gain)} channels)"
+            )
+            columns = torch.where(wrong, gain, columns)
+    folds.norms[name] = torch.where(alive, after / torch.where(alive, before, 1.0), 1.0)
+    folds.columns.update(dict.fromkeys(linears, columns))
+
+
+def _into_rows(
+    folds: Folds, matched: Matched, shared: SharedInput, block: str, source: Weight, stored: Weight
+) -> None:
+    """Fit both sides of a factor between a linear and its reader."""
+    assert shared.absorber is not None
+    architecture, dimensions = declared(matched)
+    producer, reader = f"{block}.{shared.absorber.module}", f"{block}.{shared.key}"
+    made, made_stored = source(f"{producer}.weight"), stored(f"{producer}.weight")
+    read, read_stored = source(f"{reader}.weight"), stored(f"{reader}.weight")
+    if made is None:
+        return
+    rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
+    own = other = None
+    if made_stored is not None and made_stored.shape == made.shape:
+        own = _fit(folds.applied(producer, made)[rows], made_stored[rows], dim=1)
+    if read is not None and read_stored is not None and read_stored.shape == read.shape:
+        other = _fit(read, read_stored, dim=0)
+        if shared.heads:
+            heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
+            other = _Fit(*(v.view(heads).mean(1).flatten() for v in (other.factor, other.cosine)))
+    scale = _agreed(own, other)
+    if scale is None:
+        return
+    whole = torch.ones(len(made))
+    whole[rows] = 1 / scale
+    folds.rows[producer] = whole
+    folds.fitted |= {producer, reader}
+    folds.columns[reader] = expand_heads(dimensions, scale) if shared.heads else scale
+    if own is None or other is None:
+        return
+    product = own.log + other.log
+    spread = 1.4826 * float((product - product.median()).abs().median())
+    noise = (NOISE * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
+    wrong = (product.abs() > noise) & (own.cosine >= FITS) & (other.cosine >= FITS)
+    if bool(wrong.any()):
+        channel = int((product.abs() * wrong).argmax())
+        folds.problems[producer] = (
+            f"row {channel} of its moved rows is {float(own.factor[channel]):.3g} times the source's, and the column of"
+            f" {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not cancel"
+            f" ({int(wrong.sum())} of {len(wrong)} channels)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Least-squares factors of channels, and the cosines with which they fit."""
+
+    factor: Tensor
+    cosine: Tensor
+
+    @property
+    def log(self) -> Tensor:
+        return self.factor.log()
+
+    @property
+    def noise(self) -> Tensor:
+        """Return squared error over squared signal of each channel, once its factor is taken out."""
+        return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
+
+
+def _fit(source: Tensor, stored: Tensor, dim: int) -> _Fit:
+    """Fit the positive factor of each row (``dim`` 1) or column (0)."""
+    product = (source * stored).sum(dim)
+    energy, other = source.square().sum(dim), stored.square().sum(dim)
+    factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
+    cosine = torch.where(energy > 0, product / (energy * other).sqrt().clamp(min=1e-30), 1.0)
+    return _Fit(factor.clamp(min=1e-6), cosine)
+
+
+def _agreed(own: _Fit | None, other: _Fit | None) -> Tensor | None:
+    """Return the factor of each channel, as both sides tell it, or None where nothing was moved.
+
+    The side with less noise counts more: a column that was made small beside the others of its row has lost its factor,
+    and the row that was made large has it exactly. Where one side is damaged, the other still tells.
+    """
+    usable = [fit for fit in (own, other) if fit is not None and float(fit.cosine.median()) > FITS]
+    if own is not None and other is not None and len(usable) == 2:
+        if min(float(own.log.std()), float(other.log.std())) < VARIES:
+            return None
+        first, second = 1 / own.noise.clamp(min=EXACT), 1 / other.noise.clamp(min=EXACT)
+        weights = torch.minimum(first, second)
+        weights = weights.clamp(max=float(weights.median()))
+        mean = (second * other.log - first * own.log) / (first + second)
+        return mean.exp() if _correlation(own.log, other.log, weights) < AGAINST else None
+    if not usable or float(usable[0].log.std()) < ALONE:
+        return None
+    return (-usable[0].log if usable[0] is own else usable[0].log).exp()
+
+
+def _correlation(first: Tensor, second: Tensor, weights: Tensor) -> float:
+    weights = weights / weights.sum()
+    a, b = (value - (value * weights).sum() for value in (first, second))
+    size = (a.square() * weights).sum() * (b.square() * weights).sum()
+    return float((a * b * weights).sum() / size.sqrt()) if float(size) > 0 else 0.0

@@ -1,0 +1,631 @@
+"""Every tensor of an artifact: readable, finite, and with a source at hand the source's, as far as rounding leaves it.
+
+A difference is an *error* where it is proven that nobody meant it: the tensor is another tensor of the source, or its
+own with rows in another order, turned, shifted by one code or multiplied by a number; or one part of it is wrong while
+all the rest is exactly what rounding the source gives. Everything else that is unusual is a *warning*: more error than
+plain rounding of the same tensor loses, in the whole tensor, a row or a column (`quantforge.verification.rounding`).
+Nothing is divided by the size of what is compared: a tensor of zeros may stay one.
+
+One block of the artifact and of the source is in memory at a time, of experts one matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures.match import MatchedTensor, Role
+from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.errors import InputError, IntegrityError
+from quantforge.execution.progress import tell
+from quantforge.formats.convert import as_integers
+from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Zero
+from quantforge.packers import packer_of
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.scheme import Scheme
+from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.findings import Report
+from quantforge.verification.folds import SAME, Folds, folds_of
+from quantforge.verification.forward import ForwardPass, Inputs
+from quantforge.verification.ranges import check_cache, check_input
+from quantforge.verification.rounding import RoundingError, measure, plain_rounding
+
+WHOLE = 2.5  # times the error of plain rounding: a whole tensor,
+ROW = 12.0  # a row;
+UNSEEN = 2.0  # times more where no inputs were seen: GPTQ moves weights further than it moves outputs
+COLUMN = 0.5  # of the error of the whole: what one column may owe
+LONGER = {
+    1: 0.1,
+    2: 0.08,
+    3: 0.05,
+}  # by bits: of itself, by which the median group may be too long or too short,
+LONG = 0.03  # and at 4 bits and more
+OTHER = 0.5  # cosine of a tensor that is not the source's
+MATCHES = 0.8  # cosine from which it is the one that it resembles
+SHIFTED = 0.7  # steps by which the median group is off where zero points or codes are off by one
+NEAR = 0.98  # share of the weights of a group that are the nearest to the source's, where it was rounded to nearest;
+MOSTLY = 0.75  # from so many such groups the tensor was,
+FAR, WORSE = (
+    0.5,
+    4.0,
+)  # and one with a smaller share and so many times the error of plain rounding is damaged
+LEAST = 32  # codes of a row or column: with fewer, equal ones are chance
+LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
+OFF_ZERO = 0.55  # steps by which the median group is off zero under wrong zero points
+FOLDED = 2.0**-7  # relative, of a tensor that was multiplied by a factor, both stored in 16 bits
+FITTED = 30.0  # decibels, of one whose factors were fitted
+TINY = 2.0**-23  # what a gain loses that some files store less 1
+PRUNED = 0.2  # share of further zeros from which a tensor was made sparse
+
+
+class TensorChecks:
+    """Checks of the tensors of one artifact, block by block.
+
+    Attributes:
+        changed_norms: norms and linears that carry factors which cancel.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        artifact: Artifact,
+        source: Original | None,
+        *,
+        device: str = "cpu",
+        forward: bool = True,
+        plainly: bool = False,
+        folded: bool = True,
+        sparse: bool = False,
+    ) -> None:
+        """Check ``artifact``.
+
+        Args:
+            report: gets the findings.
+            artifact: whose tensors are looked at.
+            source: what they are compared with.
+            device: where the models run.
+            forward: run them.
+            plainly: the manifest says that the tensors were rounded to nearest, with scales that cover their range.
+            folded: factors may have been moved between tensors.
+            sparse: weights were made zero: nothing predicts the logits.
+        """
+        self._report, self._artifact, self._source = report, artifact, source
+        self._plainly, self._folded = plainly, folded
+        self._stored: dict[str, Tensor] = {}  # of the block that is compared, by canonical name
+        self._rounded: dict[str, Tensor] = {}
+        self._folds = Folds()
+        self._digests: dict[str, str] = {}
+        self._input_scales: dict[str, float] = {}
+        self._bad: set[str] = set()  # stored names that cannot be read
+        self.folded: list[str] = []
+        self._unlike: list[tuple[str, str]] = []
+        self._pass = (
+            ForwardPass(report, artifact, source, self.stored, self.plain, device)
+            if forward
+            else None
+        )
+
+    def check(self) -> None:
+        """Check all tensors, and the logits."""
+        matched = self._artifact.matched
+        outer = [t for t in matched.tensors if t.block < 0]
+        head = [t for t in outer if t.role is Role.HEAD]
+        self._check([t for t in outer if t.role is not Role.HEAD])
+        if self._pass:
+            self._pass.begin()
+        self._forget()
+        for index in range(matched.blocks):
+            tell(matched.block_name(index), index + 1, matched.blocks + 1)
+            if self._pass:
+                self._pass.source_block(index)
+            tensors = [t for t in matched.tensors if t.block == index]
+            self._check(tensors, index)
+            if self._pass:
+                self._pass.other_blocks(index)
+            self._forget()
+        if self._pass:
+            self._pass.end_source()
+        self._check(head)
+        if self._source is not None:
+            self._check_absent(self._source)
+        check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
+        self._tell_unlike()
+        if self._pass:
+            self._pass.finish()
+            self._pass.close()
+
+    def stored(self, name: str) -> Tensor | None:
+        """Return a weight of the artifact in float32 by canonical name, linears as ``[out, in]``; None without it."""
+        if name in self._stored:
+            return self._stored[name]
+        tensor = self._artifact.matched.by_name.get(name)
+        if tensor is None or tensor.stored.name in self._bad:
+            return None
+        value = self._decoded(tensor)
+        if tensor.expert < 0:
+            self._stored[name] = value
+        return value
+
+    def plain(self, name: str) -> Tensor | None:
+        """Return a weight of the source, rounded plainly as the artifact's is; None where it is stored as it is."""
+        if name in self._rounded:
+            return self._rounded[name]
+        tensor = self._artifact.matched.by_name.get(name)
+        layout = None if tensor is None else self._artifact.layout(tensor)
+        target = self._target(name)
+        if layout is None or target is None or target.shape != layout.shape:
+            return None
+        value = plain_rounding(target, layout.scheme.weight)
+        return self._unfolded(name, value)
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self._pass.inputs if self._pass else Inputs()
+
+    def _forget(self) -> None:
+        self._stored.clear()
+        self._rounded.clear()
+
+    def _decoded(self, tensor: MatchedTensor) -> Tensor:
+        layout = self._artifact.layout(tensor)
+        if layout is not None:
+            return self._artifact.unpack(layout).decode()
+        value = self._artifact.checkpoint.read(tensor.stored.name).float()
+        return value.T.contiguous() if tensor.transposed else value
+
+    def _target(self, name: str) -> Tensor | None:
+        """Return the source's weight with the factors that were moved into it."""
+        if self._source is None:
+            return None
+        value, (module, _, leaf) = self._source.weight(name), name.rpartition(".")
+        if value is None:
+            return None
+        if value.dim() == 2 and leaf == "weight":
+            return self._folds.applied(module, value)
+        if leaf == "bias" and module in self._folds.rows:
+            return value * self._folds.rows[module]
+        if leaf == "bias" and module in self._folds.norms:
+            return value * self._folds.norms[module]
+        return value
+
+    def _unfolded(self, name: str, value: Tensor) -> Tensor:
+        module = name.removesuffix(".weight")
+        if module in self._folds.columns:
+            value = value / self._folds.columns[module]
+        if module in self._folds.rows:
+            value = value / self._folds.rows[module][:, None]
+        return value
+
+    def _check(self, tensors: list[MatchedTensor], block: int = -1) -> None:
+        for tensor in tensors:
+            self._check_alone(tensor)
+        if self._source is None:
+            return
+        self._folds = Folds()
+        if block >= 0 and self._folded and self._artifact.matched.architecture is not None:
+            self._folds = folds_of(self._artifact.matched, block, self._source.weight, self.stored)
+        for module, text in self._folds.problems.items():
+            self._report.warn("fold", f"{module}.weight", text)
+        self.folded += [*self._folds.norms, *self._folds.rows]
+        for tensor in tensors:
+            if tensor.stored.name not in self._bad:
+                self._compare(tensor, self._source)
+
+    # what needs no source
+
+    def _check_alone(self, tensor: MatchedTensor) -> None:
+        layout, checkpoint, name = (
+            self._artifact.layout(tensor),
+            self._artifact.checkpoint,
+            tensor.stored.name,
+        )
+        try:
+            if layout is None:
+                scan_finite(name, checkpoint.read(name))
+                return
+            for part in layout.stored:
+                if part != name:  # codes, which float types may carry, are decoded below
+                    scan_finite(part, checkpoint.read(part))
+            found = self._artifact.unpack(layout)
+            value = found.decode()
+            scan_finite(name, value)
+        except (InputError, IntegrityError) as error:
+            self._bad.add(name)
+            self._report.add(error.fault, error.tensor or name, error.message)
+            return
+        if tensor.expert < 0:
+            self._stored[tensor.name] = value
+        for check, text in oddities(found, value):
+            if self._source is None or check == "scale":
+                self._report.warn(check, layout.module, text)
+        self._check_repeated(layout.module, found)
+
+    def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
+        """Report codes, and scales, that are another tensor's to the last bit."""
+        for what, value in (("codes", found.codes), ("scales", found.parameters.get("scales"))):
+            if value is None or value.numel() < LEAST:
+                continue
+            raw = value.contiguous().flatten().view(torch.uint8)
+            if len(torch.unique(raw[:4096])) < LEAST // 4:  # scales may well be all alike
+                continue
+            digest = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+            other = self._digests.setdefault(f"{what} {digest}", module)
+            if other != module and not self._alike(module, other):
+                self._report.add("swapped", module, f"its {what} are those of {other}, bit for bit")
+
+    def _alike(self, module: str, other: str) -> bool:
+        """Return whether two linears of the source are equal: copied blocks of an upscaled model."""
+        if self._source is None:
+            return False
+        names = {t.stored.name: t.name for t in self._artifact.matched.tensors}
+        first, second = (
+            self._source.weight(names.get(f"{one}.weight", "")) for one in (module, other)
+        )
+        return first is not None and second is not None and torch.equal(first, second)
+
+    # what does
+
+    def _compare(self, tensor: MatchedTensor, source: Original) -> None:
+        target = self._target(tensor.name)
+        if target is None:
+            if tensor.role is not Role.FOREIGN:
+                self._report.add(
+                    "kept-changed", tensor.stored.name, "the source has no such tensor"
+                )
+            return
+        layout = self._artifact.layout(tensor)
+        shape = tuple(
+            layout.shape if layout else tensor.stored.shape[:: -1 if tensor.transposed else 1]
+        )
+        if shape != tuple(target.shape):
+            text = f"its shape is {list(shape)}, the source's is {list(target.shape)}"
+            self._report.add("kept-changed", tensor.stored.name, text)
+        elif layout is None:
+            self._compare_kept(tensor, target)
+        else:
+            found = self._artifact.unpack(layout)
+            module = tensor.name.removesuffix(".weight")
+            if found.input is not None and "input_scale" in found.parameters:
+                columns = self._folds.columns.get(module)
+                check_input(self._report, module, found, self._inputs, columns, self._input_scales)
+            self._compare_rounded(tensor, found, target)
+
+    def _compare_rounded(
+        self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
+    ) -> None:
+        name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
+        value = self.stored(tensor.name)
+        assert value is not None
+        scheme = rounded_in(found)
+        plain = plain_rounding(target, scheme, found.outlier_columns)
+        if tensor.expert < 0:
+            self._rounded[tensor.name] = self._unfolded(tensor.name, plain)
+        inputs = self._inputs.of(module)
+        if inputs is not None and module in self._folds.columns:
+            inputs = inputs / self._folds.columns[module]
+        error = measure(target, value, plain, found, inputs, scheme)
+        self._report.tensors.append(_row(name, found, error))
+        if self._plainly and not self._folds.touches(module) and not torch.equal(value, plain):
+            self._report.add(
+                "noise",
+                name,
+                "is not what rounding the source to nearest gives, which its manifest states",
+            )
+            return
+        more = UNSEEN if inputs is None and tensor.role is Role.LINEAR else 1.0
+        texts = [*excesses(error, scheme, more)]
+        if (part := damaged_part(target, value, found, error)) is not None:
+            self._report.add("groups", name, part)
+            return
+        if abs(error.shift) > SHIFTED:
+            text = f"the median group is {error.shift:+.2f} steps of the grid off the source's: zero points or codes are off by one"
+            self._report.add("zero-convention", name, text)
+            return
+        if not texts:
+            return
+        if error.whole > WHOLE and (reason := self._explained(tensor, value, target, error)):
+            self._report.add("swapped", name, reason)
+            return
+        if error.cosine < OTHER:
+            self._unlike.append((name, texts[0]))
+            return
+        for text in texts:
+            self._report.warn("noise" if error.whole > WHOLE else "groups", name, text)
+
+    def _explained(
+        self,
+        tensor: MatchedTensor,
+        value: Tensor,
+        target: Tensor,
+        error: RoundingError,
+    ) -> str | None:
+        """Say what a matrix is instead of the source's, None where nothing explains it."""
+        if error.cosine < MATCHES:
+            for other in self._candidates(tensor):
+                assert self._source is not None
+                candidate = self._source.weight(other.name)
+                if (
+                    candidate is not None
+                    and candidate.shape == value.shape
+                    and _cosine(candidate, value) > MATCHES
+                ):
+                    return f"holds the weights of {other.stored.name}"
+            if (text := _rearranged(value, target)) is not None:
+                return text
+        usual = error.error / max(error.whole, 1.0) * WHOLE
+        size = float((value * value).sum(dtype=torch.float64))
+        factor = float((value * target).sum(dtype=torch.float64)) / size if size else 1.0
+        if (
+            float((factor * value - target).square().sum()) < min(usual, 0.5 * error.error)
+            and abs(factor - 1) > 0.02
+        ):
+            return (
+                f"all weights are {1 / factor:.4g} times the source's"
+                if factor > 0
+                else "all weights have the wrong sign"
+            )
+        return None
+
+    def _candidates(self, tensor: MatchedTensor) -> Iterator[MatchedTensor]:
+        """Yield the tensors that may have been swapped: of the same block first, then the same one of others."""
+        leaf = tensor.name.rpartition(f".{tensor.block}.")[2]
+        others = [
+            t for t in self._artifact.matched.tensors if t is not tensor and t.role is tensor.role
+        ]
+        yield from (t for t in others if t.block == tensor.block)
+        yield from (t for t in others if t.name.endswith(f".{leaf}") and t.block != tensor.block)
+
+    def _compare_kept(self, tensor: MatchedTensor, target: Tensor) -> None:
+        """Compare a tensor that is stored as it is: it is the source's, in its own type, with the factors moved into it."""
+        name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
+        if module in self._folds.norms and tensor.name.endswith(".weight"):
+            return  # the layers that read it are compared with its factor
+        stored = self._artifact.checkpoint.read(name)
+        value = stored.T if tensor.transposed else stored
+        error = (value.float() - target).abs()
+        if module in self._folds.fitted:
+            signal, noise = float(target.square().sum()), float(error.square().sum())
+            wrong = error > 0 if noise * 10 ** (FITTED / 10) > signal else error < 0
+        elif module in self._folds.norms or self._folds.touches(module):
+            wrong = (error > TINY) & (error > FOLDED * target.abs())
+        else:
+            wrong = (error > TINY) & ~_is_cast(value, target)
+        count = int(wrong.sum())
+        if not count:
+            return
+        place = int((error * wrong).flatten().argmax())
+        text = (
+            f"{count} of {target.numel()} values are not the source's, for example"
+            f" {float(value.flatten()[place]):.5g} in place of {float(target.flatten()[place]):.5g}"
+        )
+        if (other := self._equal(tensor, value)) is not None:
+            self._report.add("swapped", name, f"holds the values of {other}")
+        elif tensor.block >= 0 and bool((error <= SAME * target.abs() + TINY).all()):
+            self.folded.append(module)  # gains that tuning changed a little
+        elif _pruned(value.float(), target):
+            self._report.notes.append(f"{name} was made sparse")
+        elif 2 * count <= target.numel():
+            self._report.add("kept-changed", name, text)
+        elif target.dim() == 2 and (reason := _rearranged(value.float(), target)) is not None:
+            self._report.add("swapped", name, reason)
+        elif target.dim() == 2 and _cosine(value.float(), target) < OTHER:
+            self._unlike.append((name, text))
+        else:
+            self._report.warn("kept-changed", name, text)
+
+    def _equal(self, tensor: MatchedTensor, value: Tensor) -> str | None:
+        """Return the stored name of another tensor of the source that has these values."""
+        assert self._source is not None
+        for other in self._candidates(tensor):
+            candidate = self._source.weight(other.name)
+            if (
+                candidate is not None
+                and candidate.shape == value.shape
+                and bool(_is_cast(value, candidate).all())
+                and bool((candidate != candidate.flatten()[0]).any())
+            ):
+                return other.stored.name
+        return None
+
+    def _tell_unlike(self) -> None:
+        """Report tensors that resemble neither the source's nor others: all together where they are most of the model."""
+        linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
+        if 2 * len(self._unlike) > linears:
+            first = self._unlike[0][0]
+            text = (
+                f"and {len(self._unlike) - 1} more tensors do not resemble the source's: the model is in another basis"
+                " (rotated), or it is another model; only the logits tell"
+            )
+            self._report.warn("swapped", first, text)
+            return
+        for name, _ in self._unlike:
+            self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
+
+    def _check_absent(self, source: Original) -> None:
+        """Report tensors of the source that the artifact does not have."""
+        matched = self._artifact.matched
+        head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
+        for name, tensor in source.matched.by_name.items():
+            if name in matched.by_name or tensor.role is Role.FOREIGN:
+                continue
+            if name == head and matched.tied:
+                text = "tie_word_embeddings is true, and the source has a head of its own"
+                self._report.add("configuration", name, text)
+            else:
+                self._report.add("incomplete", name, "the source has it, the artifact does not")
+
+
+def rounded_in(found: QuantizedTensor) -> Scheme:
+    """Return the scheme that a tensor was rounded by: with longer groups, where its own repeat their parameters.
+
+    An export states one scale of a row, or of a long group, as equal scales of all groups that its format has. Columns
+    whose groups are scattered (act-order) are one group.
+    """
+    if found.scheme.granularity == PerGroup(1):
+        return replace(found.scheme, granularity=Row())
+    tensor = as_integers(found)
+    scheme, shape = tensor.scheme, tensor.scheme.parameter_shape(tensor.shape)
+    kept = (tensor.parameters.get(key) for key in ("scales", "zeros", "mins"))
+    values = [value.float() for value in kept if value is not None]
+    if (
+        not scheme.integer
+        or not isinstance(scheme.granularity, PerGroup | Row)
+        or not values
+        or any(tuple(value.shape) != shape for value in values)
+    ):
+        return found.scheme
+    if all(bool((value == value[0, 0]).all()) for value in values):
+        return replace(scheme, granularity=PerTensor())
+    rows, groups = shape
+    for count in range(groups, 1, -1):
+        if groups % count == 0 and all(
+            bool((runs == runs[..., :1]).all())
+            for runs in (value.view(rows, -1, count) for value in values)
+        ):
+            whole = scheme.group_size(tensor.shape[1]) * count
+            return replace(scheme, granularity=Row() if count == groups else PerGroup(whole))
+    return found.scheme
+
+
+def oddities(found: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield the check and what is odd about a tensor by itself."""
+    scales = found.parameters.get("scales")
+    if scales is not None:
+        sizes = scales.float().abs().flatten()
+        typical = float(sizes.median())
+        if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
+            yield "scale", f"a scale is {float(sizes.max()):.3g}, the median is {typical:.3g}"
+    zeros = found.parameters.get("zeros")
+    # At 7 and 8 bits a step is less than the mean of many a healthy group.
+    if zeros is not None and 3 <= found.scheme.bits <= 6 and found.scheme.zero is Zero.INT:
+        mean = found.codes.view(*zeros.shape, -1).double().mean(-1) - zeros.double()
+        shift = float(mean.median())
+        if abs(shift) > OFF_ZERO:
+            yield (
+                "zero-convention",
+                f"the median group is {shift:+.2f} steps off zero: are zero points off by one?",
+            )
+    codes = found.codes.view(torch.uint8) if found.codes.dtype.is_floating_point else found.codes
+    usual = float(value.abs().mean())
+    for dim, what in ((0, "column"), (1, "row")):
+        if codes.shape[dim] < LEAST or codes.shape[1] != value.shape[1]:
+            continue
+        constant = (codes.amin(dim) == codes.amax(dim)) & (value.abs().amax(dim) > 0.1 * usual)
+        if places := constant.nonzero().flatten().tolist():
+            more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+            yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
+
+
+def excesses(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
+    """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
+    if error.whole > WHOLE * more:
+        yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
+    for what, ratio in (("large", error.longer), ("small", error.shorter)):
+        if ratio > 1 + LONGER.get(scheme.weight_bits, LONG):
+            yield f"the median scale is {ratio:.3f} times too {what} for the source's weights"
+    beyond = error.rows > ROW * more
+    if bool(beyond.any()):
+        text = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times that of plain rounding"
+        yield f"{text}{_others(beyond)}"
+    share = float(error.columns.max())
+    if share > COLUMN * more:
+        place = int(error.columns.argmax())
+        yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
+
+
+def _others(beyond: Tensor) -> str:
+    count = int(beyond.sum()) - 1
+    return f", and {count} more" if count else ""
+
+
+def damaged_part(
+    target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
+) -> str | None:
+    """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
+
+    With the stored scales given, the code nearest to every weight of the source is known.
+    """
+    packer, scheme = packer_of(found.scheme), found.scheme
+    if GRIDS[scheme.grid].weights_per_code > 1:
+        return None
+    nearest = packer.decode(
+        packer.encode(target, found.parameters, scheme), found.parameters, scheme
+    )
+    if found.outlier_columns is not None:
+        nearest[:, found.outlier_columns] = target[:, found.outlier_columns]
+    allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
+    near = (value - target).abs() <= allowed
+    groups = error.groups.shape[1]
+    shares = near.view(len(near), groups, -1).float().mean(-1)
+    if float((shares >= NEAR).float().mean()) < MOSTLY:
+        return None
+    bad, width = (shares < FAR) & (error.groups > WORSE), value.shape[1] // groups
+    if bool(bad.any()):
+        row, group = divmod(int((error.groups * bad).argmax()), groups)
+        return (
+            f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_others(bad)}: the codes are not those"
+            f" nearest to the source's weights, as {float(near.float().mean()):.2%} of the tensor are"
+        )
+    return None
+
+
+def _rearranged(value: Tensor, target: Tensor) -> str | None:
+    """Say how a matrix is the source's in another arrangement, None where it is not."""
+    if _cosine(-value, target) > MATCHES:
+        return "all weights have the wrong sign"
+    if value.shape[0] == value.shape[1] and _cosine(value.T, target) > MATCHES:
+        return "the matrix is transposed"
+    for what, own, other in (("rows", value, target), ("columns", value.T, target.T)):
+        best, place = _matches(own, other)
+        moved = (best > MATCHES) & (place != torch.arange(len(own))[: len(place)])
+        if float(moved.float().mean()) > 0.25:
+            return f"the {what} are in another order: {float(moved.float().mean()):.0%} of them are another one of the source's"
+    return None
+
+
+def _matches(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosine of each of at most 512 rows with the most similar row of ``other``, and which that is."""
+    columns = slice(0, 2048)
+    directions = torch.nn.functional.normalize(other[:, columns], dim=1)
+    best, place = (torch.nn.functional.normalize(own[:512, columns], dim=1) @ directions.T).max(1)
+    return best, place
+
+
+def _cosine(first: Tensor, second: Tensor) -> float:
+    norm = float(first.norm()) * float(second.norm())
+    return float((first * second).sum()) / norm if norm else 0.0
+
+
+def _is_cast(found: Tensor, target: Tensor) -> Tensor:
+    """Mark where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
+    equal = found == target.to(found.dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        equal |= found == target.to(dtype).to(found.dtype)
+    return equal
+
+
+def _pruned(value: Tensor, target: Tensor) -> bool:
+    """Return whether the values that differ are zero now, and many of them."""
+    zero = (value == 0) & (target != 0)
+    return float(zero.float().mean()) > PRUNED and bool((_is_cast(value, target) | zero).all())
+
+
+def _row(name: str, found: QuantizedTensor, error: RoundingError) -> dict[str, object]:
+    """Return the figures of one tensor for `Report.tensors`."""
+    snr = 10 * math.log10(error.size / error.error) if error.error and error.size else math.inf
+    return {
+        "name": name,
+        "scheme": str(found.scheme),
+        "snr_db": round(snr, 3),
+        "cosine": round(error.cosine, 6),
+        "over_rounding": round(error.whole, 4),
+        "worst_row_over_rounding": round(float(error.rows.max()), 4),
+        "worst_column": round(float(error.columns.max()), 4),
+        "longer": round(error.longer, 5),
+        "shorter": round(error.shorter, 5),
+    }
