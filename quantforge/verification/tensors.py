@@ -37,7 +37,9 @@ from quantforge.verification.rounding import RoundingError, measure, plain_round
 
 WHOLE = 2.5  # times the error of plain rounding: a whole tensor,
 ROW = 12.0  # a row;
-UNSEEN = 2.0  # times more where no inputs were seen: GPTQ moves weights further than it moves outputs
+UNSEEN = (
+    2.0  # times more where no inputs were seen: GPTQ moves weights further than it moves outputs
+)
 COLUMN = 0.5  # of the error of the whole: what one column may owe
 LONGER = {
     1: 0.1,
