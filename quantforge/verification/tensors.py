@@ -63,13 +63,15 @@ FOLDED = 2.0**-7  # relative, of a tensor that was multiplied by a factor, both 
 FITTED = 30.0  # decibels, of one whose factors were fitted
 TINY = 2.0**-23  # what a gain loses that some files store less 1
 PRUNED = 0.2  # share of further zeros from which a tensor was made sparse
+LENGTH = 2.0  # times its own, by which SparseGPT makes what stays of a row longer or shorter
 
 
 class TensorChecks:
     """Checks of the tensors of one artifact, block by block.
 
     Attributes:
-        changed_norms: norms and linears that carry factors which cancel.
+        folded: norms and linears that carry factors which cancel.
+        sparse: tensors of which a sparsifier made weights zero, by their stored names.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TensorChecks:
         forward: bool = True,
         plainly: bool = False,
         folded: bool = True,
-        sparse: bool = False,
+        sparsifier: str = "",
     ) -> None:
         """Check ``artifact``.
 
@@ -94,7 +96,7 @@ class TensorChecks:
             forward: run them.
             plainly: the manifest says that the tensors were rounded to nearest, with scales that cover their range.
             folded: factors may have been moved between tensors.
-            sparse: weights were made zero: nothing predicts the logits.
+            sparsifier: the method that made weights zero by the manifest, "" where nobody says.
         """
         self._report, self._artifact, self._source = report, artifact, source
         self._plainly, self._folded = plainly, folded
@@ -104,7 +106,9 @@ class TensorChecks:
         self._digests: dict[str, str] = {}
         self._input_scales: dict[str, float] = {}
         self._bad: set[str] = set()  # stored names that cannot be read
+        self._may_move = sparsifier in {"", "sparsegpt"}
         self.folded: list[str] = []
+        self.sparse: list[str] = []
         self._unlike: list[tuple[str, str]] = []
         self._pass = (
             ForwardPass(report, artifact, source, self.stored, self.plain, device)
@@ -409,8 +413,8 @@ class TensorChecks:
             self._report.add("swapped", name, f"holds the values of {other}")
         elif tensor.block >= 0 and bool((error <= SAME * target.abs() + TINY).all()):
             self.folded.append(module)  # gains that tuning changed a little
-        elif _pruned(value.float(), target):
-            self._report.notes.append(f"{name} was made sparse")
+        elif float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
+            self._compare_sparse(name, value, target)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
         elif target.dim() == 2 and (reason := _rearranged(value.float(), target)) is not None:
@@ -419,6 +423,26 @@ class TensorChecks:
             self._unlike.append((name, text))
         else:
             self._report.warn("kept-changed", name, text)
+
+    def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
+        """Compare what a sparsifier has left of a tensor: it is the source's, or moved a little by SparseGPT."""
+        stays = value != 0
+        wrong = stays & ~_is_cast(value, target)
+        if not bool(wrong.any()):
+            self.sparse.append(name)
+            return
+        found, left = value.float(), target.masked_fill(~stays, 0.0)
+        product, own, other = (found * left).sum(-1), found.norm(dim=-1), left.norm(dim=-1)
+        bad = product < OTHER * own * other
+        bad |= (own > LENGTH * other) | (other > LENGTH * own)
+        if self._may_move and not bool(bad.any()):
+            self.sparse.append(name)
+            return
+        text = f"{int(wrong.sum())} of the {int(stays.sum())} values that are not zero are not the source's"
+        if bool(bad.any()):
+            text += f"; row {int(bad.nonzero()[0])} does not resemble the source's"
+        known = not self._may_move or 2 * int(wrong.sum()) <= int(stays.sum())
+        (self._report.add if known else self._report.warn)("kept-changed", name, text)
 
     def _equal(self, tensor: MatchedTensor, value: Tensor) -> str | None:
         """Return the stored name of another tensor of the source that has these values."""
@@ -609,12 +633,6 @@ def _is_cast(found: Tensor, target: Tensor) -> Tensor:
     for dtype in (torch.bfloat16, torch.float16):
         equal |= found == target.to(dtype).to(found.dtype)
     return equal
-
-
-def _pruned(value: Tensor, target: Tensor) -> bool:
-    """Return whether the values that differ are zero now, and many of them."""
-    zero = (value == 0) & (target != 0)
-    return float(zero.float().mean()) > PRUNED and bool((_is_cast(value, target) | zero).all())
 
 
 def _row(name: str, found: QuantizedTensor, error: RoundingError) -> dict[str, object]:

@@ -110,6 +110,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     elif any(item.check in _UNREADABLE for item in report.findings):
         report.skip("tensors cannot be read", "logits")
         forward = False
+    method = str((document or {}).get("method"))
     checks = TensorChecks(
         report,
         artifact,
@@ -117,6 +118,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         device=options.device,
         forward=forward,
         plainly=_rounded_plainly(document),
+        sparsifier=method if is_sparse(method) else "",
         folded=not document
         or folds_factors(document)
         or any(one.tune for one in _recipes(document)),
@@ -125,7 +127,11 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         checks.check()
     if not folds_factors(document):
         report.tuned = sorted({*checks.folded})
-    if source is not None and not is_sparse(str((document or {}).get("method"))):
+    if checks.sparse:
+        report.notes.append(
+            f"{len(checks.sparse)} tensors were made sparse, for example {checks.sparse[0]}"
+        )
+    elif source is not None:
         _check_copy(report, artifact, source)
     return report
 

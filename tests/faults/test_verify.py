@@ -304,7 +304,6 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
 
 # What is not proven: a factor may have been moved on purpose, and some engines load such layers.
 UNUSUAL = {
-    "all scales 1.5 times",
     "scale of a folded row",
     "changed norm under a fold",
     "mixed schemes in q, k, v",
