@@ -1,4 +1,4 @@
-"""Factors that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)`` with ``r`` and ``c`` to be found.
+"""Factors that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)``, ``r`` and ``c`` unknown.
 
 AWQ and SmoothQuant move a factor per channel between a producer and the layers that read it. The model computes what it
 did, every weight has changed, and nothing in the files says which factors these were. They are found again by least

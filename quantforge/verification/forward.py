@@ -33,8 +33,8 @@ from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.runtime.kv_cache import CachePeaks, listening
 from quantforge.runtime.text_side import tokenizer_of
-from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import Artifact, Original
 from quantforge_calibration.sources import builtin
 
 WINDOWS, LENGTH = 8, 64
@@ -44,6 +44,12 @@ SAME = 1e-3  # relative: how far logits of the same weights may differ
 AS_PLAIN = 1.6  # times the divergence of plain rounding,
 ERRORS = 3.0  # so many standard errors over windows more,
 LEAST = 1e-4  # and so many nats per token: less is arithmetic in another order
+
+# Keys of a configuration that say nothing about what a model computes in float32.
+_HELD = {
+    "quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version",
+    "_name_or_path",
+}  # fmt: skip
 
 Values = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
 
@@ -177,31 +183,32 @@ class ForwardPass:
     def finish(self) -> None:
         """Compute the logits of the other models and report what is wrong with them."""
         self._at_head = True
-        logits = {name: self._logits(name) for name in [*self._streams]}
-        own, other = logits.get("artifact"), logits.get("source")
+        reference, own = self._logits("source"), self._logits("artifact")
         if own is None:
             return
         name = self._report.path.name
         if not bool(torch.isfinite(own).all()):
             self._report.add("logits", name, "the logits of the model are not finite")
             return
-        if other is None or self._source is None:
+        if reference is None:
             return
-        if own.shape != other.shape:
-            text = f"logits for {own.shape[-1]} tokens, the source has {other.shape[-1]}"
+        if own.shape != reference.shape:
+            text = f"logits for {own.shape[-1]} tokens, the source has {reference.shape[-1]}"
             self._report.add("logits", name, text)
             return
-        if (same := logits.get("decoded")) is not None:
+        if (same := self._logits("decoded")) is not None:
             self._check_configuration(own, same)
-        found = divergence(other, own)
+            del same
+        found = divergence(reference, own)
         self._report.figures = {
             "tokens": self._ids.numel(),
             "kl_mean": float(found.mean()),
-            "kl_error": float(found.std() / len(found) ** 0.5) if len(found) > 1 else 0.0,
-            "top1_agreement": float((own.argmax(-1) == other.argmax(-1)).double().mean()),
+            "kl_error": _error(found),
+            "top1_agreement": float((own.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
-        if (plain := logits.get("plain")) is not None:
-            self._check_divergence(found, divergence(other, plain))
+        del own
+        if (plain := self._logits("plain")) is not None:
+            self._check_divergence(found, divergence(reference, plain))
 
     def _stored(self, name: str) -> Tensor | None:
         """Return a weight of the artifact; of a head that is not tied any more its own, where the source's is."""
@@ -234,8 +241,7 @@ class ForwardPass:
         self._report.figures["kl_plain"] = float(plain.mean())
         limit = AS_PLAIN * float(plain.mean()) + LEAST
         beyond = found - AS_PLAIN * plain
-        error = float(beyond.std() / len(beyond) ** 0.5) if len(beyond) > 1 else 0.0
-        if float(found.mean()) > limit and float(beyond.mean()) > ERRORS * error:
+        if float(found.mean()) > limit and float(beyond.mean()) > ERRORS * _error(beyond):
             self._report.warn(
                 "logits",
                 self._report.path.name,
@@ -244,9 +250,10 @@ class ForwardPass:
             )
 
     def _open(self, name: str, weights: TensorSource, matched: Matched) -> None:
+        if matched.architecture is None:
+            self._failed(name, RefusedError("the blocks of this family are not declared"))
+            return
         try:
-            if matched.architecture is None:
-                raise RefusedError("the blocks of this family are not declared")
             self._streams[name] = ModelStream(
                 weights, matched, self._ids, micro_batch=2, device=self._device
             )
@@ -333,6 +340,11 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     return torch.stack(found)
 
 
+def _error(windows: Tensor) -> float:
+    """Return the standard error of the mean over windows."""
+    return float(windows.std()) / len(windows) ** 0.5 if len(windows) > 1 else 0.0
+
+
 def windows_of(source: Original) -> Tensor:
     """Return token ids ``[windows, length]`` of the text, or spread ones where the tokenizer gives none that fit."""
     matched = source.matched
@@ -375,6 +387,3 @@ def _same_configuration(artifact: Artifact, source: Original) -> bool:
         for item in (artifact, source)
     )
     return own == other
-
-
-_HELD = {"quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # fmt: skip

@@ -27,8 +27,8 @@ from quantforge.formats.gguf.projector_keys import ARCH
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
-from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.side_files import ABSENT, at, plain, same, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

@@ -20,8 +20,8 @@ from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError
 from quantforge.formats.gguf.modelfile import modelfile
 from quantforge.results import manifest
-from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.opening import Artifact, Original
 from quantforge_calibration.chat_templates import LAYOUTS, is_template
 from quantforge_files.roles import TEMPLATE
 

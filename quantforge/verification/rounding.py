@@ -130,7 +130,7 @@ def measure(
         inputs: what the matrix is multiplied with, ``[tokens, in]``; None counts all columns alike.
         scheme: the groups that it was rounded in, where that is not the scheme of ``tensor``.
     """
-    rows, columns = target.shape
+    columns = target.shape[1]
     size = group_of(scheme or tensor.scheme, columns)
     step = steps(tensor, size)
     h = target.new_ones(columns) if inputs is None else inputs.square().mean(0)

@@ -37,7 +37,6 @@ from quantforge.errors import InputError
 from quantforge.formats import format_of, kv_scales
 from quantforge.formats.gguf.special import template_key
 from quantforge.formats.opening import side_data
-from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.loaded_files import (
     COPIES,
@@ -47,6 +46,7 @@ from quantforge.verification.loaded_files import (
     TOKENIZER,
     is_processor,
 )
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.structure import tokens_of
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError

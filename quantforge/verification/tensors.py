@@ -28,42 +28,35 @@ from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Zero
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
-from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.findings import Report
 from quantforge.verification.folds import SAME, Folds, folds_of
 from quantforge.verification.forward import ForwardPass, Inputs
+from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.ranges import check_cache, check_input
 from quantforge.verification.rounding import RoundingError, measure, plain_rounding
 
-WHOLE = 2.5  # times the error of plain rounding: a whole tensor,
-ROW = 12.0  # a row;
-UNSEEN = (
-    2.0  # times more where no inputs were seen: GPTQ moves weights further than it moves outputs
-)
-COLUMN = 0.5  # of the error of the whole: what one column may owe
-LONGER = {
-    1: 0.1,
-    2: 0.08,
-    3: 0.05,
-}  # by bits: of itself, by which the median group may be too long or too short,
-LONG = 0.03  # and at 4 bits and more
-OTHER = 0.5  # cosine of a tensor that is not the source's
-MATCHES = 0.8  # cosine from which it is the one that it resembles
-SHIFTED = 0.7  # steps by which the median group is off where zero points or codes are off by one
-NEAR = 0.98  # share of the weights of a group that are the nearest to the source's, where it was rounded to nearest;
-MOSTLY = 0.75  # from so many such groups the tensor was,
-FAR, WORSE = (
-    0.5,
-    4.0,
-)  # and one with a smaller share and so many times the error of plain rounding is damaged
-LEAST = 32  # codes of a row or column: with fewer, equal ones are chance
-LARGEST_SCALE = 2.0**14  # of the median scale of its tensor
-OFF_ZERO = 0.55  # steps by which the median group is off zero under wrong zero points
-FOLDED = 2.0**-7  # relative, of a tensor that was multiplied by a factor, both stored in 16 bits
-FITTED = 30.0  # decibels, of one whose factors were fitted
-TINY = 2.0**-23  # what a gain loses that some files store less 1
-PRUNED = 0.2  # share of further zeros from which a tensor was made sparse
-LENGTH = 2.0  # times its own, by which SparseGPT makes what stays of a row longer or shorter
+# What is unusual, in units of plain rounding of the same tensor: the error of a whole tensor, of a row, and what one
+# column may owe of the error of the whole. Without inputs the limits are wider: GPTQ moves weights further than outputs.
+WHOLE, ROW, COLUMN = 2.5, 12.0, 0.5
+UNSEEN = 2.0
+# By how much of itself the median group may be too long or too short: by bits, and at 4 bits and more.
+LONGER = {1: 0.1, 2: 0.08, 3: 0.05}
+LONG = 0.03
+# Cosine below which a tensor is not the source's, and from which it is the tensor that it resembles.
+OTHER, MATCHES = 0.5, 0.8
+# Steps of the grid by which the median group is off where zero points or codes are off by one; the same from zero.
+SHIFTED, OFF_ZERO = 0.7, 0.55
+# A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
+# then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
+NEAR, MOSTLY = 0.98, 0.75
+FAR, WORSE = 0.5, 4.0
+# Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is none.
+LEAST, LARGEST_SCALE = 32, 2.0**14
+# What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
+# factor was fitted; absolutely, what a gain loses that some files store less 1.
+FOLDED, FITTED, TINY = 2.0**-7, 30.0, 2.0**-23
+# Share of further zeros from which a tensor was made sparse, and by how much SparseGPT makes the rest of a row longer.
+PRUNED, LENGTH = 0.2, 2.0
 
 
 class TensorChecks:
@@ -220,7 +213,7 @@ class TensorChecks:
         self.folded += [*self._folds.norms, *self._folds.rows]
         for tensor in tensors:
             if tensor.stored.name not in self._bad:
-                self._compare(tensor, self._source)
+                self._compare(tensor)
 
     # what needs no source
 
@@ -262,7 +255,9 @@ class TensorChecks:
             digest = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
             other = self._digests.setdefault(f"{what} {digest}", module)
             if other != module and not self._alike(module, other):
-                self._report.add("swapped", module, f"its {what} are those of {other}, bit for bit")
+                # Without a source, blocks may have been copied on purpose.
+                say = self._report.warn if self._source is None else self._report.add
+                say("swapped", module, f"its {what} are those of {other}, bit for bit")
 
     def _alike(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are equal: copied blocks of an upscaled model."""
@@ -276,7 +271,7 @@ class TensorChecks:
 
     # what does
 
-    def _compare(self, tensor: MatchedTensor, source: Original) -> None:
+    def _compare(self, tensor: MatchedTensor) -> None:
         target = self._target(tensor.name)
         if target is None:
             if tensor.role is not Role.FOREIGN:
@@ -329,7 +324,10 @@ class TensorChecks:
             self._report.add("groups", name, part)
             return
         if abs(error.shift) > SHIFTED:
-            text = f"the median group is {error.shift:+.2f} steps of the grid off the source's: zero points or codes are off by one"
+            text = (
+                f"the median group is {error.shift:+.2f} steps of the grid off the source's: zero points or codes are"
+                " off by one"
+            )
             self._report.add("zero-convention", name, text)
             return
         if not texts:
@@ -387,7 +385,7 @@ class TensorChecks:
         yield from (t for t in others if t.name.endswith(f".{leaf}") and t.block != tensor.block)
 
     def _compare_kept(self, tensor: MatchedTensor, target: Tensor) -> None:
-        """Compare a tensor that is stored as it is: it is the source's, in its own type, with the factors moved into it."""
+        """Compare a tensor that is stored as it is: it is the source's in its own type, with its factors."""
         name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
         if module in self._folds.norms and tensor.name.endswith(".weight"):
             return  # the layers that read it are compared with its factor
@@ -459,7 +457,7 @@ class TensorChecks:
         return None
 
     def _tell_unlike(self) -> None:
-        """Report tensors that resemble neither the source's nor others: all together where they are most of the model."""
+        """Report tensors that resemble neither the source's nor others: once where they are most of the model."""
         linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
         if 2 * len(self._unlike) > linears:
             first = self._unlike[0][0]
@@ -556,8 +554,8 @@ def excesses(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterato
             yield f"the median scale is {ratio:.3f} times too {what} for the source's weights"
     beyond = error.rows > ROW * more
     if bool(beyond.any()):
-        text = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times that of plain rounding"
-        yield f"{text}{_others(beyond)}"
+        worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
+        yield f"{worst} that of plain rounding{_others(beyond)}"
     share = float(error.columns.max())
     if share > COLUMN * more:
         place = int(error.columns.argmax())
@@ -609,8 +607,9 @@ def _rearranged(value: Tensor, target: Tensor) -> str | None:
     for what, own, other in (("rows", value, target), ("columns", value.T, target.T)):
         best, place = _matches(own, other)
         moved = (best > MATCHES) & (place != torch.arange(len(own))[: len(place)])
-        if float(moved.float().mean()) > 0.25:
-            return f"the {what} are in another order: {float(moved.float().mean()):.0%} of them are another one of the source's"
+        share = float(moved.float().mean())
+        if share > 0.25:
+            return f"the {what} are in another order: {share:.0%} of them are another one of the source's"
     return None
 
 
