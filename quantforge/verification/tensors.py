@@ -36,7 +36,7 @@ from quantforge.verification.ranges import check_cache, check_input
 from quantforge.verification.rounding import RoundingError, measure, plain_rounding
 
 # What is unusual, in units of plain rounding of the same tensor: the error of a whole tensor, of a row, and what one
-# column may owe of the error of the whole. Without inputs the limits are wider: GPTQ moves weights further than outputs.
+# column may owe of the error of the whole. Wider without inputs: GPTQ moves weights further than it moves outputs.
 WHOLE, ROW, COLUMN = 2.5, 12.0, 0.5
 UNSEEN = 2.0
 # By how much of itself the median group may be too long or too short: by bits, and at 4 bits and more.

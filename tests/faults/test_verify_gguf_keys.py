@@ -13,7 +13,6 @@ import pytest
 from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
-from quantforge.verification.opening import open_artifact, open_source
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.gguf_keys import (
     check_file_type,
@@ -22,6 +21,7 @@ from quantforge.verification.gguf_keys import (
     key_differences,
     obeyed,
 )
+from quantforge.verification.opening import open_artifact, open_source
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.opening import open_artifact
 from quantforge.verification.findings import Report
+from quantforge.verification.opening import open_artifact
 from quantforge.verification.side_files import (
     check_within,
     disagreements,
