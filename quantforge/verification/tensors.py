@@ -39,9 +39,10 @@ from quantforge.verification.rounding import RoundingError, measure, plain_round
 # column may owe of the error of the whole. Wider without inputs: GPTQ moves weights further than it moves outputs.
 WHOLE, ROW, COLUMN = 2.5, 12.0, 0.5
 UNSEEN = 2.0
-# By how much of itself the median group may be too long or too short: by bits, and at 4 bits and more.
-LONGER = {1: 0.1, 2: 0.08, 3: 0.05}
-LONG = 0.03
+# By how much of itself the median group may be too long, by bits, and at 4 bits and more; and too short: a search gives
+# up outliers for the other weights of a group.
+LONGER, LONG = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
+SHORT = 0.08
 # Cosine below which a tensor is not the source's, and from which it is the tensor that it resembles.
 OTHER, MATCHES = 0.5, 0.8
 # Steps of the grid by which the median group is off where zero points or codes are off by one; the same from zero.
@@ -549,9 +550,10 @@ def excesses(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterato
     """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    for what, ratio in (("large", error.longer), ("small", error.shorter)):
-        if ratio > 1 + LONGER.get(scheme.weight_bits, LONG):
-            yield f"the median scale is {ratio:.3f} times too {what} for the source's weights"
+    if error.longer > 1 + LONGER.get(scheme.weight_bits, LONG):
+        yield f"the median scale is {error.longer:.3f} times what fits the source's weights"
+    if error.shorter > 1 + SHORT:
+        yield f"the median scale is {1 / error.shorter:.3f} times what fits the source's weights"
     beyond = error.rows > ROW * more
     if bool(beyond.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"

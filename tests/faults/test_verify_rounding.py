@@ -139,7 +139,7 @@ def put(place: tuple[slice | int, slice | int], value: int) -> Callable[[Tensor]
 EVERY = slice(None)
 DEFECTS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "all scales 1.05 times": (scaled(EVERY, 1.05), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
-    "all scales 0.95 times": (scaled(EVERY, 0.95), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
+    "all scales 0.9 times": (scaled(EVERY, 0.9), ("int4:g64:sym", "int4:g128:asym", "int8:row:sym", "nf4:g64:sym")),
     "a row 1.05 times": (scaled(slice(7, 8), 1.05), ("int8:row:sym",)),
     "a row 1.3 times": (scaled(slice(7, 8), 1.3), ("int4:g64:sym", "nf4:g64:sym", "int8:row:sym")),
     "a row twice": (scaled(slice(7, 8), 2.0), ("int3:g64:sym",)),
