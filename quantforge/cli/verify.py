@@ -103,9 +103,8 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         )
     if "kl_mean" in report.figures:
         text = f"KL divergence from the source: {report.figures['kl_mean']:.4g} nats per token"
-        if "kl_predicted" in report.figures:
-            predicted = report.figures["kl_predicted"]
-            text += f" ({predicted:.4g} predicted from the errors of the tensors)"
+        if "kl_plain" in report.figures:
+            text += f" (rounded plainly to the same types: {report.figures['kl_plain']:.4g})"
         console.text(text)
     for text in report.notes:
         console.note(text)

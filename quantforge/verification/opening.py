@@ -23,7 +23,6 @@ from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint import fewer_experts, fewer_heads
 from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.unstacked import UnstackedCheckpoint
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
@@ -40,7 +39,6 @@ from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
 from quantforge.recipe import AdapterOptions, from_toml
 from quantforge.results import manifest
-from quantforge.runtime.load import Loaded, load
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
 
@@ -119,14 +117,6 @@ class Original:
 
     checkpoint: Checkpoint
     matched: Matched
-
-    def load(self, device: str, *, packed_experts: bool = True) -> Loaded:
-        """Load the model for a forward pass; errors as `quantforge.runtime.load.load`."""
-        view = self.checkpoint
-        view = view.inner if isinstance(view, UnstackedCheckpoint) else view
-        known = view if view.facts else None
-        path = self.checkpoint.path
-        return load(path, device, packed_experts=packed_experts, source=known)
 
     def weight(self, name: str) -> Tensor | None:
         """Return a weight by its name in the family, float32, linears as ``[out, in]``; None if there is none."""
