@@ -183,6 +183,12 @@ class _Fit:
         return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
 
 
+def own_columns(source: Tensor, stored: Tensor, near: Tensor) -> Tensor:
+    """Return the factors of the columns of an unrounded weight, no further from ``near`` than tuning goes."""
+    factor = _fit(source, stored, dim=0).factor
+    return torch.minimum(torch.maximum(factor, near * (1 - TUNED)), near * (1 + TUNED))
+
+
 def _fit(source: Tensor, stored: Tensor, dim: int) -> _Fit:
     """Fit the positive factor of each row (``dim`` 1) or column (0)."""
     product = (source * stored).sum(dim)

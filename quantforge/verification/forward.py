@@ -29,6 +29,7 @@ from quantforge.evaluation.windows import cut
 from quantforge.formats.decoded import decoded
 from quantforge.model.block import BlockPart
 from quantforge.model.loading import TensorSource
+from quantforge.model.model_class import class_of
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.runtime.kv_cache import CachePeaks, listening
@@ -254,6 +255,7 @@ class ForwardPass:
             self._failed(name, RefusedError("the blocks of this family are not declared"))
             return
         try:
+            _check_cache(weights.config)
             self._streams[name] = ModelStream(
                 weights, matched, self._ids, micro_batch=2, device=self._device
             )
@@ -329,6 +331,18 @@ class ForwardPass:
         if name in self._streams:
             self._streams.pop(name).close()
         return found if isinstance(found, Tensor) else None
+
+
+def _check_cache(config: Mapping[str, Any]) -> None:
+    """Raise InputError where transformers makes no cache for a configuration, which this pass does without."""
+    from transformers import DynamicCache
+
+    try:
+        DynamicCache(config=class_of(config)[0])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"config.json: transformers cannot make a cache for it: {error}"
+        ) from error
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ PANEL = 1 << 22  # weights that are compared at a time
 LEAST_GROUP = 16  # columns of a group: with fewer its error is chance
 STORED = 2.0**-9  # relative: what storing a scale or a value in 16 bits loses
 LUCKY = 0.5  # of the tensor's usual error for weights of the same size
-NOTHING = 1e-6  # of the mean error of a group: what a group of zeros may lose
+NOTHING = (
+    1e-2  # of the mean error of a group: what any may lose, as one of numbers that float16 lacks
+)
 
 
 @dataclass(frozen=True, slots=True)

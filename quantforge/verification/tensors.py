@@ -19,17 +19,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantforge.architectures import Absorbs
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.formats.convert import as_integers
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Zero
+from quantforge.model.tuning_bounds import MOST
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 from quantforge.verification.findings import Report
-from quantforge.verification.folds import SAME, Folds, folds_of
+from quantforge.verification.folds import SAME, TUNED, Folds, folds_of, own_columns
 from quantforge.verification.forward import ForwardPass, Inputs
 from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.ranges import check_cache, check_input
@@ -38,7 +40,7 @@ from quantforge.verification.rounding import RoundingError, measure, plain_round
 # What is unusual, in units of plain rounding of the same tensor: the error of a whole tensor, of a row, and what one
 # column may owe of the error of the whole. Wider without inputs: GPTQ moves weights further than it moves outputs.
 WHOLE, ROW, COLUMN = 2.5, 12.0, 0.5
-UNSEEN = 2.0
+UNSEEN = 3.0
 # By how much of itself the median group may be too long, by bits, and at 4 bits and more; and too short: a search gives
 # up outliers for the other weights of a group.
 LONGER, LONG = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
@@ -78,6 +80,7 @@ class TensorChecks:
         forward: bool = True,
         plainly: bool = False,
         folded: bool = True,
+        tuned: bool = False,
         sparsifier: str = "",
     ) -> None:
         """Check ``artifact``.
@@ -90,16 +93,18 @@ class TensorChecks:
             forward: run them.
             plainly: the manifest says that the tensors were rounded to nearest, with scales that cover their range.
             folded: factors may have been moved between tensors.
+            tuned: the manifest says that gains of norms were learned.
             sparsifier: the method that made weights zero by the manifest, "" where nobody says.
         """
         self._report, self._artifact, self._source = report, artifact, source
         self._plainly, self._folded = plainly, folded
         self._stored: dict[str, Tensor] = {}  # of the block that is compared, by canonical name
         self._rounded: dict[str, Tensor] = {}
-        self._folds = Folds()
+        self._folds, self._offset = Folds(), 0.0
         self._digests: dict[str, str] = {}
         self._input_scales: dict[str, float] = {}
         self._bad: set[str] = set()  # stored names that cannot be read
+        self._tuning = MOST if tuned else TUNED
         self._may_move = sparsifier in {"", "sparsegpt"}
         self.folded: list[str] = []
         self.sparse: list[str] = []
@@ -206,7 +211,13 @@ class TensorChecks:
             self._check_alone(tensor)
         if self._source is None:
             return
-        self._folds = Folds()
+        self._folds, self._offset = Folds(), 0.0
+        if 0 <= block < len(self._artifact.matched.layers):
+            kinds = (shared.absorber for shared in self._artifact.matched.layers[block].inputs)
+            plus_one = any(kind and kind.kind is Absorbs.NORM_PLUS_ONE for kind in kinds)
+            self._offset = (
+                1.0 if plus_one else 0.0
+            )  # what the family adds to the gains that it stores
         if block >= 0 and self._folded and self._artifact.matched.architecture is not None:
             self._folds = folds_of(self._artifact.matched, block, self._source.weight, self.stored)
         for module, text in self._folds.problems.items():
@@ -312,7 +323,8 @@ class TensorChecks:
             inputs = inputs / self._folds.columns[module]
         error = measure(target, value, plain, found, inputs, scheme)
         self._report.tensors.append(_row(name, found, error))
-        if self._plainly and not self._folds.touches(module) and not torch.equal(value, plain):
+        plainly = self._plainly and tensor.role is Role.LINEAR and not self._folds.touches(module)
+        if plainly and not torch.equal(value, plain):
             self._report.add(
                 "noise",
                 name,
@@ -392,6 +404,11 @@ class TensorChecks:
             return  # the layers that read it are compared with its factor
         stored = self._artifact.checkpoint.read(name)
         value = stored.T if tensor.transposed else stored
+        module_name = tensor.name.removesuffix(".weight")
+        if target.dim() == 2 and module_name in self._folds.columns and self._source is not None:
+            whole = self._source.weight(tensor.name)
+            assert whole is not None
+            target = whole * own_columns(whole, value.float(), self._folds.columns[module_name])
         error = (value.float() - target).abs()
         if module in self._folds.fitted:
             signal, noise = float(target.square().sum()), float(error.square().sum())
@@ -410,8 +427,12 @@ class TensorChecks:
         )
         if (other := self._equal(tensor, value)) is not None:
             self._report.add("swapped", name, f"holds the values of {other}")
-        elif tensor.block >= 0 and bool((error <= SAME * target.abs() + TINY).all()):
-            self.folded.append(module)  # gains that tuning changed a little
+        elif (
+            tensor.block >= 0
+            and target.dim() == 1
+            and self._may_be_tuned(module, value, target, count)
+        ):
+            self.folded.append(module)
         elif float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
             self._compare_sparse(name, value, target)
         elif 2 * count <= target.numel():
@@ -422,6 +443,13 @@ class TensorChecks:
             self._unlike.append((name, text))
         else:
             self._report.warn("kept-changed", name, text)
+
+    def _may_be_tuned(self, module: str, value: Tensor, target: Tensor, count: int) -> bool:
+        """Return whether gains or biases of a norm differ as tuning leaves them: all of them, and each by a little."""
+        few = 2 * count <= target.numel() and module not in self._folds.norms
+        least = SAME if few else self._tuning + SAME
+        change = (value.float() - target).abs()
+        return bool((change <= least * (target + self._offset).abs() + TINY).all())
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare what a sparsifier has left of a tensor: it is the source's, or moved a little by SparseGPT."""
@@ -638,7 +666,8 @@ def _is_cast(found: Tensor, target: Tensor) -> Tensor:
 
 def _row(name: str, found: QuantizedTensor, error: RoundingError) -> dict[str, object]:
     """Return the figures of one tensor for `Report.tensors`."""
-    snr = 10 * math.log10(error.size / error.error) if error.error and error.size else math.inf
+    ratio = error.size / error.error if error.error else math.inf
+    snr = 10 * math.log10(ratio) if 0 < ratio < math.inf else ratio or -math.inf
     return {
         "name": name,
         "scheme": str(found.scheme),

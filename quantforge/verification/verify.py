@@ -110,6 +110,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     elif any(item.check in _UNREADABLE for item in report.findings):
         report.skip("tensors cannot be read", "logits")
         forward = False
+    tuned = any(one.tune for one in _recipes(document))
     method = str((document or {}).get("method"))
     checks = TensorChecks(
         report,
@@ -119,13 +120,12 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         forward=forward,
         plainly=_rounded_plainly(document),
         sparsifier=method if is_sparse(method) else "",
-        folded=not document
-        or folds_factors(document)
-        or any(one.tune for one in _recipes(document)),
+        folded=not document or folds_factors(document),
+        tuned=tuned,
     )
     with phase("tensors and logits", 1.0):
         checks.check()
-    if not folds_factors(document):
+    if not tuned and not folds_factors(document):
         report.tuned = sorted({*checks.folded})
     if checks.sparse:
         report.notes.append(
