@@ -155,7 +155,7 @@ class ForwardPass:
                 self._open("decoded", weights, source.matched)
             if artifact.layouts:
                 weights = ChangedWeights(source.checkpoint, source.matched, plain)
-                self._open("plain", weights, source.matched)
+                self._open("rounded", weights, source.matched)
 
     @property
     def runs(self) -> bool:
@@ -208,7 +208,7 @@ class ForwardPass:
             "top1_agreement": float((own.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
         del own
-        if (plain := self._logits("plain")) is not None:
+        if (plain := self._logits("rounded")) is not None:
             self._check_divergence(found, divergence(reference, plain))
 
     def _stored(self, name: str) -> Tensor | None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.formats.convert import as_integers
-from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Zero
+from quantforge.grids import GRIDS, PerGroup, PerTensor, Row
 from quantforge.model.tuning_bounds import MOST
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -47,8 +49,11 @@ LONGER, LONG = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
 SHORT = 0.08
 # Cosine below which a tensor is not the source's, and from which it is the tensor that it resembles.
 OTHER, MATCHES = 0.5, 0.8
-# Steps of the grid by which the median group is off where zero points or codes are off by one; the same from zero.
-SHIFTED, OFF_ZERO = 0.7, 0.55
+# Steps of the grid by which the median group is off where zero points or codes are off by one. Without a source: the
+# mean of the median group over the mean size of a weight; trained weights are centered on zero.
+SHIFTED, OFF_ZERO = 0.7, 0.15
+# Gains of a norm, beside the same norm of other blocks, are off by one where a family stores them less one.
+OFF_BY_ONE = 0.3
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
 # then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
 NEAR, MOSTLY = 0.98, 0.75
@@ -103,6 +108,7 @@ class TensorChecks:
         self._folds, self._offset = Folds(), 0.0
         self._digests: dict[str, str] = {}
         self._input_scales: dict[str, float] = {}
+        self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
         self._bad: set[str] = set()  # stored names that cannot be read
         self._tuning = MOST if tuned else TUNED
         self._may_move = sparsifier in {"", "sparsegpt"}
@@ -140,6 +146,8 @@ class TensorChecks:
             self._check_absent(self._source)
         check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
         self._tell_unlike()
+        if self._source is None:
+            self._check_gains()
         if self._pass:
             self._pass.finish()
             self._pass.close()
@@ -237,7 +245,10 @@ class TensorChecks:
         )
         try:
             if layout is None:
-                scan_finite(name, checkpoint.read(name))
+                value = checkpoint.read(name)
+                scan_finite(name, value)
+                if value.dim() == 1 and name.endswith(".weight"):
+                    self._gains[name] = float(value.float().median())
                 return
             for part in layout.stored:
                 if part != name:  # codes, which float types may carry, are decoded below
@@ -255,6 +266,19 @@ class TensorChecks:
             if self._source is None or check == "scale":
                 self._report.warn(check, layout.module, text)
         self._check_repeated(layout.module, found)
+
+    def _check_gains(self) -> None:
+        """Report norms whose gains are one off those of the same norm in other blocks."""
+        alike: dict[str, list[str]] = {}
+        for name in self._gains:
+            alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+        for names in alike.values():
+            middle = statistics.median(self._gains[name] for name in names)
+            for name in names:
+                off = self._gains[name] - middle
+                if abs(abs(off) - 1) < OFF_BY_ONE:
+                    text = f"its gains are {abs(off):.2f} {'larger' if off > 0 else 'smaller'} than those of the same norm in other blocks"
+                    self._report.warn("kept-changed", name, text)
 
     def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
         """Report codes, and scales, that are another tensor's to the last bit."""
@@ -553,18 +577,16 @@ def oddities(found: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]
         typical = float(sizes.median())
         if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
             yield "scale", f"a scale is {float(sizes.max()):.3g}, the median is {typical:.3g}"
-    zeros = found.parameters.get("zeros")
-    # At 7 and 8 bits a step is less than the mean of many a healthy group.
-    if zeros is not None and 3 <= found.scheme.bits <= 6 and found.scheme.zero is Zero.INT:
-        mean = found.codes.view(*zeros.shape, -1).double().mean(-1) - zeros.double()
-        shift = float(mean.median())
-        if abs(shift) > OFF_ZERO:
+    usual = float(value.abs().mean())
+    groups = found.scheme.groups(value.shape[1])
+    if value.shape[1] % groups == 0 and value.shape[1] // groups >= LEAST // 2:
+        means = value.view(len(value), groups, -1).mean(-1)
+        if abs(float(means.median())) > OFF_ZERO * usual:
             yield (
                 "zero-convention",
-                f"the median group is {shift:+.2f} steps off zero: are zero points off by one?",
+                "its weights are not centered on zero: zero points or codes may be off by one",
             )
     codes = found.codes.view(torch.uint8) if found.codes.dtype.is_floating_point else found.codes
-    usual = float(value.abs().mean())
     for dim, what in ((0, "column"), (1, "row")):
         if codes.shape[dim] < LEAST or codes.shape[1] != value.shape[1]:
             continue

@@ -13,7 +13,7 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
-from quantforge.quantizers import is_sparse
+from quantforge.quantizers import PLAIN, is_sparse
 from quantforge.recipe import Recipe, from_toml
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, Report
@@ -146,7 +146,7 @@ def _recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
 
 def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
-    if document is None or document.get("method") != "rtn" or len([*chain(document)]) > 1:
+    if document is None or document.get("method") != PLAIN or len([*chain(document)]) > 1:
         return False
     return all(one.scales == "absmax" and not one.tune for one in _recipes(document))
 
