@@ -277,7 +277,8 @@ class TensorChecks:
             for name in names:
                 off = self._gains[name] - middle
                 if abs(abs(off) - 1) < OFF_BY_ONE:
-                    text = f"its gains are {abs(off):.2f} {'larger' if off > 0 else 'smaller'} than those of the same norm in other blocks"
+                    size = "larger" if off > 0 else "smaller"
+                    text = f"its gains are {abs(off):.2f} {size} than those of this norm in other blocks"
                     self._report.warn("kept-changed", name, text)
 
     def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
