@@ -52,6 +52,8 @@ OTHER, MATCHES = 0.5, 0.8
 # Steps of the grid by which the median group is off where zero points or codes are off by one. Without a source: the
 # mean of the median group over the mean size of a weight; trained weights are centered on zero.
 SHIFTED, OFF_ZERO = 0.7, 0.15
+# Tensors that resemble nothing, after which no more others are tried: it is another model.
+TRIED = 8
 # Gains of a norm, beside the same norm of other blocks, are off by one where a family stores them less one.
 OFF_BY_ONE = 0.3
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
@@ -387,7 +389,7 @@ class TensorChecks:
         error: RoundingError,
     ) -> str | None:
         """Say what a matrix is instead of the source's, None where nothing explains it."""
-        if error.cosine < MATCHES:
+        if error.cosine < MATCHES and len(self._unlike) < TRIED:
             for other in self._candidates(tensor):
                 assert self._source is not None
                 candidate = self._source.weight(other.name)
