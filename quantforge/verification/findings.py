@@ -126,7 +126,7 @@ class Report:
 
     def skip(self, reason: str, *checks: str) -> None:
         """Record that checks are not made."""
-        self.skipped.update(dict.fromkeys(checks, reason))
+        self.skipped.update(dict.fromkeys(checks, _escape(reason)))
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""

@@ -7,19 +7,18 @@ follows from nothing in the source and that llama.cpp is not known to obey is a 
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from quantforge.architectures.match import Role
 from quantforge.checkpoint.publish_file import projector_name
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf import mixture
 from quantforge.formats.gguf.families import family_of
-from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION
-from quantforge.formats.gguf.nearest_mixture import distances, in_blocks
 from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import projector_file
@@ -29,12 +28,11 @@ from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.side_files import ABSENT, at, plain, same, shown
+from quantforge.verification.side_files import ABSENT, same, shorten, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES, MERGES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.pre"
-FILE_TYPE, VERSION = "general.file_type", "general.quantization_version"
-# Read by people, or checked by the reader of the file or by `check_file_type`.
+# Read by people, or checked by the reader of the file.
 _NOT_OBEYED = re.compile(
     r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|license.*|url|doi"
     r"|uuid|repo_url|source\..*|base_model\..*|dataset\..*|tags|languages|file_type|quantization_version|alignment)"
@@ -45,8 +43,8 @@ _OPTIONAL = {
     f"tokenizer.ggml.{role}_token_id" for role in ("unknown", "padding", "seperator", "mask", "eot")
 }
 # Names of pre-tokenizers that llama.cpp treats alike.
-_ALIKE = ({"llama-bpe", "llama3", "llama-v3"}, {"gpt-2", "phi-2"}, {"qwen2", "deepseek-r1-qwen"}, {"gpt-4o", "llama4"},
-          {"default", ""})  # fmt: skip
+_ALIKE = (("llama-bpe", "llama3", "llama-v3"), ("gpt-2", "phi-2"), ("qwen2", "deepseek-r1-qwen"), ("gpt-4o", "llama4"),
+          ("default", ""))  # fmt: skip
 _LOOKS_SPECIAL = re.compile(r"<.*>|\[.*\]|\uff5c.*")
 
 
@@ -101,22 +99,13 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> Non
     try:
         expected, computed = expected_keys(file, source)
     except (InputError, RefusedError) as error:
-        text = f"the keys of a GGUF file cannot be derived from the source: {plain(error.message)}"
-        report.skip(text, "keys")
+        report.skip(f"the keys cannot be derived from the source: {error.message}", "keys")
         return
     own = {key: value.value for key, value in file.metadata.items()}
     for text, severity in key_differences(own, expected):
         report.add("keys", name, text, severity)
-    if computed is None:
-        return
-    _check_frequencies(report, file, computed)
-    for tensor in artifact.matched.tensors:
-        if tensor.name not in source.matched.by_name and tensor.role is not Role.HEAD:
-            report.add(
-                "keys",
-                plain(tensor.stored.name),
-                "the source has no such tensor, llama.cpp uses it",
-            )
+    if computed is not None:
+        _check_frequencies(report, file, computed)
 
 
 def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Parameters | None]:
@@ -127,8 +116,7 @@ def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Par
     """
     checkpoint = source.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
-        stored = checkpoint.file.metadata.items()
-        return {key: value.value for key, value in stored if obeyed(key)}, None
+        return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
     config = source.matched.config
     family = family_of(config)
     found = parameters(config, family)
@@ -147,158 +135,94 @@ def key_differences(
 ) -> Iterator[tuple[str, Severity]]:
     """Yield a message and its severity for every key that makes llama.cpp read something else."""
     assumed = defaults({**expected, **own})
-    for key in dict.fromkeys((*expected, *own)):
-        if not obeyed(key):
-            continue
-        default = assumed.get(key, ABSENT)
-        if key not in own:
-            if key not in _OPTIONAL and not same(default, expected[key]):
+    for key in filter(obeyed, {**expected, **own}):
+        default, name = assumed.get(key, ABSENT), shorten(key)
+        first, second = own.get(key, ABSENT), expected.get(key, ABSENT)
+        if first is ABSENT:
+            if key not in _OPTIONAL and not same(default, second):
+                yield f"{name} is missing, the source has {shown(second)}", Severity.ERROR
+        elif second is ABSENT:
+            known = key in assumed or key.startswith("tokenizer.chat_template")
+            if not same(default, first):
+                text = f"{name} = {shown(first)} does not follow from the source; llama.cpp"
                 yield (
-                    f"{plain(key)} is missing, the source has {shown(expected[key])}",
-                    Severity.ERROR,
+                    (f"{text} obeys it", Severity.ERROR)
+                    if known
+                    else (f"{text} may obey it", Severity.WARNING)
                 )
-        elif key not in expected:
-            if not same(default, own[key]):
-                known = key in assumed or key.startswith("tokenizer.chat_template")
-                why = "llama.cpp obeys it" if known else "llama.cpp may obey it"
-                yield (
-                    f"{plain(key)} = {shown(own[key])} does not follow from the source; {why}",
-                    Severity.ERROR if known else Severity.WARNING,
-                )
-        elif difference := _difference(key, own, expected[key]):
-            yield f"{plain(key)}: {difference}", Severity.ERROR
+        elif difference := _difference(key, own, second):
+            yield f"{name}: {difference}", Severity.ERROR
 
 
 def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
     """Describe how a key differs, "" if both values mean the same to llama.cpp."""
     own, tokens = keys[key], keys.get(TOKENS)
-    if key in {TOKENS, KINDS, MERGES} and isinstance(own, list) and isinstance(other, list):
-        if len(own) != len(other):
-            return f"{len(own)} entries, the source has {len(other)}"
-        differ = [n for n, (a, b) in enumerate(zip(own, other, strict=True)) if a != b]
-        if key == KINDS:  # other converters mark tokens as control tokens by their looks
+    if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        if key == SCORES:  # they rank the pieces that are joined
+            own, other = (_order(scores, keys) for scores in (own, other))
+        differ = [n for n, (a, b) in enumerate(zip(own, other, strict=True)) if not same(a, b)]
+        if key == KINDS and isinstance(tokens, list) and len(tokens) == len(own):
+            # Other converters mark tokens as control tokens by their looks.
             differ = [n for n in differ if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)
-                      or not _LOOKS_SPECIAL.fullmatch(str(at(tokens, [str(n)])))]  # fmt: skip
+                      or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))]  # fmt: skip
         if not differ:
             return ""
         text = f"{shown(own[differ[0]])} at {differ[0]}, the source has {shown(other[differ[0]])}"
         return f"{len(differ)} entries differ, e.g. {text}"
-    if key == SCORES:
-        return "" if _same_order(own, other, keys) else "other pieces would be joined first"
-    if key == PRE and any(
-        own in group and other in group for group in _ALIKE if isinstance(own, str)
-    ):
+    if key == PRE and any(own in names and other in names for names in _ALIKE):
         return ""
     if isinstance(own, str) and isinstance(other, str) and "chat_template" in key:
         own, other = own.removesuffix("\n"), other.removesuffix("\n")
     return "" if same(own, other) else f"{shown(own)}, the source has {shown(other)}"
 
 
-def _same_order(own: Any, other: Any, keys: Mapping[str, Any]) -> bool:
-    """Return whether the scores rank the pieces that are joined as the source does."""
-    tokens, kinds = keys.get(TOKENS), keys.get(KINDS)
-    if not all(isinstance(item, list) and len(item) == len(other) for item in (own, tokens, kinds)):
-        return False
-    places = [
-        n
-        for n, kind in enumerate(kinds or ())
-        if kind == Kind.NORMAL and len(str(at(tokens, [str(n)]))) > 1
-    ]
-    ranks = [
-        {score: n for n, score in enumerate(sorted({side[n] for n in places}))}
-        for side in (own, other)
-    ]
-    return all(ranks[0][own[n]] == ranks[1][other[n]] for n in places)
+def _order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
+    """Return the ordinary pieces of more than one character, from the highest score to the lowest."""
+    pieces = zip(scores, keys.get(TOKENS, []), keys.get(KINDS, []), strict=False)
+    numbers = {
+        n: score if isinstance(score, float) else -math.inf
+        for n, (score, piece, kind) in enumerate(pieces)
+        if kind == Kind.NORMAL and len(str(piece)) > 1
+    }
+    return sorted(numbers, key=numbers.__getitem__, reverse=True)
 
 
 def _check_frequencies(report: Report, file: GgufFile, found: Parameters) -> None:
     """Check tables of rotary frequencies: those that follow from the configuration, and no others."""
-    expected = {tensor.name: tensor for tensor in found.computed}
-    stored = {name for name in file.tensors if name.startswith("rope_f")}
-    for name in sorted(stored ^ expected.keys()):
-        there = "is there" if name in stored else "is missing"
-        report.add("keys", name, f"{there}, unlike in the source's rotary embedding")
-    for name in sorted(stored & expected.keys()):
-        raw = read_tensor(file.tensors[name].raw()).float().flatten().tolist()
-        wanted = memoryview(expected[name].fixed or b"").cast("f").tolist()
-        if len(raw) != len(wanted) or any(
-            abs(a - b) > 1e-5 * abs(b) for a, b in zip(raw, wanted, strict=True)
-        ):
+    expected = {
+        tensor.name: memoryview(tensor.fixed or b"").cast("f").tolist() for tensor in found.computed
+    }
+    stored = {
+        name: read_tensor(tensor.raw()).float().flatten().tolist()
+        for name, tensor in file.tensors.items()
+        if name.startswith("rope_f")
+    }
+    for name in sorted({**stored, **expected}):
+        own, other = stored.get(name, []), expected.get(name, [])
+        near = (math.isclose(a, b, rel_tol=1e-5) for a, b in zip(own, other, strict=False))
+        if len(own) != len(other) or not all(near):
             report.add("keys", name, "differs from the source's rotary embedding")
-
-
-def check_file_type(report: Report, artifact: Artifact) -> None:
-    """Report a ``general.file_type`` whose mixture fits the tensors worse than another, and a wrong version of codes.
-
-    Types that match another mixture exactly are an error. Types that merely fit another better are a warning: a program
-    may choose types tensor by tensor.
-    """
-    checkpoint, name = artifact.checkpoint, report.path.name
-    if not isinstance(checkpoint, GgufCheckpoint):
-        return
-    file, metadata = checkpoint.file, checkpoint.file.metadata
-    if VERSION in metadata and metadata[VERSION].value != QUANTIZATION_VERSION:
-        text = (
-            f"{VERSION} = {shown(metadata[VERSION].value)}, the codes are of {QUANTIZATION_VERSION}"
-        )
-        report.add("keys", name, text)
-    present = {FILE_TYPE, VERSION} & metadata.keys()
-    if len(present) == 1 and artifact.layouts:  # what quantizes a file writes both
-        (missing,) = {FILE_TYPE, VERSION} - present
-        report.warn("keys", name, f"{missing} is missing beside {present.pop()}")
-    shapes = {name: (tensor.type, tensor.shape) for name, tensor in file.tensors.items()}
-    try:
-        arch = file.value("general.architecture", str)
-        keys = {
-            "block_count": 1,
-            "attention.head_count": 1,
-            "attention.head_count_kv": 1,
-            "expert_count": 0,
-        }
-        sizes = [file.value(f"{arch}.{key}", int, usual) for key, usual in keys.items()]
-        near = distances(shapes, mixture.Shape(*sizes))
-    except InputError:
-        return  # a key of a wrong type, which the comparison of the keys reports
-    stated = metadata[FILE_TYPE].value if FILE_TYPE in metadata else None
-    if stated is not None and near and (stated not in near or near[stated] > min(near.values())):
-        kinds = Counter(in_blocks(shapes).values()).most_common(3)
-        text = ", ".join(f"{kind} x{count}" for kind, count in kinds)
-        severity = Severity.WARNING if min(near.values()) else Severity.ERROR
-        report.add("keys", name, f"{FILE_TYPE} = {shown(stated)}, the tensors are {text}", severity)
 
 
 def check_tower(report: Report, source: Original) -> None:
     """Compare the file of a vision tower beside a GGUF file with the source, if there is one: keys and tensors."""
     place = report.path.with_name(projector_name(report.path))
-    name = place.name
     if not place.is_file():
         return
     try:
-        file = read_gguf(place)
-    except InputError as error:
-        report.add("unreadable", name, error.message)
-        return
-    try:
-        expected = projector_file(source.checkpoint, name)
+        file, expected = read_gguf(place), projector_file(source.checkpoint, place.name)
+        wanted = {stored.name for stored, _ in expected.plan.places}
+        for name, value in expected.values(source.checkpoint):
+            entry = file.tensors.get(name)
+            if entry and not torch.equal(read_tensor(entry.raw()).to(value.dtype), value):
+                report.add("kept-changed", place.name, f"{name} differs from the source's")
     except (InputError, RefusedError) as error:
-        report.add("keys", name, f"no such file can be made from the source: {error.message}")
+        report.add("unreadable", place.name, f"cannot be compared with the source: {error.message}")
         return
+    for name in sorted(wanted ^ file.tensors.keys()):
+        what = "is missing" if name in wanted else "is not part of the tower"
+        report.add("incomplete", place.name, f"{shorten(name)} {what}")
     own, other = ({key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
                   for keys in (file.metadata, expected.keys))  # fmt: skip
     for text, severity in key_differences(own, other):
-        report.add("keys", name, text, severity)
-    wanted = {stored.name for stored, _ in expected.plan.places}
-    for tensor in sorted(wanted ^ file.tensors.keys()):
-        what = "is missing" if tensor in wanted else "is not part of the tower"
-        report.add("incomplete", name, f"{plain(tensor)} {what}")
-    if wanted - file.tensors.keys():
-        return
-    try:
-        for tensor, value in expected.values(source.checkpoint):
-            entry = file.tensors[tensor]
-            if entry.shape != tuple(value.shape) or not bool(
-                (read_tensor(entry.raw()).to(value.dtype) == value).all()
-            ):
-                report.add("kept-changed", name, f"{plain(tensor)} differs from the source's")
-    except (InputError, RefusedError) as error:
-        report.add("kept-changed", name, error.message)
+        report.add("keys", place.name, text, severity)

@@ -117,7 +117,11 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
     Models are published with added tokens beyond it, which no text contains unless it names them: a warning. A piece of
     the vocabulary beyond it is an error: the tokenizer belongs to another model.
     """
-    tokenizer = _tokenizer(artifact)
+    try:
+        tokenizer = _tokenizer(artifact)
+    except InputError as error:
+        report.warn("vocabulary", report.path.name, f"its tokens cannot be read: {error.message}")
+        return
     if tokenizer is None:
         report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
         return
@@ -145,7 +149,11 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
 
 
 def _tokenizer(artifact: Artifact) -> dict[str, Any] | None:
-    """Return ``tokenizer.json``, of a GGUF file that which its keys describe; None without a readable one."""
+    """Return ``tokenizer.json``, of a GGUF file that which its keys describe; None without a readable one.
+
+    Raises:
+        InputError: the keys of a GGUF file describe none.
+    """
     path = artifact.checkpoint.path
     file = path / TOKENIZER_FILE
     if path.is_dir():

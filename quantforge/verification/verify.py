@@ -17,7 +17,7 @@ from quantforge.quantizers import PLAIN, is_sparse
 from quantforge.recipe import Recipe, from_toml
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, Report
-from quantforge.verification.gguf_keys import check_file_type, check_gguf_keys, check_tower
+from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
 from quantforge.verification.loaded_files import check_foreign
 from quantforge.verification.opening import (
     Artifact,
@@ -97,7 +97,6 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         )
     check_structure(report, artifact, options.engine)
     check_foreign(report, artifact, source)
-    check_file_type(report, artifact)
     check_within(report, artifact)
     if options.source is None:
         report.skip("no source was named (--source)", *COMPARED)

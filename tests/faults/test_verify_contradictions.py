@@ -207,8 +207,8 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     # other homes of the same
     "a copy with other groups": (GPTQ, file(COPY, group_size=128), COPY),
     "a copy with another order": (GPTQ, file(COPY, desc_act=True), COPY),
-    "a copy with rules of its own": (GPTQ, file(COPY, dynamic={"-:.*up_proj": {}}), "config.json has None"),
-    "a copy without the rules": (SKIPPED, file(COPY, dynamic=None), "dynamic = None"),
+    "a copy with rules of its own": (GPTQ, file(COPY, dynamic={"-:.*up_proj": {}}), "config.json has {}"),
+    "a copy without the rules": (SKIPPED, file(COPY, dynamic=None), "dynamic = {}"),
     "a copy without the width": (GPTQ, file(COPY, bits=None), "bits = None"),
     "AWQ's old file": (AWQ, file("quant_config.json", zero_point=False, q_group_size=32, w_bit=4), "zero_point"),
     "a description for other engines": (GPTQ,

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from quantforge.verification.findings import Report
-from quantforge.verification.loaded_files import REPEATED
 from quantforge.verification.side_files import (
-    Pair,
     SideFiles,
     compare_files,
-    contradictions_of,
-    disagreements,
-    quantization_contradictions,
+    find_contradictions,
 )
 from tests import peers
 from tests.faults.test_verify_configuration import changed, places
@@ -51,13 +47,8 @@ def side_files(files: dict[str, bytes]) -> SideFiles:
 
 def told(own: SideFiles, other: SideFiles) -> Report:
     report = Report(peers.FIXTURES)
-    compare_files(report, Pair(own, other, "gptq"))
-    texts = [text for name in REPEATED & own.files.keys() for text in contradictions_of(own, name)]
-    texts += quantization_contradictions(own.config, own.tensors)
-    copy = own.config.get("quantization_config")
-    texts += disagreements(copy if isinstance(copy, dict) else {}, other.config)
-    for text in texts:
-        report.add("settings", CONFIG, text)
+    compare_files(report, own, other)
+    find_contradictions(report, own, 100)
     return report
 
 

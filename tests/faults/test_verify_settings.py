@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import open_artifact
 from quantforge.verification.side_files import (
+    SideFiles,
     check_within,
-    disagreements,
-    quantization_contradictions,
+    find_contradictions,
 )
 from quantforge.verification.structure import check_structure
 from tests import peers
@@ -61,7 +62,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a map that names no token": (
         "?special_tokens_map.json", {"eos_token": "<nothing>"}, "<nothing>"),
     "another vocabulary": ("?vocab.json", {"a": 77777}, "77777"),
-    "MLX's key": ("config.json", {"quantization": {"bits": 3, "group_size": 32}}, "quantization ="),
+    "MLX's key": ("config.json", {"quantization": {"bits": 3, "group_size": 32}}, "quantization.bits = 3"),
     "a second description": ("quantize_config.json", {"bits": 8}, "bits"),
     "a third description": ("quant_config.json", {"w_bit": 8, "quant_method": "gptq"}, "bits"),
 }  # fmt: skip
@@ -77,28 +78,25 @@ def test_what_contradicts_the_rest_is_found(name, model):
     assert "".join(found).isprintable()
 
 
+def contradictions(quantization: Any, **files: Any) -> int:
+    """How many there are of a quantization and other files by name."""
+    report = Report(Path("m"))
+    contents = {f"{name}.json": json.dumps(value).encode() for name, value in files.items()}
+    find_contradictions(report, SideFiles({"quantization_config": quantization}, contents), 0)
+    return len(report.findings)
+
+
 def test_a_second_description_has_to_say_the_same():
-    config = {
-        "quantization_config": {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": 32,
-            "zero_point": True,
-        }
-    }
-    older = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
-    assert disagreements({**older, "dataset": "x"}, config) == []
-    assert disagreements({**older, "zero_point": False}, config)
-    config["quantization_config"]["quant_method"] = ["x"]
-    assert list(quantization_contradictions(config, frozenset())) == []
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    older = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM", "dataset": "x"}
+    assert contradictions(config, quant_config=older) == 0
+    assert contradictions(config, quant_config={**older, "desc_act": None, "dynamic": None}) == 0
+    assert contradictions(config, quant_config={**older, "zero_point": False}) == 1
+    assert contradictions({**config, "quant_method": ["x"]}) == 0
 
 
-@pytest.mark.parametrize("values", [
-    {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, {"sparsity_config": {"format": "sparse"}},
-])  # fmt: skip
-def test_what_a_loader_would_do_to_the_weights_is_found(values):
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized",
-                                      "sparsity_config": {"format": "dense"}, "transform_config": {}}}  # fmt: skip
-    assert list(quantization_contradictions(config, frozenset())) == []
-    config["quantization_config"].update(values)
-    assert list(quantization_contradictions(config, frozenset()))
+def test_what_a_loader_would_do_to_the_weights_is_found():
+    assert contradictions({"sparsity_config": {"format": "dense"}}) == 0
+    assert contradictions({"sparsity_config": {"format": "sparse-24-bitmask"}}) == 1
+    assert contradictions({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}) == 1
+    assert contradictions({"transform_config": {}, "sparsity_config": None}) == 0

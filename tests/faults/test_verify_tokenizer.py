@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from quantforge.errors import InputError
 from quantforge.verification import side_files
 from quantforge.verification.findings import Report
-from quantforge.verification.side_files import Pair, SideFiles, compare_files
+from quantforge.verification.side_files import SideFiles, compare_files, find_contradictions
 from tests import gguf_models
 from tests.faults.test_verify_configuration import changed, other_than, places
 
@@ -83,7 +84,9 @@ def told(own: dict[str, bytes], source: Path) -> list[str]:
     """What is found; warnings begin with a question mark."""
     other = read(source)
     report = Report(source)
-    compare_files(report, Pair(SideFiles(other.config, own), other))
+    files = SideFiles(other.config, own)
+    compare_files(report, files, other)
+    find_contradictions(report, files, 0)
     return [
         f"{'?' * (item.severity == 'warning')}{item.where}: {item.detail}"
         for item in report.findings
@@ -135,7 +138,7 @@ def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
     """Also without transformers, which reads some places from the class of a family."""
 
     def unread(side: SideFiles) -> Any:
-        raise side_files.DocumentError("unread")
+        raise InputError("unread")
 
     monkeypatch.setattr(side_files, "_load_tokenizer", unread)
     source = released(name)
@@ -184,10 +187,7 @@ FILES: dict[str, tuple[str, bytes]] = {
     "words": ("vocab.json", b'{"a": 3}'),
     "damaged": ("added_tokens.json", b"\xff"),
     "a template file": ("chat_template.jinja", b"{{ 'visit' }}"),
-    "an older template file": ("chat_template.json", b'{"chat_template": "{{ x }}"}'),
     "a named template": ("additional_chat_templates/rag.jinja", b"{{ x }}"),
-    "a template of a processor": ("processor_config.json", b'{"chat_template": "{{ x }}"}'),
-    "a key twice": ("tokenizer_config.json", b'{"a": 1, "a": 2}'),
 }
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_says_something_else_is_found(name, released):
     source = released("llama3")
     file, content = FILES[name]
     found = told({**read(source).files, file: content}, source)
-    assert any(item.startswith(file) for item in found)
+    assert any(item.lstrip("?").startswith(file) for item in found)
     assert "".join(found).isprintable()
 
 
@@ -239,7 +239,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "code": ({"eos_token_id": [1, 2], "custom_generate": "x/y"}, False),
     "a padding token": ({"eos_token_id": [1, 2], "pad_token_id": 1}, True),
     "no end": ({"top_p": 1.0}, False),
-    "a strange padding token": ({"eos_token_id": [1, 2], "pad_token_id": 5}, False),
 }  # fmt: skip
 
 
@@ -292,8 +291,6 @@ def test_settings_of_a_processor_are_compared(released):
         ('{"a": {"b": 1}, "chat_template": "y"}', "error"),
     ):
         report = Report(source)
-        compare_files(
-            report, Pair(SideFiles(other.config, {**other.files, name: own.encode()}), other)
-        )
+        compare_files(report, SideFiles(other.config, {**other.files, name: own.encode()}), other)
         found = [(item.where, item.severity) for item in report.findings]
         assert found == ([(name, severity)] if severity else [])

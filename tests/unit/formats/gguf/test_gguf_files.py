@@ -27,8 +27,7 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.runtime.text_side import text_side
 from quantforge.settings import Settings
-from quantforge.verification.findings import Report
-from quantforge.verification.side_files import Pair, SideFiles, check_templates
+from quantforge.verification.side_files import SideFiles, template_changes
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
@@ -138,14 +137,13 @@ def test_the_templates_of_a_file_are_compared_with_those_that_transformers_takes
     own = {"chat_template.jinja": b"default\n", "additional_chat_templates/a_b.jinja": b"a-b"}
     for files, found in (
         (own, []),
-        ({**own, "additional_chat_templates/a_b.jinja": b"x"}, ["a_b"]),
-        ({"chat_template.jinja": b"default"}, ["is missing"]),
-        ({**own, "additional_chat_templates/more.jinja": b"m"}, ["does not exist in the source"]),
+        ({**own, "additional_chat_templates/a_b.jinja": b"x"}, ["a_b = 'x'"]),
+        ({"chat_template.jinja": b"default"}, ["a_b = nothing"]),
+        ({**own, "additional_chat_templates/more.jinja": b"m"}, ["the source has nothing"]),
     ):
-        report = Report(Path())
-        check_templates(report, Pair(SideFiles({}, files), SideFiles({}, source)), keys=True)
-        assert len(report.findings) == len(found)
-        assert all(part in one.detail for one, part in zip(report.findings, found, strict=True))
+        told = [str(one) for one in template_changes(SideFiles({}, files), SideFiles({}, source))]
+        assert len(told) == len(found)
+        assert all(part in one for one, part in zip(told, found, strict=True))
 
 
 def test_templates_whose_names_have_one_key_are_refused(models, tmp_path):
