@@ -60,6 +60,9 @@ OFF_BY_ONE = 0.3
 # then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
 NEAR, MOSTLY = 0.98, 0.75
 FAR, WORSE = 0.5, 4.0
+RESCALED = (
+    0.25  # of its squared error: what is left with another scale, where only the scale is wrong
+)
 # Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is none.
 LEAST, LARGEST_SCALE = 32, 2.0**14
 # What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
@@ -361,7 +364,8 @@ class TensorChecks:
         more = UNSEEN if inputs is None and tensor.role is Role.LINEAR else 1.0
         texts = [*excesses(error, scheme, more)]
         if (part := damaged_part(target, value, found, error)) is not None:
-            self._report.add("groups", name, part)
+            text, proven = part
+            (self._report.add if proven else self._report.warn)("groups", name, text)
             return
         if abs(error.shift) > SHIFTED:
             text = (
@@ -624,10 +628,14 @@ def _others(beyond: Tensor) -> str:
 
 def damaged_part(
     target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
-) -> str | None:
+) -> tuple[str, bool] | None:
     """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
 
-    With the stored scales given, the code nearest to every weight of the source is known.
+    With the stored scales given, the code nearest to every weight of the source is known. A wrong scale is not proven:
+    a method may give up a group for one important weight, as ggml does.
+
+    Returns:
+        A description, and whether codes are wrong and not only scales; None where no part is damaged.
     """
     packer, scheme = packer_of(found.scheme), found.scheme
     if GRIDS[scheme.grid].weights_per_code > 1:
@@ -644,13 +652,26 @@ def damaged_part(
     if float((shares >= NEAR).float().mean()) < MOSTLY:
         return None
     bad, width = (shares < FAR) & (error.groups > WORSE), value.shape[1] // groups
-    if bool(bad.any()):
-        row, group = divmod(int((error.groups * bad).argmax()), groups)
+    if not bool(bad.any()):
+        return None
+    t, q = (one.view(len(near), groups, -1) for one in (target, value))
+    size = q.square().sum(-1)
+    factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
+    left = (factor[..., None] * q - t).square().sum(-1)
+    codes = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor <= 0))
+    shown = codes if bool(codes.any()) else bad
+    row, group = divmod(int((error.groups * shown).argmax()), groups)
+    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_others(shown)}"
+    if not bool(codes.any()):
         return (
-            f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_others(bad)}: the codes are not those"
-            f" nearest to the source's weights, as {float(near.float().mean()):.2%} of the tensor are"
+            f"{place}: the scale is {1 / float(factor[row, group]):.3g} times what fits the source's weights",
+            False,
         )
-    return None
+    share = f"{float(near.float().mean()):.2%}"
+    return (
+        f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are",
+        True,
+    )
 
 
 def _rearranged(value: Tensor, target: Tensor) -> str | None:

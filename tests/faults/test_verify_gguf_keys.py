@@ -13,11 +13,7 @@ import pytest
 from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
-<<<<<<< HEAD
-from quantforge.verification.findings import Report, Severity
-=======
 from quantforge.verification.findings import Report
->>>>>>> 2108fb7a (Files beside the weights: fewer rules, one path for every JSON file)
 from quantforge.verification.gguf_keys import (
     check_gguf_keys,
     expected_keys,

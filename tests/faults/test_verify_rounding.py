@@ -69,7 +69,7 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
     more = 1.0 if inputs is not None else 2.0
     texts = [*excesses(error, found.scheme, more)]
     damaged = damaged_part(weight, found.decode(), found, error)
-    texts += [] if damaged is None else [damaged]
+    texts += [] if damaged is None else [damaged[0]]
     return [*texts, "shifted"] if abs(error.shift) > SHIFTED else texts
 
 
@@ -176,6 +176,11 @@ def test_columns_are_charged_with_what_they_alone_do():
     assert float(apart.columns[17]) > 20 * float(other.max())
 
 
+def rolled(values: Tensor) -> Tensor:
+    values[7, 64:128] = values[7, 64:128].roll(1)
+    return values
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_what_is_zero_may_stay_zero(scale):
     """Rows, columns and whole matrices of zeros; beside them others may be large or small."""
@@ -202,10 +207,12 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
 def test_one_damaged_group_is_told_where_all_others_are_the_nearest():
     weight, inputs = matrix()
     found = rounded(weight, scheme_of("int4:g64:sym"))
-    bad = scaled((7, slice(1, 2)), 1.5)(found)
-    text = damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
-    assert text is not None
-    assert text.startswith("row 7, columns 64 to 127: ")
+    for change, proven in ((scaled((7, slice(1, 2)), 1.5), False), (codes(rolled), True)):
+        bad = change(found)
+        damage = damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
+        assert damage is not None
+        assert damage[0].startswith("row 7, columns 64 to 127: ")
+        assert damage[1] is proven
 
 
 def test_static_inputs_have_the_range_of_the_source(tmp_path):
