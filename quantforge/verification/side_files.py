@@ -273,7 +273,9 @@ def _generation_keys() -> frozenset[str]:
 
 
 def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without nulls and flags that are off.
+    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without what does nothing.
+
+    That is nulls, flags that are off, a template that adds no token, and what a byte-level decoder does not read.
 
     Raises:
         InputError: it is not a tokenizer.
@@ -287,6 +289,16 @@ def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         ]
     except TypeError as error:
         raise InputError(f"{TOKENIZER}: its merges are not pairs of tokens") from error
+    steps = found.get("post_processor")
+    if isinstance(steps, Mapping) and steps.get("type") == "TemplateProcessing":
+        parts = steps.get("single")
+        if isinstance(parts, list) and all(
+            isinstance(p, Mapping) and "Sequence" in p for p in parts
+        ):
+            del found["post_processor"]
+    decoder = found.get("decoder")
+    if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
+        found["decoder"] = {"type": "ByteLevel"}
     added = {str(item["id"]): item for item in found.get("added_tokens", [])}
     return {**found, "model": model, "added_tokens": added}
 

@@ -41,7 +41,7 @@ from quantforge.verification.rounding import RoundingError, measure, plain_round
 
 # What is unusual, in units of plain rounding of the same tensor: the error of a whole tensor, of a row, and what one
 # column may owe of the error of the whole. Wider without inputs: GPTQ moves weights further than it moves outputs.
-WHOLE, ROW, COLUMN = 2.5, 12.0, 0.5
+WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
 UNSEEN = 3.0
 # By how much of itself the median group may be too long, by bits, and at 4 bits and more; and too short: a search gives
 # up outliers for the other weights of a group.
@@ -60,9 +60,9 @@ OFF_BY_ONE = 0.3
 # then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
 NEAR, MOSTLY = 0.98, 0.75
 FAR, WORSE = 0.5, 4.0
-RESCALED = (
-    0.25  # of its squared error: what is left with another scale, where only the scale is wrong
-)
+# Of its squared error, what is left with another scale where only the scale is wrong; no method chooses a scale that is
+# so much too large.
+RESCALED, HUGE = 0.25, 4.0
 # Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is none.
 LEAST, LARGEST_SCALE = 32, 2.0**14
 # What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
@@ -658,7 +658,7 @@ def damaged_part(
     size = q.square().sum(-1)
     factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
     left = (factor[..., None] * q - t).square().sum(-1)
-    codes = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor <= 0))
+    codes = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / HUGE))
     shown = codes if bool(codes.any()) else bad
     row, group = divmod(int((error.groups * shown).argmax()), groups)
     place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_others(shown)}"
@@ -683,8 +683,8 @@ def _rearranged(value: Tensor, target: Tensor) -> str | None:
     for what, own, other in (("rows", value, target), ("columns", value.T, target.T)):
         best, place = _matches(own, other)
         moved = (best > MATCHES) & (place != torch.arange(len(own))[: len(place)])
-        share = float(moved.float().mean())
-        if share > 0.25:
+        share, distinct = float(moved.float().mean()), len(torch.unique(place[moved]))
+        if share > 0.25 and distinct > 0.9 * int(moved.sum()):
             return f"the {what} are in another order: {share:.0%} of them are another one of the source's"
     return None
 

@@ -302,11 +302,10 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
 }  # fmt: skip
 
 
-# What is not proven: a scale may serve one important weight, a factor be moved on purpose; some engines load such layers.
+# What is not proven: a scale may serve one weight, a factor be moved on purpose, and some engines load such layers.
 UNUSUAL = {
     "scale 1.5 times",
     "scale two thirds",
-    "scale 1.5 times in GGUF",
     "scale of a folded row",
     "changed norm under a fold",
     "mixed schemes in q, k, v",

@@ -137,10 +137,10 @@ SAMPLED = {"vocab", "merges"}
 def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
     """Also without transformers, which reads some places from the class of a family."""
 
-    def unread(side: SideFiles) -> Any:
+    def fail(side: SideFiles) -> Any:
         raise InputError("unread")
 
-    monkeypatch.setattr(side_files, "_load_tokenizer", unread)
+    monkeypatch.setattr(side_files, "_load_tokenizer", fail)
     source = released(name)
     other = read(source)
     tree = json.loads(other.files[NAME])
@@ -153,7 +153,12 @@ def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
         value: Any = tree
         for key in path:
             value = value[key]
-        if value not in (None, False, [], ""):
+        unread = path[0] == "decoder" and path[-1] in {
+            "add_prefix_space",
+            "trim_offsets",
+            "use_regex",
+        }
+        if value not in (None, False, [], "") and not unread:
             own = json.dumps(changed(tree, path, other_than(value))).encode()
             assert told({**other.files, NAME: own}, source), path
 
