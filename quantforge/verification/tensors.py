@@ -460,7 +460,7 @@ class TensorChecks:
             self._report.add("swapped", name, f"holds the values of {other}")
         elif (
             tensor.block >= 0
-            and target.dim() == 1
+            and target.dim() == 1 < target.numel()
             and self._may_be_tuned(module, value, target, count)
         ):
             self.folded.append(module)

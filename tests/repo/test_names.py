@@ -53,9 +53,9 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
     "verbs": ("fp8", "a kind of KV cache"),
-    "verification": ("awq compressed-tensors fp4 fp8_e4m3 gptq llama llama4 qwen2 sparsegpt",
-                     "descriptions of the quantization that contradict each other, by quant_method;"
-                     " tokenizers of one family; what each sparsifier leaves as it was"),
+    "verification": ("compressed-tensors fp8_e4m3 llama llama4 qwen2 sparsegpt",
+                     "a description of the quantization that the tensors contradict; tokenizers of one family;"
+                     " what SparseGPT leaves as it was"),
     "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),
 }  # fmt: skip
 

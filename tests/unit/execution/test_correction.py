@@ -159,7 +159,7 @@ def test_what_cannot_be_corrected_is_refused(
         (RefusedError, "PEFT puts no adapter on a GGUF file", model, file, RANK),
         (RefusedError, "PEFT names no parts", tiny("mixtral"), experts, RANK),
         (RefusedError, "no linear of its blocks is quantized", model, plain, RANK),
-        (IntegrityError, "by its manifest it was made from", other, quantized, RANK),
+        (IntegrityError, "by its manifest, it was made from", other, quantized, RANK),
         (IntegrityError, "swapped", quantized, model, RANK),
     ]  # fmt: skip
     for kind, words, source, result, rank in cases:
