@@ -140,6 +140,10 @@ class ForwardPass:
         self._report, self._artifact, self._source = report, artifact, source
         self._streams: dict[str, ModelStream] = {}
         self._device, self._values, self._at_head = device, stored, False
+        if source is not None and len(source.matched.layers) != len(artifact.matched.layers):
+            text = f"the source has {len(source.matched.layers)} blocks, the artifact {len(artifact.matched.layers)}"
+            report.skip(text, "logits")
+            return
         if source is not None:
             self._ids = windows_of(source)
             self._open("source", source.checkpoint, source.matched)
@@ -156,11 +160,6 @@ class ForwardPass:
             if artifact.layouts:
                 weights = ChangedWeights(source.checkpoint, source.matched, plain)
                 self._open("rounded", weights, source.matched)
-
-    @property
-    def runs(self) -> bool:
-        """Return whether any model runs."""
-        return bool(self._streams)
 
     def begin(self) -> None:
         """Embed the tokens."""

@@ -81,7 +81,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     check_signed(report, options.key)
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
     derive = options.source is not None and (not document or folds_factors(document))
-    artifact = open_artifact(report, derive=derive)
+    artifact = open_artifact(report, derive=derive or options.forward)
     if artifact is None:
         if options.source:  # what is wrong with it, or with a tower, is said all the same
             original = open_source(options.source, declared, options.adapter, derive=derive)

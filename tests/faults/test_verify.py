@@ -500,6 +500,17 @@ def test_the_card_may_change(made, tmp_path):
     assert said(look(model)) == []
 
 
+def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
+    model = copied(made("folded"), tmp_path / "m")
+    (model / NAME).unlink()
+    shorter = first_blocks(copied(source("llama-wide"), tmp_path / "shorter"), 1)
+    report = verify(model, VerificationOptions(shorter))
+    assert "blocks" in report.skipped["logits"]
+    assert {
+        item.detail for item in report.findings if item.where.startswith("model.layers.1.")
+    } == {"the source has no such tensor"}
+
+
 def test_a_copy_of_the_source_is_no_result(source):
     model = source("llama-wide")
     assert said(look(model)) == []
