@@ -552,6 +552,15 @@ def check_within(report: Report, artifact: Artifact) -> None:
         return
     rows = [t.stored.shape[0] for t in artifact.matched.tensors if t.role is Role.EMBEDDING]
     find_contradictions(report, own, min(rows, default=0))
+    if report.source is not None:
+        return
+    for name, document in ((CONFIG, own.config), (SETTINGS, own.documents.get(SETTINGS, {}))):
+        for key in sorted({"auto_map", "custom_pipelines", "custom_generate"} & document.keys()):
+            report.warn(
+                "settings",
+                name,
+                f"{key} lets a loader run code of the model or of another repository",
+            )
 
 
 def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:

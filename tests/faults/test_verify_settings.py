@@ -17,6 +17,7 @@ from quantforge.verification.side_files import (
     find_contradictions,
 )
 from quantforge.verification.structure import check_structure
+from quantforge.verification.verify import VerificationOptions, verify
 from tests import peers
 
 
@@ -100,3 +101,12 @@ def test_what_a_loader_would_do_to_the_weights_is_found():
     assert contradictions({"sparsity_config": {"format": "sparse-24-bitmask"}}) == 1
     assert contradictions({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}) == 1
     assert contradictions({"transform_config": {}, "sparsity_config": None}) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_without_a_source_keys_that_load_code_are_a_warning(tmp_path, name):
+    model = shutil.copytree(peers.FIXTURES / "llmc-w4a16-gptq", tmp_path / "m")
+    document = json.loads((model / name).read_text())
+    (model / name).write_text(json.dumps({**document, "auto_map": {"AutoConfig": "x.X"}}))
+    report = verify(model, VerificationOptions(forward=False))
+    assert [(item.where, item.severity) for item in report.findings] == [(name, "warning")]
