@@ -27,12 +27,15 @@ VARIES = 0.02  # standard deviation of log factors from which they are more than
 ALONE = 4 * VARIES  # the same where only one side can be read
 AGAINST = -0.5  # correlation of the two sides of a fold
 CLOSE = 0.01  # log of a gain over the factor of its readers: what both lose where they are stored in 16 bits
-TUNED = 0.25  # of a gain: what tuning changes it by afterwards
+TUNED = (
+    0.25  # largest relative change of a gain that is taken for tuning where no manifest says more
+)
 SAME = 2.0**-7  # gains that differ by no more were not changed
 FITS = 0.5  # cosine of a row or column below which its factor means nothing
 NOISE = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
 CANCELS = 0.1  # log of the product of two factors that is more than rounding,
 SPREADS = 8.0  # and than so many robust standard deviations of all channels
+FEW_ROWS = 8  # with fewer, the factor of a column fits anything
 EXACT = 1e-6  # noise over signal below which neither side is better than the other
 
 Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
@@ -66,7 +69,9 @@ class Folds:
         return module in self.rows or module in self.columns
 
 
-def folds_of(matched: Matched, index: int, source: Weight, stored: Weight) -> Folds:
+def folds_of(
+    matched: Matched, index: int, source: Weight, stored: Weight, tuning: float = TUNED
+) -> Folds:
     """Find the factors of one block.
 
     Args:
@@ -74,12 +79,13 @@ def folds_of(matched: Matched, index: int, source: Weight, stored: Weight) -> Fo
         index: of the block.
         source: weights of the source, linears as ``[out, in]``.
         stored: weights of the artifact, decoded, likewise.
+        tuning: the largest relative change of a gain that is taken for tuning.
     """
     folds, block = Folds(), matched.block_name(index)
     inputs = [item for item in matched.layers[index].inputs if item.absorber is not None]
     for shared in inputs:
         if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
-            _into_norm(folds, shared, block, source, stored)
+            _into_norm(folds, shared, block, source, stored, tuning)
     for shared in inputs:
         if shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS:
             _into_rows(folds, matched, shared, block, source, stored)
@@ -87,7 +93,7 @@ def folds_of(matched: Matched, index: int, source: Weight, stored: Weight) -> Fo
 
 
 def _into_norm(
-    folds: Folds, shared: SharedInput, block: str, source: Weight, stored: Weight
+    folds: Folds, shared: SharedInput, block: str, source: Weight, stored: Weight, tuning: float
 ) -> None:
     assert shared.absorber is not None
     name = f"{block}.{shared.absorber.module}"
@@ -110,11 +116,13 @@ def _into_norm(
         apart = (fit.log - gain.clamp(min=1e-6).log()).abs() - NOISE * fit.noise
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
         columns = torch.where(good & ((gain > 0) & (apart > CLOSE) | ~alive), fit.factor, gain)
-        wrong = alive & good & ((apart > math.log(1 + TUNED)) | (gain <= 0))
+        dead = (before == 0) != (after == 0)
+        wrong = dead | (alive & good & ((apart > -math.log1p(-tuning)) | (gain <= 0)))
         if bool(wrong.any()):
-            channel = int(apart.masked_fill(~wrong, -1).argmax())
+            channel = int(torch.where(dead, torch.inf, apart).masked_fill(~wrong, -1).argmax())
+            changed = after[channel] / before[channel]
             folds.problems[name] = (
-                f"the gain of channel {channel} is {1 / float(gain[channel]):.3g} times the source's,"
+                f"the gain of channel {channel} is {float(changed):.3g} times the source's,"
                 f" and the weights that read it are {float(fit.factor[channel]):.3g} times the source's:"
                 f" the two do not cancel ({int(wrong.sum())} of {len(gain)} channels)"
             )
@@ -160,8 +168,8 @@ def _into_rows(
     if bool(wrong.any()):
         channel = int((product.abs() * wrong).argmax())
         folds.problems[producer] = (
-            f"row {channel} of its moved rows is {float(own.factor[channel]):.3g} times the source's, and the column of"
-            f" {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not cancel"
+            f"row {channel} of the rows that carry a factor is {float(own.factor[channel]):.3g} times the source's, and"
+            f" the column of {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not cancel"
             f" ({int(wrong.sum())} of {len(wrong)} channels)"
         )
 
@@ -183,10 +191,12 @@ class _Fit:
         return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
 
 
-def own_columns(source: Tensor, stored: Tensor, near: Tensor) -> Tensor:
+def own_columns(source: Tensor, stored: Tensor, near: Tensor, tuning: float) -> Tensor:
     """Return the factors of the columns of an unrounded weight, no further from ``near`` than tuning goes."""
+    if len(source) < FEW_ROWS:
+        return near
     factor = _fit(source, stored, dim=0).factor
-    return torch.minimum(torch.maximum(factor, near * (1 - TUNED)), near * (1 + TUNED))
+    return torch.minimum(torch.maximum(factor, near * (1 - tuning)), near * (1 + tuning))
 
 
 def _fit(source: Tensor, stored: Tensor, dim: int) -> _Fit:

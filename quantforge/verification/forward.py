@@ -177,11 +177,11 @@ class ForwardPass:
                 self._try(name, lambda stream: _advanced(stream, index))
 
     def end_source(self) -> None:
-        """Compute the source's logits, and note what its head reads."""
+        """Compute the source's last hidden states and record them as the input of its head."""
         self._try("source", self._ended)
 
     def finish(self) -> None:
-        """Compute the logits of the other models and report what is wrong with them."""
+        """Compute the logits of all models and report what is wrong with them."""
         self._at_head = True
         reference, own = self._logits("source"), self._logits("artifact")
         if own is None:
@@ -278,6 +278,8 @@ class ForwardPass:
             self._report.add("logits", tensor or self._report.path.name, error.message)
         elif name in {"artifact", "source"}:
             self._report.skip(error.message, "logits")
+        else:
+            self._report.notes.append(f"logits: the {name} weights were not run: {error.message}")
 
     def _observed(self, stream: ModelStream, index: int) -> None:
         part = stream.block(index)

@@ -102,10 +102,6 @@ def cache_problems(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[
         bad = (held > 0) & ((room < CACHE[0] * held) | (room > CACHE[1] * held))
         if bool(bad.any()):
             head = int(bad.nonzero()[0])
-            yield (
-                which,
-                (
-                    f"head {head}: covers values up to {float(room[head]):.3g}; the source shows"
-                    f" {float(held[head]):.3g}"
-                ),
-            )
+            where = f"head {head}: " if len(room) > 1 else ""
+            text = f"covers values up to {float(room[head]):.3g}; the source shows {float(held[head]):.3g}"
+            yield which, where + text

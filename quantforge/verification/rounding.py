@@ -52,8 +52,8 @@ class RoundingError:
         columns: ``[in]``, what the error at the outputs owes to each column alone, as a share of the error of plain
             rounding of the whole; negative where a column makes up for others.
         shift: the mean error of the median group, in steps of the grid; 0 where there are none.
-        longer, shorter: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group. Rounding errors of any kind lower
-            both, so that only scales that are too large bring the first above 1, and too small ones the second.
+        longer, shorter: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where that is
+            above 1. Rounding errors lower both as a rule; too large scales raise the first, too small ones the second.
         cosine: of ``Q`` and ``T``; 1 where both are zero.
         error: squared error of the weights, and ``size``: squared weights of the source.
     """
@@ -154,8 +154,8 @@ def measure(
         _divided(errors, least),
         charged / max(float(moved_least.sum()), 1e-300),
         0.0 if step is None else float(_joined(sums, "shifts").median()),
-        float(_joined(sums, "longer").nanmedian().nan_to_num(1.0)),
-        float(_joined(sums, "shorter").nanmedian().nan_to_num(1.0)),
+        _beyond(_joined(sums, "longer"), _joined(sums, "plain_longer")),
+        _beyond(_joined(sums, "shorter"), _joined(sums, "plain_shorter")),
         tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
         max(tt - 2 * tq + qq, 0.0),
         tt,
@@ -175,6 +175,8 @@ class _Sums:
     columns: Tensor  # [in]
     longer: Tensor  # [rows, groups]
     shorter: Tensor
+    plain_longer: Tensor
+    plain_shorter: Tensor
     tt: float
     qq: float
     tq: float
@@ -197,9 +199,10 @@ class _Sums:
 
         errors, least, sizes = grouped(e), grouped(b), grouped(t)
         random = torch.zeros_like(least)
-        shifts = random
+        shifts = torch.zeros_like(least)
         if step is not None:
             shifts = e.view(len(t), -1, size).mean(-1) / step.clamp(min=1e-30)
+            shifts = torch.where(step > 0, shifts, 0.0)
             random = step.double().square() / 12 * h.view(-1, size).sum(-1, dtype=torch.float64)
             least = torch.maximum(least, random)
         stored = sizes * STORED**2
@@ -213,23 +216,20 @@ class _Sums:
             moved_least = yb.square().mean(0, dtype=torch.float64)
             moved_least = torch.maximum(moved_least, random.sum(1)) + stored.sum(1)
             charged = _charged(e, ye, h, inputs) - _charged(b, yb, h, inputs).clamp(min=0)
-        tt, qq, tq = (
-            (one * other).view(len(t), -1, size).sum(-1) for one, other in ((t, t), (q, q), (t, q))
+        tt, qq, tq, pp, tp = (
+            (one * other).view(len(t), -1, size).sum(-1)
+            for one, other in ((t, t), (q, q), (t, q), (p, p), (t, p))
         )
-        longer, shorter = (tq / torch.where(own > 0, own, torch.nan) for own in (tt, qq))
-        sums = (float(value.double().sum()) for value in (tt, qq, tq))
+        ratios = [
+            one / torch.where(own > 0, own, torch.nan)
+            for one, own in ((tq, tt), (tq, qq), (tp, tt), (tp, pp))
+        ]
+        sums = [float(value.double().sum()) for value in (tt, qq, tq)]
+        longer, shorter, plain_longer, plain_shorter = ratios
         return cls(
-            errors,
-            least,
-            sizes,
-            shifts,
-            moved,
-            moved_least,
-            charged.double(),
-            longer,
-            shorter,
-            *sums,
-        )
+            errors, least, sizes, shifts, moved, moved_least, charged.double(), longer, shorter, plain_longer,
+            plain_shorter, *sums,
+        )  # fmt: skip
 
 
 def _panels(
@@ -246,6 +246,12 @@ def _charged(error: Tensor, outputs: Tensor, h: Tensor, inputs: Tensor) -> Tenso
     """Return ``[in]``: what the squared error of the outputs loses without each column of ``error`` ``[rows, in]``."""
     alone = error.square().sum(0) * h
     return 2 * (inputs * (outputs @ error)).mean(0) - alone
+
+
+def _beyond(ratios: Tensor, plain: Tensor) -> float:
+    """Return the median ratio, over that of plain rounding where this is above 1; 1 without any."""
+    found, usual = (float(values.nanmedian().nan_to_num(1.0)) for values in (ratios, plain))
+    return found / max(usual, 1.0)
 
 
 def _joined(sums: list[_Sums], key: str) -> Tensor:

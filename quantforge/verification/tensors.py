@@ -1,7 +1,7 @@
 """Every tensor of an artifact: readable, finite, and with a source at hand the source's, as far as rounding leaves it.
 
 A difference is an *error* where it is proven that nobody meant it: the tensor is another tensor of the source, or its
-own with rows in another order, turned, shifted by one code or multiplied by a number; or one part of it is wrong while
+own with rows in another order, transposed, off by one code or multiplied by a number; or one part of it is wrong while
 all the rest is exactly what rounding the source gives. Everything else that is unusual is a *warning*: more error than
 plain rounding of the same tensor loses, in the whole tensor, a row or a column (`quantforge.verification.rounding`).
 Nothing is divided by the size of what is compared: a tensor of zeros may stay one.
@@ -59,7 +59,7 @@ OFF_BY_ONE = 0.3
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
 # then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
 NEAR, MOSTLY = 0.98, 0.75
-FAR, WORSE = 0.5, 4.0
+FAR, WORSE, WORSE_ROW = 0.5, 4.0, 1.5
 # Of its squared error, what is left with another scale where only the scale is wrong; no method chooses a scale that is
 # so much too large.
 RESCALED, HUGE = 0.25, 4.0
@@ -110,7 +110,10 @@ class TensorChecks:
         self._plainly, self._folded = plainly, folded
         self._stored: dict[str, Tensor] = {}  # of the block that is compared, by canonical name
         self._rounded: dict[str, Tensor] = {}
-        self._folds, self._offset = Folds(), 0.0
+        self._folds = Folds()
+        self._norms: set[str] = set()  # of the block that is compared, whose gains may be tuned
+        family = artifact.matched.architecture
+        self._offset = family.norm_offset if family else 0.0
         self._digests: dict[str, str] = {}
         self._input_scales: dict[str, float] = {}
         self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
@@ -224,15 +227,18 @@ class TensorChecks:
             self._check_alone(tensor)
         if self._source is None:
             return
-        self._folds, self._offset = Folds(), 0.0
+        self._folds, self._norms = Folds(), set()
         if 0 <= block < len(self._artifact.matched.layers):
-            kinds = (shared.absorber for shared in self._artifact.matched.layers[block].inputs)
-            plus_one = any(kind and kind.kind is Absorbs.NORM_PLUS_ONE for kind in kinds)
-            self._offset = (
-                1.0 if plus_one else 0.0
-            )  # what the family adds to the gains that it stores
+            name = self._artifact.matched.block_name(block)
+            inputs = self._artifact.matched.layers[block].inputs
+            absorbers = [shared.absorber for shared in inputs if shared.absorber]
+            self._norms = {
+                f"{name}.{one.module}" for one in absorbers if one.kind is not Absorbs.ROWS
+            }
         if block >= 0 and self._folded and self._artifact.matched.architecture is not None:
-            self._folds = folds_of(self._artifact.matched, block, self._source.weight, self.stored)
+            self._folds = folds_of(
+                self._artifact.matched, block, self._source.weight, self.stored, self._tuning
+            )
         for module, text in self._folds.problems.items():
             self._report.warn("fold", f"{module}.weight", text)
         self.folded += [*self._folds.norms, *self._folds.rows]
@@ -240,7 +246,7 @@ class TensorChecks:
             if tensor.stored.name not in self._bad:
                 self._compare(tensor)
 
-    # what needs no source
+    # checks without a source
 
     def _check_alone(self, tensor: MatchedTensor) -> None:
         layout, checkpoint, name = (
@@ -276,7 +282,7 @@ class TensorChecks:
         """Report norms whose gains are one off those of the same norm in other blocks."""
         alike: dict[str, list[str]] = {}
         for name in self._gains:
-            alike.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+            alike.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
         for names in alike.values():
             middle = statistics.median(self._gains[name] for name in names)
             for name in names:
@@ -311,7 +317,7 @@ class TensorChecks:
         )
         return first is not None and second is not None and torch.equal(first, second)
 
-    # what does
+    # comparisons with the source
 
     def _compare(self, tensor: MatchedTensor) -> None:
         target = self._target(tensor.name)
@@ -421,7 +427,7 @@ class TensorChecks:
 
     def _candidates(self, tensor: MatchedTensor) -> Iterator[MatchedTensor]:
         """Yield the tensors that may have been swapped: of the same block first, then the same one of others."""
-        leaf = tensor.name.rpartition(f".{tensor.block}.")[2]
+        leaf = tensor.name.partition(f".{tensor.block}.")[2]
         others = [
             t for t in self._artifact.matched.tensors if t is not tensor and t.role is tensor.role
         ]
@@ -439,7 +445,9 @@ class TensorChecks:
         if target.dim() == 2 and module_name in self._folds.columns and self._source is not None:
             whole = self._source.weight(tensor.name)
             assert whole is not None
-            target = whole * own_columns(whole, value.float(), self._folds.columns[module_name])
+            target = whole * own_columns(
+                whole, value.float(), self._folds.columns[module_name], self._tuning
+            )
         error = (value.float() - target).abs()
         if module in self._folds.fitted:
             signal, noise = float(target.square().sum()), float(error.square().sum())
@@ -458,11 +466,7 @@ class TensorChecks:
         )
         if (other := self._equal(tensor, value)) is not None:
             self._report.add("swapped", name, f"holds the values of {other}")
-        elif (
-            tensor.block >= 0
-            and target.dim() == 1 < target.numel()
-            and self._may_be_tuned(module, value, target, count)
-        ):
+        elif target.dim() == 1 and self._may_be_tuned(tensor.name, value, target, count):
             self.folded.append(module)
         elif float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
             self._compare_sparse(name, value, target)
@@ -475,9 +479,13 @@ class TensorChecks:
         else:
             self._report.warn("kept-changed", name, text)
 
-    def _may_be_tuned(self, module: str, value: Tensor, target: Tensor, count: int) -> bool:
-        """Return whether gains or biases of a norm differ as tuning leaves them: all of them, and each by a little."""
-        few = 2 * count <= target.numel() and module not in self._folds.norms
+    def _may_be_tuned(self, name: str, value: Tensor, target: Tensor, count: int) -> bool:
+        """Return whether gains of a norm, or its bias, differ by no more than tuning changes gains."""
+        module, _, leaf = name.rpartition(".")
+        moved = module in self._folds.norms
+        if not moved and (leaf != "weight" or module not in self._norms):
+            return False
+        few = 2 * count <= target.numel() and not moved
         least = SAME if few else self._tuning + SAME
         change = (value.float() - target).abs()
         return bool((change <= least * (target + self._offset).abs() + TINY).all())
@@ -652,6 +660,9 @@ def damaged_part(
     if float((shares >= NEAR).float().mean()) < MOSTLY:
         return None
     bad, width = (shares < FAR) & (error.groups > WORSE), value.shape[1] // groups
+    bad &= (
+        error.rows[:, None] > WORSE_ROW
+    )  # else the rest of the row makes up for it, as GPTQ sees to
     if not bool(bad.any()):
         return None
     t, q = (one.view(len(near), groups, -1) for one in (target, value))

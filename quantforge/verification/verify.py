@@ -110,14 +110,14 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.skip("tensors cannot be read", "logits")
         forward = False
     tuned = any(one.tune for one in _recipes(document))
-    method = str((document or {}).get("method"))
+    method = str((document or {}).get("method") or "")
     checks = TensorChecks(
         report,
         artifact,
         source,
         device=options.device,
         forward=forward,
-        plainly=_rounded_plainly(document),
+        plainly=options.adapter is None and _rounded_plainly(document),
         sparsifier=method if is_sparse(method) else "",
         folded=not document or folds_factors(document),
         tuned=tuned,

@@ -119,6 +119,10 @@ def put(place: tuple[int, int], value: float) -> Callable[[torch.Tensor], object
     return change
 
 
+def put_all(value: float) -> Callable[[torch.Tensor], object]:
+    return lambda found: found.fill_(value)
+
+
 def scaled(place: Any, factor: float) -> Callable[[torch.Tensor], object]:
     def change(found: torch.Tensor) -> None:
         found[place] *= factor
@@ -292,6 +296,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
         "folded", document(CONFIG, lambda c: c.update(rms_norm_eps=0.1)), "configuration", CONFIG),
     "nan in a norm": ("folded", element(NORM, put(3, float("nan"))), "not-finite", NORM),  # type: ignore[arg-type]
     "changed final norm": ("folded", element("model.norm.weight", scaled(3, 1.5)), "kept-changed", "model.norm"),
+    "zero norm under a fold": ("folded", element(NORM, put_all(0.0)), "fold", "input_layernorm"),
     "changed norm under a fold": ("folded", element(NORM, scaled(3, 2.0)), "fold", "input_layernorm"),
     "changed embedding": (
         "folded", element("model.embed_tokens.weight", scaled(9, -1.0)), "kept-changed", "embed_tokens"),
@@ -308,6 +313,7 @@ UNUSUAL = {
     "scale two thirds",
     "scale of a folded row",
     "changed norm under a fold",
+    "zero norm under a fold",
     "mixed schemes in q, k, v",
 }
 

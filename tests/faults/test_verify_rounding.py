@@ -181,6 +181,13 @@ def rolled(values: Tensor) -> Tensor:
     return values
 
 
+@pytest.mark.parametrize("text", ["int2:g64:sym", "int3:g64:sym"])
+def test_plain_rounding_of_flat_weights_makes_no_group_too_long(text):
+    weight = 2 * torch.rand(64, 256, generator=torch.Generator().manual_seed(1)) - 1
+    found = rounded(weight, scheme_of(text), search=False)
+    assert problems(found, weight, None) == []
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_what_is_zero_may_stay_zero(scale):
     """Rows, columns and whole matrices of zeros; beside them others may be large or small."""
