@@ -151,7 +151,7 @@ def check_source(
         report.add(
             "source",
             own,
-            f"{name} was made from {own}: swapped? quantforge verify RESULT --source MODEL",
+            f"{name} was made from {own}: are the two swapped? Usage: quantforge verify RESULT --source MODEL",
         )
         done = {*FILE_CHECKS, "source"}
         report.skip("result and source are swapped", *(one for one in CHECKS if one not in done))

@@ -1,7 +1,7 @@
 """Ranges that calibration measured, of static inputs and of an fp8 KV cache, against what the source shows.
 
-Nothing in the weights tells them. Calibration saw other text, and observers may cut tails off, so a range is only
-unusual where it is far from what was seen and rounds that badly.
+They cannot be checked from the weights alone. Calibration saw other text, and observers may cut tails off, so a range
+is only unusual where it is far from what was seen and rounds that badly.
 """
 
 from __future__ import annotations

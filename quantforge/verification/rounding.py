@@ -9,8 +9,8 @@ of the layer, over inputs ``x`` that the source itself shows:
 * at the outputs, ``mean (x . e)^2``: GPTQ and its like let weights wander, and keep the outputs near instead.
 
 Of a row and of the whole matrix the smaller of the two counts. Whatever sound method made the matrix, the ratio is near
-1 or below. A single group may have a hundred times the error of plain rounding and be healthy: a search of scales gives
-up one weight for the others of its group, and GPTQ lets a group wander that others make up for.
+1 or below. A single group may have a hundred times the error of plain rounding and be healthy: a search of scales
+sacrifices one weight to the others of its group, and GPTQ lets a group wander that others make up for.
 
 The matrix may lie on the grid already, so that plain rounding loses nothing and every other method "infinitely" more.
 The error that is divided by is therefore never smaller than that of random weights under the stored step,
@@ -33,7 +33,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
 PANEL = 1 << 22  # weights that are compared at a time
-LEAST_GROUP = 16  # columns of a group: with fewer its error is chance
+LEAST_GROUP = 16  # columns of a group: the error of a smaller group is mostly noise
 STORED = 2.0**-9  # relative: what storing a scale or a value in 16 bits loses
 LUCKY = 0.5  # of the tensor's usual error for weights of the same size
 NOTHING = (
@@ -81,7 +81,7 @@ def group_of(scheme: Scheme, columns: int) -> int:
 def plain_rounding(target: Tensor, scheme: Scheme, outliers: Tensor | None = None) -> Tensor:
     """Round ``target`` ``[out, in]`` (float32) to nearest, with scales that cover its range.
 
-    A copy is returned where the scheme cannot hold it. ``outliers``: columns that are kept in 16 bits.
+    An unrounded copy is returned where the scheme cannot represent the matrix. ``outliers``: columns kept in 16 bits.
     """
     packer = packer_of(scheme)
     try:

@@ -39,12 +39,13 @@ from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.ranges import check_cache, check_input
 from quantforge.verification.rounding import RoundingError, measure, plain_rounding
 
-# What is unusual, in units of plain rounding of the same tensor: the error of a whole tensor, of a row, and what one
-# column may owe of the error of the whole. Wider without inputs: GPTQ moves weights further than it moves outputs.
+# Largest errors that are usual, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the
+# share of the tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves
+# weights further than it moves outputs.
 WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
 UNSEEN = 3.0
-# By how much of itself the median group may be too long, by bits, and at 4 bits and more; and too short: a search gives
-# up outliers for the other weights of a group.
+# Relative excess of the median group's scale that is still usual, by bit width (LONG: 4 bits and more), and relative
+# shortfall: a search sacrifices outliers to the other weights of a group.
 LONGER, LONG = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
 SHORT = 0.08
 # Cosine below which a tensor is not the source's, and from which it is the tensor that it resembles.
@@ -63,7 +64,7 @@ FAR, WORSE, WORSE_ROW = 0.5, 4.0, 1.5
 # Of its squared error, what is left with another scale where only the scale is wrong; no method chooses a scale that is
 # so much too large.
 RESCALED, HUGE = 0.25, 4.0
-# Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is none.
+# Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is damaged.
 LEAST, LARGEST_SCALE = 32, 2.0**14
 # What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
 # factor was fitted; absolutely, what a gain loses that some files store less 1.
@@ -293,7 +294,7 @@ class TensorChecks:
                     self._report.warn("kept-changed", name, text)
 
     def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
-        """Report codes, and scales, that are another tensor's to the last bit."""
+        """Report codes or scales that equal another tensor's bit for bit."""
         for what, value in (("codes", found.codes), ("scales", found.parameters.get("scales"))):
             if value is None or value.numel() < LEAST:
                 continue
@@ -504,7 +505,9 @@ class TensorChecks:
         if self._may_move and not bool(bad.any()):
             self.sparse.append(name)
             return
-        text = f"{int(wrong.sum())} of the {int(stays.sum())} values that are not zero are not the source's"
+        text = (
+            f"{int(wrong.sum())} of the {int(stays.sum())} nonzero values differ from the source's"
+        )
         if bool(bad.any()):
             text += f"; row {int(bad.nonzero()[0])} does not resemble the source's"
         known = not self._may_move or 2 * int(wrong.sum()) <= int(stays.sum())

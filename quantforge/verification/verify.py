@@ -1,4 +1,4 @@
-"""Verify an artifact: files, structure, values, logits, in this order, as far as it can be read."""
+"""Verify an artifact: files, structure, tensors, logits, in this order, as far as it can be read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class VerificationOptions:
 
     Attributes:
         source: the model that it was made from.
-        engine: one that has to load it, as ``quantforge formats`` names them.
+        engine: the inference engine that must load it, as ``quantforge formats`` names it.
         forward: run the model once.
         device: where it runs.
         key: the public key of whoever signed it.
@@ -83,7 +83,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     derive = options.source is not None and (not document or folds_factors(document))
     artifact = open_artifact(report, derive=derive or options.forward)
     if artifact is None:
-        if options.source:  # what is wrong with it, or with a tower, is said all the same
+        if options.source:  # the source, and the vision tower of a GGUF file, are checked even then
             original = open_source(options.source, declared, options.adapter, derive=derive)
             check_tower(report, original)
         return report

@@ -195,7 +195,7 @@ def test_a_source_that_was_made_from_the_artifact_is_said_once(tiny, tmp_path):
     out = made(source, tmp_path / "q")
     report = look(source, out)
     assert [item.detail for item in report.findings] == [
-        f"q was made from {source.name}: swapped? quantforge verify RESULT --source MODEL"
+        f"q was made from {source.name}: are the two swapped? Usage: quantforge verify RESULT --source MODEL"
     ]
     assert report.skipped["noise"] == report.skipped["logits"] == "result and source are swapped"
 
