@@ -465,12 +465,12 @@ class TensorChecks:
             f"{count} of {target.numel()} values are not the source's, for example"
             f" {float(value.flatten()[place]):.5g} in place of {float(target.flatten()[place]):.5g}"
         )
-        if (other := self._equal(tensor, value)) is not None:
+        if float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
+            self._compare_sparse(name, value, target)
+        elif (other := self._equal(tensor, value)) is not None:
             self._report.add("swapped", name, f"holds the values of {other}")
         elif target.dim() == 1 and self._may_be_tuned(tensor.name, value, target, count):
             self.folded.append(module)
-        elif float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
-            self._compare_sparse(name, value, target)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
         elif target.dim() == 2 and (reason := _rearranged(value.float(), target)) is not None:
