@@ -35,7 +35,7 @@ FITS = 0.5  # cosine of a row or column below which its factor means nothing
 NOISE = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
 CANCELS = 0.1  # log of the product of two factors that is more than rounding,
 SPREADS = 8.0  # and than so many robust standard deviations of all channels
-FEW_ROWS = 8  # with fewer, the factor of a column fits anything
+FEW_ROWS = 2  # with one, the factor of a column fits anything
 EXACT = 1e-6  # noise over signal below which neither side is better than the other
 
 Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
@@ -113,11 +113,15 @@ def _into_norm(
     if known:
         fit = _fit(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
         good = fit.cosine >= FITS
-        apart = (fit.log - gain.clamp(min=1e-6).log()).abs() - NOISE * fit.noise
+        excess = (
+            fit.log - gain.clamp(min=1e-6).log()
+        )  # of the stored gain, over what its readers tell
+        apart = excess.abs() - NOISE * fit.noise
+        limit = torch.where(excess > 0, math.log1p(tuning), -math.log1p(-tuning))
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
         columns = torch.where(good & ((gain > 0) & (apart > CLOSE) | ~alive), fit.factor, gain)
         dead = (before == 0) != (after == 0)
-        wrong = dead | (alive & good & ((apart > -math.log1p(-tuning)) | (gain <= 0)))
+        wrong = dead | (alive & good & ((apart > limit) | (gain <= 0)))
         if bool(wrong.any()):
             channel = int(torch.where(dead, torch.inf, apart).masked_fill(~wrong, -1).argmax())
             changed = after[channel] / before[channel]

@@ -67,8 +67,9 @@ RESCALED, HUGE = 0.25, 4.0
 # Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is damaged.
 LEAST, LARGEST_SCALE = 32, 2.0**14
 # What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
-# factor was fitted; absolutely, what a gain loses that some files store less 1.
-FOLDED, FITTED, TINY = 2.0**-7, 30.0, 2.0**-23
+# factor was fitted, and where the scales that it was fitted to were tuned; absolutely, what a gain loses that some
+# files store less 1.
+FOLDED, FITTED, FITTED_TUNED, TINY = 2.0**-7, 30.0, 10.0, 2.0**-23
 # Share of further zeros from which a tensor was made sparse, and by how much SparseGPT makes the rest of a row longer.
 PRUNED, LENGTH = 0.2, 2.0
 
@@ -452,7 +453,8 @@ class TensorChecks:
         error = (value.float() - target).abs()
         if module in self._folds.fitted:
             signal, noise = float(target.square().sum()), float(error.square().sum())
-            wrong = error > 0 if noise * 10 ** (FITTED / 10) > signal else error < 0
+            fitted = FITTED if self._tuning < MOST else FITTED_TUNED
+            wrong = error > 0 if noise * 10 ** (fitted / 10) > signal else error < 0
         elif module in self._folds.norms or self._folds.touches(module):
             wrong = (error > TINY) & (error > FOLDED * target.abs())
         else:
