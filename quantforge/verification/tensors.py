@@ -471,7 +471,7 @@ class TensorChecks:
             self._compare_sparse(name, value, target)
         elif (other := self._equal(tensor, value)) is not None:
             self._report.add("swapped", name, f"holds the values of {other}")
-        elif target.dim() == 1 and self._may_be_tuned(tensor.name, value, target, count):
+        elif target.dim() == 1 and self._may_be_tuned(tensor.name, value, target):
             self.folded.append(module)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
@@ -482,14 +482,13 @@ class TensorChecks:
         else:
             self._report.warn("kept-changed", name, text)
 
-    def _may_be_tuned(self, name: str, value: Tensor, target: Tensor, count: int) -> bool:
+    def _may_be_tuned(self, name: str, value: Tensor, target: Tensor) -> bool:
         """Return whether gains of a norm, or its bias, differ by no more than tuning changes gains."""
         module, _, leaf = name.rpartition(".")
         moved = module in self._folds.norms
         if not moved and (leaf != "weight" or module not in self._norms):
             return False
-        few = 2 * count <= target.numel() and not moved
-        least = SAME if few else self._tuning + SAME
+        least = self._tuning + SAME
         change = (value.float() - target).abs()
         return bool((change <= least * (target + self._offset).abs() + TINY).all())
 

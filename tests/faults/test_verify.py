@@ -506,6 +506,30 @@ def test_the_card_may_change(made, tmp_path):
     assert said(look(model)) == []
 
 
+def test_another_configuration_and_a_larger_divergence_are_seen_in_the_logits(
+    made, source, tmp_path
+):
+    model, original = copied(made("folded"), tmp_path / "m"), source("llama-wide")
+    (model / NAME).unlink()
+    document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
+    found = verify(model, VerificationOptions(original)).findings
+    assert ("logits", Severity.ERROR) in {(item.check, item.severity) for item in found}
+    document(CONFIG, lambda config: config.update(rms_norm_eps=1e-5))(model)
+    for layer in (0, 1):
+        name = DOWN.replace(".0.", f".{layer}.")
+        element(f"{name}.weight_scale", scaled(slice(None), 3.0))(model)
+    found = verify(model, VerificationOptions(original)).findings
+    assert ("logits", Severity.WARNING) in {(item.check, item.severity) for item in found}
+
+
+def test_the_first_result_that_a_reader_makes_passes(tmp_path):
+    demo = Path(__file__).parents[2] / "models" / "demo"
+    quantize(demo, tmp_path / "q", recipe("gptq", scheme="int4:g128:sym", tune=2))
+    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
+    (tmp_path / "q" / NAME).unlink()
+    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
+
+
 def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()

@@ -207,6 +207,7 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
     found = gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
     assert torch.equal(plain_rounding(weight, scheme), weight)
     assert problems(found, weight, inputs) == []
+    assert problems(found, weight, None) == []
     halved = scaled(EVERY, 0.7)(found)
     assert problems(halved, weight, inputs) != []
 
