@@ -1,11 +1,11 @@
 """Print figures about the project's structure; fail on imports that go up the order of folders or in a cycle.
 
-    python scripts/structure.py [--json]
+    python scripts/structure.py [--json] [--tests]
     python scripts/structure.py --write     # rewrite the table of files at the head of every folder
 
-The order, from top to bottom, is `ORDER`: a module imports from its own folder and from folders below it. The figures
-cover the packages, not their tests. Product lines are lines that are not blank, a comment or a docstring. Figures about
-form (lengths, repeated names) are printed for information and have no limit.
+The order, from top to bottom, is `ORDER`: a module imports from its own folder and from folders below it. All other
+figures are printed for information and have no limit. Except for the documentation they cover the packages, not their
+tests. Code lines are lines that are not blank, a comment or a docstring.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ast
 import io
 import json
 import re
+import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -38,11 +39,8 @@ ORDER = (
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 ENFORCED = ("imports against the order of folders", "import cycles")
-FIGURES = (
-    *ENFORCED, "modules at the top of quantforge/", "functions that take a whole Recipe", "files over 250 lines",
-    "classes over 200 lines", "functions over 60 lines", "file names that occur twice", "class names that occur twice",
-)  # fmt: skip
-SAME_NAMES_APART = {"cli"}  # a file there bears the name of the verb that it calls
+# Pages that are history.
+NOT_DOCUMENTATION = ("CHANGELOG.md",)
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -184,11 +182,6 @@ def lines(name: str) -> int:
     return len(counted)
 
 
-def length(node: ast.AST) -> int:
-    """Return how many lines of the file a definition takes."""
-    return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined, no-any-return]
-
-
 def summary(path: Path, widest: int) -> str:
     """Return the first sentence of a module's docstring, cut at a pause where it is longer than ``widest``."""
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
@@ -221,43 +214,97 @@ def folders() -> list[Path]:
     return [path for path in found if path != PACKAGES["quantforge"] / "__init__.py"]
 
 
-def findings() -> dict[str, list[str]]:
-    """Return what counts toward each figure, by the figure's name."""
-    defined = [(name, node) for name in modules() for node in definitions(parsed(name))]
-    functions = [(name, node) for name, node in defined if not isinstance(node, ast.ClassDef)]
-    classes = [(name, node) for name, node in defined if isinstance(node, ast.ClassDef)]
-    apart = [name for name in modules() if folder(name) not in SAME_NAMES_APART]
-    files = Counter(modules()[name].stem for name in apart if modules()[name].name != "__init__.py")
-    top = [
-        path.name for path in PACKAGES["quantforge"].glob("*.py") if not path.name.startswith("__")
+def import_lines(name: str) -> int:
+    """Count code lines of a module that belong to imports, wherever they are."""
+    found: set[int] = set()
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    return len(found)
+
+
+def importers() -> dict[str, set[str]]:
+    """Return which files use each file (packages' own `__init__.py` apart).
+
+    A module that is only listed in a table at the top of another, such as a family in the list of families, is not used
+    by it; a module whose name is an argument of a call, such as `import_module`, is.
+    """
+    found: dict[str, set[str]] = {
+        name: set() for name, path in modules().items() if path.name != "__init__.py"
+    }
+    for name, others in edges().items():
+        listed = table_entries(parsed(name))
+        for other in others | named_in_calls(parsed(name)):
+            if other in found and other.rpartition(".")[2] not in listed:
+                found[other].add(name)
+    return found
+
+
+def table_entries(tree: ast.Module) -> set[str]:
+    """Return names that a module uses only as entries of tuples, lists and dictionaries at its top."""
+    entries, uses = Counter[str](), Counter[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            uses[node.id] += 1
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value:
+            for node in ast.walk(statement.value):
+                values = node.values if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+                for value in values:
+                    root = value
+                    while isinstance(root, ast.Attribute):
+                        root = root.value
+                    if isinstance(root, ast.Name):
+                        entries[root.id] += 1
+    return {name for name, count in entries.items() if count == uses[name]}
+
+
+def named_in_calls(tree: ast.Module) -> set[str]:
+    """Return modules of ours whose full names are arguments of calls."""
+    arguments = [
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     ]
-    found = (
-        [f"{name} imports {other}" for name, other in upwards()],
-        [" ".join(group) for group in circles()],
-        top,
-        [f"{name}.{node.name}" for name, node in functions if takes_recipe(node)],
-        [name for name, path in modules().items() if len(path.read_text().splitlines()) > 250],
-        [f"{name}.{node.name}" for name, node in classes if length(node) > 200],
-        [f"{name}.{node.name}" for name, node in functions if length(node) > 60],
-        twice(files),
-        twice(Counter(node.name for name, node in classes if name in apart)),
-    )
-    return dict(zip(FIGURES, found, strict=True))
+    return {text for text in arguments if text in modules()}
 
 
-def takes_recipe(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a function has an argument that is a whole recipe."""
-    given = [
-        arg.annotation for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-    ]
-    return any(
-        kind is not None and ast.unparse(kind) in {"Recipe", "Recipe | None"} for kind in given
+def documentation_words() -> int:
+    """Count words of the pages that people write, the changelog apart."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sum(
+        len(page.read_text(encoding="utf-8").split())
+        for page in pages
+        if page.name not in NOT_DOCUMENTATION
     )
 
 
-def twice(counts: Counter[str]) -> list[str]:
-    """Return what was counted more than once."""
-    return [name for name, count in counts.items() if count > 1]
+def test_cases() -> int:
+    """Count the cases that `scripts/test` runs; it takes half a minute."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"^(\d+)(?:/\d+)? tests? (?:collected|selected)", shown, re.M)[-1])
+
+
+def figures(*, tests: bool = False) -> dict[str, float]:
+    """Return all figures by name; the number of test cases only if asked for."""
+    total = sum(len(path.read_text().splitlines()) for path in modules().values())
+    found: dict[str, float] = {
+        ENFORCED[0]: len(upwards()),
+        ENFORCED[1]: len(circles()),
+        "code lines": sum(map(lines, modules())),
+        "files": len(modules()),
+        "files that exactly one other file imports": sum(
+            len(users) == 1 for users in importers().values()
+        ),
+        "percent of all lines that are imports": round(
+            100 * sum(map(import_lines, modules())) / total, 1
+        ),
+        "words of documentation": documentation_words(),
+    }
+    return found | ({"test cases": test_cases()} if tests else {})
 
 
 def main() -> int:
@@ -265,22 +312,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
-    if asked.write:
+    parser.add_argument("--tests", action="store_true", help="count the test cases, too")
+    options = parser.parse_args()
+    if options.write:
         for path in folders():
             path.write_text(described(path))
-    found = findings()
-    figures = {"product lines": sum(map(lines, modules()))}
-    figures |= {name: len(items) for name, items in found.items()}
-    if asked.json:
-        print(json.dumps(figures, indent=1))
+    found = figures(tests=options.tests)
+    if options.json:
+        print(json.dumps(found, indent=1))
     else:
-        for name, value in figures.items():
-            print(f"{value:7}  {name}{' (must be 0)' if name in ENFORCED else ''}")
-    broken = {name: found[name] for name in ENFORCED if found[name]}
+        for name, value in found.items():
+            print(f"{value:9,}  {name}{' (must be 0)' if name in ENFORCED else ''}")
+    upward = [f"{name} imports {other}" for name, other in upwards()]
+    broken = dict(zip(ENFORCED, (upward, [" ".join(group) for group in circles()]), strict=True))
     for name, items in broken.items():
-        print(f"{len(items)} {name}:", *items, sep="\n  ", file=sys.stderr)
-    return int(bool(broken))
+        if items:
+            print(f"{len(items)} {name}:", *items, sep="\n  ", file=sys.stderr)
+    return int(any(broken.values()))
 
 
 if __name__ == "__main__":

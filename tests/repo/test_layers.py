@@ -63,12 +63,18 @@ def test_the_script_fails_on_an_import_upwards_and_on_no_figure_of_form(monkeypa
         structure, "parsed", lambda name: long if name == "quantforge.errors" else real(name)
     )
     assert structure.main() == 0
-    assert "quantforge.errors.long" in structure.findings()["functions over 60 lines"]
     known = structure.edges()
     upwards = {"quantforge.errors": {"quantforge.recipe"}}
     monkeypatch.setattr(structure, "edges", lambda: known | upwards)
     assert structure.main() == 1
     assert "quantforge.errors imports quantforge.recipe" in capsys.readouterr().err
+
+
+def test_a_module_listed_in_a_table_is_not_used_there_and_one_named_in_a_call_is():
+    tree = ast.parse("from a import llama, tool\nFAMILIES = (llama.FAMILY,)\nuse(tool)\n")
+    assert structure.table_entries(tree) == {"llama"}
+    tree = ast.parse("x = import_module('quantforge.errors')\ny = {'z': 'quantforge.events'}\n")
+    assert structure.named_in_calls(tree) == {"quantforge.errors"}
 
 
 def test_every_folder_is_in_the_design():
