@@ -108,6 +108,9 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         console.text(text)
     for text in report.notes:
         console.note(text)
+    if report.partial:
+        seen = (f"{check} ({text})" for check, text in report.partial.items())
+        console.note(f"checked in part, without a source: {', '.join(seen)}")
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")

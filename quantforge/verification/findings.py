@@ -1,6 +1,6 @@
 """What a verification reports: findings, each with a check, a place and a severity, and the checks that were skipped.
 
-Every check is either made or skipped with a reason, so that a missing finding never means that nobody looked.
+Every check is made, made in part, or skipped with a reason, so that a missing finding never means that nobody looked.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ CHECKS: Mapping[str, str] = {
 }
 FILE_CHECKS = ("manifest", "signature")  # need no format to be read
 NUMBERS = ("not-finite", "scale", "zero-convention")
-COMPARED = (  # need a source
-    "source", "configuration", "keys", "side-files", "kept-changed", "fold", "noise", "groups",
-    "swapped",
-)  # fmt: skip
+COMPARED = ("source", "configuration", "keys", "side-files", "fold", "noise")  # need a source
+# What these checks look at without a source.
+WITHOUT_SOURCE: Mapping[str, str] = {
+    "kept-changed": "gains of a norm against those of the blocks beside it",
+    "groups": "rows and columns of one code",
+    "swapped": "codes and scales that two tensors share",
+}
 
 
 class Severity(StrEnum):
@@ -95,6 +98,7 @@ class Report:
         model_type: its family, "" if that could not be read.
         findings: in the order in which they were found.
         skipped: the reason by check, for checks that were not made.
+        partial: what was looked at by check, for checks that were made in part because there is no source.
         notes: for information only.
         unsigned: files that the checked signature does not cover.
         tensors: figures of each quantized tensor.
@@ -109,6 +113,7 @@ class Report:
     model_type: str = ""
     findings: list[Finding] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unsigned: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
@@ -118,6 +123,7 @@ class Report:
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
         """Record a finding; unprintable characters, which a hostile file may contain, are escaped."""
+        self.skipped.pop(check, None)
         self.findings.append(Finding(check, _escape(where), _escape(detail), severity))
 
     def warn(self, check: str, where: str, detail: str) -> None:
@@ -125,8 +131,9 @@ class Report:
         self.add(check, where, detail, Severity.WARNING)
 
     def skip(self, reason: str, *checks: str) -> None:
-        """Record that checks are not made."""
-        self.skipped.update(dict.fromkeys(checks, _escape(reason)))
+        """Record that checks are not made, all but those that found something before."""
+        found = {item.check for item in self.findings}
+        self.skipped |= {check: _escape(reason) for check in checks if check not in found}
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""
@@ -139,7 +146,7 @@ class Report:
     @property
     def structure_only(self) -> bool:
         """Return whether there was nothing to compare the values with: no manifest, signature or source."""
-        return {"manifest", "signature", "kept-changed"} <= self.skipped.keys()
+        return {"manifest", "signature", "noise"} <= self.skipped.keys()
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the report as plain data (``quantforge.verify/1``)."""
@@ -153,7 +160,8 @@ class Report:
             "unjudged": self.unjudged,
             "structure_only": self.structure_only,
             "findings": [item.to_json() for item in self.findings],
-            "checked": [check for check in CHECKS if check not in self.skipped],
+            "checked": [c for c in CHECKS if c not in self.skipped and c not in self.partial],
+            "partial": self.partial,
             "skipped": self.skipped,
             "notes": self.notes,
             "unsigned": self.unsigned,

@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -37,7 +36,7 @@ from quantforge.verification.folds import SAME, TUNED, Folds, folds_of, own_colu
 from quantforge.verification.forward import ForwardPass, Inputs
 from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.ranges import check_cache, check_input
-from quantforge.verification.rounding import RoundingError, measure, plain_rounding
+from quantforge.verification.rounding import RoundingError, group_of, measure, plain_rounding
 
 # Largest errors that are usual, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the
 # share of the tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves
@@ -64,8 +63,9 @@ FAR, WORSE, WORSE_ROW = 0.5, 4.0, 1.5
 # Of its squared error, what is left with another scale where only the scale is wrong; no method chooses a scale that is
 # so much too large.
 RESCALED, HUGE = 0.25, 4.0
-# Codes of a row or column: with fewer, equal ones are chance. A scale so many times the median is damaged.
-LEAST, LARGEST_SCALE = 32, 2.0**14
+# Codes of a row or column: with fewer, equal ones are chance. A group whose largest weight is so many times that of the
+# median group has a damaged scale.
+LEAST, LARGEST_PEAK = 32, 2.0**14
 # What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
 # factor was fitted, and where the scales that it was fitted to were tuned; absolutely, what a gain loses that some
 # files store less 1.
@@ -275,9 +275,8 @@ class TensorChecks:
             return
         if tensor.expert < 0:
             self._stored[tensor.name] = value
-        for check, text in oddities(found, value):
-            if self._source is None or check == "scale":
-                self._report.warn(check, layout.module, text)
+        for check, text in oddities(found, value) if self._source is None else ():
+            self._report.warn(check, layout.module, text)
         self._check_repeated(layout.module, found)
 
     def _check_gains(self) -> None:
@@ -286,12 +285,12 @@ class TensorChecks:
         for name in self._gains:
             alike.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
         for names in alike.values():
-            middle = statistics.median(self._gains[name] for name in names)
-            for name in names:
-                off = self._gains[name] - middle
-                if abs(abs(off) - 1) < OFF_BY_ONE:
+            gains = [self._gains[name] for name in names]
+            for index, name in enumerate(names):
+                off = off_by_one(gains, index)
+                if off:
                     size = "larger" if off > 0 else "smaller"
-                    text = f"its gains are {abs(off):.2f} {size} than those of this norm in other blocks"
+                    text = f"its gains are {abs(off):.2f} {size} than those of this norm in the blocks beside it"
                     self._report.warn("kept-changed", name, text)
 
     def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
@@ -310,14 +309,16 @@ class TensorChecks:
                 say("swapped", module, f"its {what} are those of {other}, bit for bit")
 
     def _alike(self, module: str, other: str) -> bool:
-        """Return whether two linears of the source are equal: copied blocks of an upscaled model."""
+        """Return whether two linears of the source are alike, as in copied blocks, so that their codes may be equal."""
         if self._source is None:
             return False
         names = {t.stored.name: t.name for t in self._artifact.matched.tensors}
         first, second = (
             self._source.weight(names.get(f"{one}.weight", "")) for one in (module, other)
         )
-        return first is not None and second is not None and torch.equal(first, second)
+        if first is None or second is None or first.shape != second.shape:
+            return False
+        return abs(_cosine(first, second)) > MATCHES
 
     # comparisons with the source
 
@@ -408,7 +409,7 @@ class TensorChecks:
                 if (
                     candidate is not None
                     and candidate.shape == value.shape
-                    and _cosine(candidate, value) > MATCHES
+                    and _cosine(candidate, value) > max(MATCHES, error.cosine + 0.1)
                 ):
                     return f"holds the weights of {other.stored.name}"
             if (text := _rearranged(value, target)) is not None:
@@ -475,9 +476,11 @@ class TensorChecks:
             self.folded.append(module)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
-        elif target.dim() == 2 and (reason := _rearranged(value.float(), target)) is not None:
+        elif target.dim() != 2 or (cosine := _cosine(value.float(), target)) > MATCHES:
+            self._report.warn("kept-changed", name, text)
+        elif (reason := _rearranged(value.float(), target)) is not None:
             self._report.add("swapped", name, reason)
-        elif target.dim() == 2 and _cosine(value.float(), target) < OTHER:
+        elif cosine < OTHER:
             self._unlike.append((name, text))
         else:
             self._report.warn("kept-changed", name, text)
@@ -590,12 +593,11 @@ def rounded_in(found: QuantizedTensor) -> Scheme:
 
 def oddities(found: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]:
     """Yield the check and what is odd about a tensor by itself."""
-    scales = found.parameters.get("scales")
-    if scales is not None:
-        sizes = scales.float().abs().flatten()
-        typical = float(sizes.median())
-        if typical > 0 and float(sizes.max()) > LARGEST_SCALE * typical:
-            yield "scale", f"a scale is {float(sizes.max()):.3g}, the median is {typical:.3g}"
+    peaks = value.abs().view(len(value), -1, group_of(found.scheme, value.shape[1])).amax(-1)
+    peaks = peaks[peaks > 0]  # scales of groups of zeros mean nothing
+    if peaks.numel() and float(peaks.max()) > LARGEST_PEAK * float(peaks.median()):
+        text = f"the largest weight is {float(peaks.max()):.3g}, that of the median group {float(peaks.median()):.3g}"
+        yield "scale", f"{text}: its scale may be wrong"
     usual = float(value.abs().mean())
     groups = found.scheme.groups(value.shape[1])
     if value.shape[1] % groups == 0 and value.shape[1] // groups >= LEAST // 2:
@@ -613,6 +615,28 @@ def oddities(found: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]
         if places := constant.nonzero().flatten().tolist():
             more = f", and {len(places) - 1} more" if len(places) > 1 else ""
             yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
+
+
+def off_by_one(gains: Sequence[float], index: int) -> float:
+    """Return how far one of ``gains``, in the order of blocks, is off the others; 0 where that is not about one.
+
+    Gains may grow with depth: each is compared with those beside it, and only where the others agree in that way.
+    """
+    others = [*gains[:index], *gains[index + 1 :]]
+    if len(others) < 3:
+        return 0.0
+    off = gains[index] - _between(gains, index)
+    usual = max(abs(gain - _between(others, place)) for place, gain in enumerate(others))
+    return off if abs(abs(off) - 1) < OFF_BY_ONE and usual < OFF_BY_ONE else 0.0
+
+
+def _between(gains: Sequence[float], index: int) -> float:
+    """Return the gain that those beside it tell, on a line through them."""
+    if index == 0:
+        return 2 * gains[1] - gains[2]
+    if index == len(gains) - 1:
+        return 2 * gains[-2] - gains[-3]
+    return (gains[index - 1] + gains[index + 1]) / 2
 
 
 def excesses(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
@@ -697,7 +721,8 @@ def _rearranged(value: Tensor, target: Tensor) -> str | None:
         return "the matrix is transposed"
     for what, own, other in (("rows", value, target), ("columns", value.T, target.T)):
         best, place = _matches(own, other)
-        moved = (best > MATCHES) & (place != torch.arange(len(own))[: len(place)])
+        in_place = torch.cosine_similarity(own[: len(best)], other[: len(best)])
+        moved = (best > MATCHES) & (in_place < MATCHES)
         share, distinct = float(moved.float().mean()), len(torch.unique(place[moved]))
         if share > 0.25 and distinct > 0.9 * int(moved.sum()):
             return f"the {what} are in another order: {share:.0%} of them are another one of the source's"

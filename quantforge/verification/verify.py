@@ -16,7 +16,7 @@ from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import PLAIN, is_sparse
 from quantforge.recipe import Recipe, from_toml
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
-from quantforge.verification.findings import COMPARED, Report
+from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report
 from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
 from quantforge.verification.loaded_files import check_foreign
 from quantforge.verification.opening import (
@@ -103,6 +103,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     elif source is not None:
         check_side_files(report, artifact, source)
         check_gguf_keys(report, artifact, source)
+    if source is None:
+        report.partial.update(WITHOUT_SOURCE)
     forward = options.forward
     if not forward:
         report.skip("not asked for (--no-forward)", "logits")

@@ -21,7 +21,7 @@ from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.targets import TARGETS
 from quantforge.results.manifest import NAME
-from quantforge.verification.findings import Report, Severity
+from quantforge.verification.findings import CHECKS, Report, Severity
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
 from tests.conftest import Tiny
@@ -242,7 +242,7 @@ DEFECTS: dict[str, tuple[str, Plant, str, str]] = {
     "scale 1.5 times": ("folded", element(SCALE, scaled((3, 1), 1.5)), "groups", DOWN),
     "scale two thirds": ("folded", element(SCALE, scaled((3, 1), 2 / 3)), "groups", DOWN),
     "scale of another sign": ("folded", element(SCALE, scaled((3, 1), -1.0)), "groups", DOWN),
-    "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "scale", DOWN),
+    "huge scale": ("folded", element(SCALE, scaled((3, 1), 1e8)), "groups", DOWN),
     "all scales 1.5 times": ("folded", element(SCALE, scaled(slice(None), 1.5)), "fold", DOWN),
     "scale of a folded row": ("folded", element(f"{V}.weight_scale", scaled(7, 1.6)), "fold", V),
     "scale missing": ("folded", drop(SCALE), "scale", DOWN),
@@ -343,6 +343,76 @@ def test_what_is_healthy_has_no_findings(base, made, source):
     assert report.tensors
     assert 0 < report.figures["kl_mean"] < 0.2
     assert said(look(made(base))) == []
+
+
+def test_gains_that_grow_with_depth_are_in_order_without_a_source(tmp_path):
+    demo = Path(__file__).parents[2] / "models" / "demo"
+    model = copied(demo, tmp_path / "rising")
+
+    def rise(found: Tensors) -> None:
+        for place, gain in enumerate((0.05, 1.03, 2.02, 3.0)):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                value = found[f"model.layers.{place}.{norm}.weight"]
+                value *= gain / value.mean()
+
+    tensors(rise)(model)
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g64:sym"))
+    assert said(look(tmp_path / "q")) == []
+
+
+# A trained network may be odd in these ways, and what was rounded from it is in order.
+def repeat_rows(weight: torch.Tensor) -> None:
+    weight[1::2] = weight[::2]
+
+
+def make_symmetric(weight: torch.Tensor) -> None:
+    if weight.shape[0] == weight.shape[1]:
+        weight.copy_((weight + weight.T) / 2)
+
+
+ODD_WEIGHTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "rows repeated": repeat_rows,
+    "symmetric": make_symmetric,
+    "three values": lambda w: w.copy_(w.sign() * (w.abs() > w.abs().mean()) * 0.25),
+    "all alike": lambda w: w.fill_(0.02),
+}
+
+
+@pytest.mark.parametrize("name", ODD_WEIGHTS)
+def test_odd_weights_of_a_source_are_no_finding(name, source, tmp_path):
+    model = copied(source("llama-wide"), tmp_path / "odd")
+    places = [*(f"{linear}.weight" for linear in (Q, K, V, GATE, UP, DOWN))]
+    tensors(lambda found: [ODD_WEIGHTS[name](found[place]) for place in places])(model)
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
+    (tmp_path / "q" / NAME).unlink()
+    assert said(look(tmp_path / "q", model)) == []
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0, 2.0])
+def test_blocks_of_the_source_may_be_copies_of_others(factor, source, tmp_path):
+    """As depth up-scaling makes them, some with a factor: then their codes or scales are the same bit for bit."""
+    model = copied(source("llama-wide"), tmp_path / "copies")
+
+    def copy(found: Tensors) -> None:
+        for name in (Q, K, V, GATE, UP, DOWN):
+            other = f"{name.replace('.0.', '.1.')}.weight"
+            found[other] = factor * found[f"{name}.weight"]
+
+    tensors(copy)(model)
+    quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
+    (tmp_path / "q" / NAME).unlink()
+    assert said(look(tmp_path / "q", model)) == []
+
+
+def test_without_a_source_no_check_with_a_finding_is_among_the_skipped(made, tmp_path):
+    model = copied(made("folded"), tmp_path / "m")
+    (model / NAME).unlink()
+    element(f"{DOWN}.weight_packed", put_all(0x77777777))(model)
+    document = look(model).document()
+    assert [item["check"] for item in document["findings"]] == ["groups"]
+    assert document["partial"].keys() == {"kept-changed", "groups", "swapped"}
+    kinds = [*document["checked"], *document["partial"], *document["skipped"]]
+    assert sorted(kinds) == sorted(CHECKS)
 
 
 @pytest.mark.parametrize("base", ["folded", "blocks"])

@@ -23,7 +23,13 @@ from quantforge.verification.findings import Report
 from quantforge.verification.forward import Inputs
 from quantforge.verification.ranges import cache_problems, check_input
 from quantforge.verification.rounding import RoundingError, measure, plain_rounding
-from quantforge.verification.tensors import SHIFTED, damaged_part, excesses, oddities
+from quantforge.verification.tensors import (
+    SHIFTED,
+    damaged_part,
+    excesses,
+    oddities,
+    off_by_one,
+)
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (
@@ -282,3 +288,41 @@ def test_without_a_source_constant_codes_are_odd():
     for place, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
         bad = codes(put(place, 5))(found)
         assert [text.startswith(what) for _, text in oddities(bad, bad.decode())] == [True]
+
+
+@pytest.mark.parametrize(
+    "text", ["int4:g64:sym", "nvfp4", "mxfp4", "mxfp8", "q4_k", "nf4:g64:sym:double"]
+)
+def test_without_a_source_one_scale_that_is_far_too_large_is_odd(text):
+    """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
+    weight, _ = matrix()
+    found = rounded(weight, scheme_of(text))
+    assert [*oddities(found, found.decode())] == []
+    value = found.decode()
+    value[7, :32] *= 2.0**16
+    assert [check for check, _ in oddities(found, value)] == ["scale"]
+
+
+def test_one_exponent_that_is_far_too_large_is_odd():
+    """Of types whose scales are powers of two, the exponent is what is stored."""
+    weight, _ = matrix()
+    weight[:60] = 0  # more than half of all groups have no scale to speak of
+    for text in ("mxfp4", "mxfp8"):
+        found = rounded(weight, scheme_of(text))
+        assert [*oddities(found, found.decode())] == []
+        bad = parameters(put((70, 3), int(found.parameters["exponents"][70, 3]) + 16))(found)
+        assert [check for check, _ in oddities(bad, bad.decode())] == ["scale"]
+
+
+def test_gains_may_grow_with_depth_and_one_that_is_off_by_one_is_told():
+    for count in (1, 2, 4, 7, 24):
+        rising = torch.linspace(0.05, 3, count).tolist()
+        assert not any(off_by_one(rising, index) for index in range(count))
+    alternating = [0.5, 1.5] * 6
+    assert not any(off_by_one(alternating, index) for index in range(12))
+    for gains in ([1.0, 1.02, 0.98, 1.05], torch.linspace(0.05, 3, 12).tolist()):
+        for place in range(len(gains)):
+            for step in (-1.0, 1.0):
+                wrong = [*gains[:place], gains[place] + step, *gains[place + 1 :]]
+                told = [index for index in range(len(gains)) if off_by_one(wrong, index)]
+                assert told == [place]
