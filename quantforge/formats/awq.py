@@ -172,7 +172,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
         parameters["zeros"] = zeros
     elif bool((zeros != 8).any()):
         raise InputError(
-            f"{module}.qzeros: zero points differ from 8, although zero_point is false",
+            f"{module}.qzeros: zero points differ from 8, although config.json says zero_point = false",
             "engines disagree about such a file; set zero_point to true if it is asymmetric",
             tensor=f"{module}.qzeros",
             fault=Fault.ZERO,

@@ -138,7 +138,7 @@ def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> N
     middle = (1 << (scheme.bits - 1)) - least_zero
     if scheme.symmetric and bool((zeros != middle).any()):
         raise InputError(
-            f"{name}: zero points differ from {middle}, although the configuration says sym",
+            f"{name}: zero points differ from {middle}, although config.json says sym = true",
             "engines disagree about such a file; set sym to false if it is asymmetric",
             tensor=name,
             fault=Fault.ZERO,

@@ -28,7 +28,7 @@ from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.side_files import ABSENT, same, shorten, shown
+from quantforge.verification.trees import ABSENT, same, shorten, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES, MERGES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.pre"

@@ -41,6 +41,9 @@ from quantforge.recipe import AdapterOptions, from_toml
 from quantforge.results import manifest
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
+# Ends of the names of codes or scales in formats that are read.
+_CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".SCB", ".weight.absmax")
+
 
 @dataclass(frozen=True, slots=True)
 class DeclaredChanges:
@@ -288,6 +291,9 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
     if opened is not None:
         held, files = len(opened.entries), len(opened.shards)
         report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
+        if read := next((name for name in opened.entries if name.endswith(_CODES)), None):
+            text = f"{report.unjudged}; but {read} is of a layout that is read: is the name right?"
+            report.warn("unreadable", "config.json", text)
     elif report.path.is_file():
         file = read_gguf(report.path)
         report.format, report.model_type = KEY, file.value("general.architecture", str)

@@ -15,14 +15,13 @@ defaults, leaves them out, and renames keys. So every file goes the same way:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from quantforge.architectures import text_config
 from quantforge.architectures.match import Role
@@ -31,14 +30,15 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.reader import CONFIG, is_licence
 from quantforge.checkpoint.safetensors import TORCH_NAMES
-from quantforge.errors import InputError
-from quantforge.formats import kv_scales
+from quantforge.errors import InputError, IntegrityError
 from quantforge.formats.gguf.special import template_key
 from quantforge.formats.opening import side_data
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.loaded_files import COPIES, GENERATION, REPEATED, SETTINGS, TOKENIZER
 from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.quantization_keys import contradictions, doubts
 from quantforge.verification.structure import tokens_of
+from quantforge.verification.trees import ABSENT, Change, changes, same, shorten, shown
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import quiet, raised
@@ -47,92 +47,8 @@ from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 
 STORAGE_KEYS = frozenset({"quantization_config", "quantization", "gguf_types"})
 _ERROR, _WARNING = Severity.ERROR, Severity.WARNING
-_SHOWN = 60  # characters of a value
 _LISTED = 12  # changes of one file that are reported one by one
 _LARGEST = 1 << 20  # a size that the source does not have; transformers builds lists of that length
-
-
-# Two JSON trees.
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT: Final = _Absent()
-
-
-class Change(NamedTuple):
-    """A place where the artifact's tree is not the source's.
-
-    Attributes:
-        path: the file, then the keys to the place.
-        own: the artifact's value, `ABSENT` if it has nothing there.
-        other: the source's value, likewise.
-    """
-
-    path: tuple[str, ...]
-    own: Any
-    other: Any
-
-    @property
-    def key(self) -> str:
-        """Return the place as text: ``text_config.rope_parameters.factor``."""
-        return ".".join(self.path[1:])
-
-    @property
-    def added(self) -> bool:
-        """Return whether the source has nothing, or a null."""
-        return self.other is ABSENT or self.other is None
-
-    def __str__(self) -> str:
-        own, other = self.own, self.other
-        if isinstance(own, str) and isinstance(other, str) and len(other) > _SHOWN:
-            equal = (a == b for a, b in zip(own, other, strict=False))
-            at = next((n for n, same in enumerate(equal) if not same), min(len(own), len(other)))
-            own, other = own[at : at + _SHOWN], other[at : at + _SHOWN]
-        return f"{shorten(self.key)} = {shown(own)}, the source has {shown(other)}"
-
-
-def changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
-    """Yield every place that differs; a table or list that only one side has is one place.
-
-    Values differ if their kinds do. Real numbers are compared in single precision.
-    """
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        for key in {**other, **own}:
-            yield from changes(own.get(key, ABSENT), other.get(key, ABSENT), (*path, str(key)))
-    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
-        for number, (first, second) in enumerate(zip(own, other, strict=True)):
-            yield from changes(first, second, (*path, str(number)))
-    elif not _equal(own, other):
-        yield Change(path, own, other)
-
-
-def _equal(first: Any, second: Any) -> bool:
-    kinds = {type(first), type(second)}
-    if float in kinds and kinds <= {int, float}:
-        try:
-            return math.isclose(first, second, rel_tol=1.2e-7)
-        except OverflowError:
-            return False
-    return len(kinds) == 1 and bool(first == second)
-
-
-def same(first: Any, second: Any) -> bool:
-    """Return whether two trees have no `changes`."""
-    return next(changes(first, second), None) is None
-
-
-def shown(value: Any) -> str:
-    """Return a value for people, shortened."""
-    return shorten(repr(value))
-
-
-def shorten(text: str) -> str:
-    """Return the beginning of a text."""
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 # What lies beside the weights of a model.
@@ -531,14 +447,7 @@ def report_changes(
 
 # One model by itself.
 
-# What decides how codes are read, and what loaders assume if a description leaves it out (`ABSENT`: it may be left
-# out). GPTQModel reads quantize_config.json before config.json, vLLM and transformers read config.json.
-_DECISIVE: Mapping[str, Any] = {
-    "bits": None, "group_size": None, "sym": True, "zero_point": True, "desc_act": False, "lm_head": False,
-    "dynamic": {}, "extra_config": {}, "format": ABSENT, "checkpoint_format": ABSENT, "quant_method": ABSENT,
-}  # fmt: skip
 _SPECIAL = "special_tokens_map.json"
-_ALIASES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def check_within(report: Report, artifact: Artifact) -> None:
@@ -552,6 +461,11 @@ def check_within(report: Report, artifact: Artifact) -> None:
         return
     rows = [t.stored.shape[0] for t in artifact.matched.tensors if t.role is Role.EMBEDDING]
     find_contradictions(report, own, min(rows, default=0))
+    try:
+        for text in doubts(artifact):
+            report.warn("settings", CONFIG, text)
+    except (InputError, IntegrityError):
+        pass  # whoever reads the tensors says so
     if report.source is not None:
         return
     for name, document in ((CONFIG, own.config), (SETTINGS, own.documents.get(SETTINGS, {}))):
@@ -567,62 +481,10 @@ def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:
     """Report files that are damaged or contradict each other; ``rows`` are those of the embedding, 0 if not known."""
     for name, text in own.damaged.items():
         report.add("settings", name, f"is damaged: {text}")
-    for name, text in _quantization_contradictions(own):
+    for name, text in contradictions(own.config, own.documents, own.tensors):
         report.add("settings", name, text)
     for name, text in _token_contradictions(own, rows):
         report.warn("settings", name, text)
-
-
-def _quantization_contradictions(own: SideFiles) -> Iterator[tuple[str, str]]:
-    """Yield what contradicts the ``quantization_config``: a second description, or the stored tensors."""
-    stated = own.config.get("quantization_config")
-    found = stated if isinstance(stated, Mapping) else {}
-    for name in sorted(COPIES & own.documents.keys()):
-        first, second = (
-            {
-                _ALIASES.get(key, key): value
-                for key, value in description.items()
-                if value is not None
-            }
-            for description in (found, own.documents[name])
-        )
-        for key, usual in _DECISIVE.items():
-            one, two = first.get(key, usual), second.get(key, usual)
-            if not same(one, two) and (usual is not ABSENT or ABSENT not in (one, two)):
-                yield name, f"{key} = {shown(two)}, {CONFIG} has {shown(one)}"
-    if not found:
-        return
-    twins = {key: own.config.get(key) for key in ("quantization", "compression_config")}
-    twins["text_config"] = text_config(own.config).get("quantization_config")
-    for name, twin in twins.items():
-        inner = twin.get("quantization_config", twin) if isinstance(twin, Mapping) else found
-        for change in islice(changes(inner, found), 1):
-            place, value = ".".join((name, *change.path)), shown(change.own)
-            yield (
-                CONFIG,
-                f"{shorten(place)} = {value}, quantization_config has {shown(change.other)}",
-            )
-    for alias, name in (*_ALIASES.items(), ("checkpoint_format", "format")):
-        if {alias, name} <= found.keys() and not same(found[alias], found[name]):
-            yield CONFIG, f"{name} = {shown(found[name])}, {alias} = {shown(found[alias])}"
-    groups, form = found.get("config_groups"), found.get("format", "mixed-precision")
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        other = group.get("format") if isinstance(group, Mapping) else None
-        if form != "mixed-precision" and other not in (None, form):
-            yield (
-                CONFIG,
-                f"config_groups.{shorten(name)}.format = {shown(other)}, format = {shown(form)}",
-            )
-    for key in ("sparsity_config", "transform_config"):
-        step = found.get(key)
-        if step and not (isinstance(step, Mapping) and step.get("format") == "dense"):
-            yield CONFIG, f"{key} = {shown(step)}: loaders transform the weights by it"
-    announced = found.get("kv_cache_scheme") or found.get("quant_method") != "compressed-tensors"
-    if not announced and (scales := kv_scales.named(own.tensors)):
-        yield (
-            CONFIG,
-            f"kv_cache_scheme is missing, but {scales[0]} is a scale of a KV cache ({len(scales)} in all)",
-        )
 
 
 def _token_contradictions(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:

@@ -20,22 +20,25 @@ from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, judged
 from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
-from quantforge.model.transformers_loading import Loading, compare
+from quantforge.model.transformers_loading import Loading, compare, compare_plain
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.opening import Artifact
+from quantforge.verification.opening import Artifact, Original
 from quantforge_files.roles import TOKENIZER
 
 TOKENIZER_FILE = "tokenizer.json"
 SHOWN = 6  # names in a finding
 
 
-def check_structure(report: Report, artifact: Artifact, engine: str | None) -> None:
+def check_structure(
+    report: Report, artifact: Artifact, engine: str | None, source: Original | None = None
+) -> None:
     """Make all checks that need no values.
 
     Args:
         report: gets the findings.
         artifact: the opened artifact.
         engine: name of an engine that has to load it.
+        source: the model that it is compared with.
 
     Raises:
         UsageError: no engine has that name.
@@ -44,6 +47,7 @@ def check_structure(report: Report, artifact: Artifact, engine: str | None) -> N
     _check_siblings(report, artifact, engine)
     _check_vocabulary(report, artifact)
     _check_engine(report, artifact, engine)
+    _check_towers(report, artifact, source)
 
 
 def _check_quantized(report: Report, artifact: Artifact) -> None:
@@ -183,6 +187,33 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     if not all(type(number) is int for number in tokens.values()):
         raise TypeError("an id is not a number")
     return tokens
+
+
+def _check_towers(report: Report, artifact: Artifact, source: Original | None) -> None:
+    """Check that another tower, or a head for further tokens, is there whole or not at all.
+
+    Its tensors are those of the source; without a source, those that transformers expects.
+    """
+    own = {_running(tensor.name) for tensor in artifact.matched.foreign}
+    towers = {name.partition(".")[0] for name in own}
+    if source is not None:
+        expected = [tensor.name for tensor in source.matched.foreign]
+    elif any(not tensor.further for tensor in artifact.matched.foreign):
+        checkpoint = artifact.checkpoint
+        plain = [entry.stored() for entry in decoded(checkpoint).entries.values()]
+        expected = [*compare_plain(checkpoint.config, plain).missing]
+    else:
+        return
+    for name in expected:
+        if _running(name) not in own and _running(name).partition(".")[0] in towers:
+            report.add(
+                "incomplete", name, "missing, but other tensors of this part of the model are there"
+            )
+
+
+def _running(name: str) -> str:
+    """Return the name of a tensor without the prefix that some files leave out."""
+    return name.removeprefix("model.")
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:

@@ -95,7 +95,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         source = open_source(
             options.source, declared, options.adapter, one_by_one=single, derive=derive or single
         )
-    check_structure(report, artifact, options.engine)
+    check_structure(report, artifact, options.engine, source)
     check_foreign(report, artifact, source)
     check_within(report, artifact)
     if options.source is None:

@@ -23,12 +23,8 @@ BLOCK = "model.layers.0."
 UP = f"{BLOCK}mlp.up_proj"
 INT4, ASYM, INT8 = "llmc-w4a16-gptq", "llmc-w4a16-awq-asym", "llmc-w8a8-smooth"
 FP8, NVFP4, MXFP4 = "llmc-fp8", "llmc-nvfp4", "llmc-mxfp4"
-GPTQ, ORDERED, SKIPPED, AWQ = (
-    "gptqmodel-v1",
-    "gptqmodel-desc-act",
-    "gptqmodel-3bit-skipped",
-    "gptqmodel-awq",
-)
+GPTQ, ORDERED, SKIPPED = "gptqmodel-v1", "gptqmodel-desc-act", "gptqmodel-3bit-skipped"
+V2, AWQ = "gptqmodel-v2-asym", "gptqmodel-awq"
 COPY = "quantize_config.json"
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 LINEARS = [f"self_attn.{name}_proj" for name in "qkv"] + [
@@ -156,6 +152,15 @@ def plainly(model: Model) -> None:
     model.tensors[f"{UP}.weight"] = torch.randn(128, 64).bfloat16()
 
 
+def one_group(model: Model) -> None:
+    """Keep the first group of columns of every module, as if it were the only one."""
+    for name, value in model.tensors.items():
+        if name.endswith((".scales", ".qzeros")):
+            model.tensors[name] = value[:1].contiguous()
+        elif name.endswith(".g_idx"):
+            model.tensors[name] = value * 0
+
+
 PLANTED: dict[str, tuple[str, Edit, str]] = {
     # compressed-tensors: which modules
     "ignored, and packed": (INT4, said(ignore=["lm_head", UP]), "excludes it"),
@@ -185,10 +190,22 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "an index that no order announces": (INT4, index(lambda i: i.flip(0)), "runs of columns"),
     "an index beside no order": (INT4, both(weights(actorder=None), index(lambda i: i.flip(0), UP)), "runs of columns"),
     "an index that is too short": (INT4, both(weights(actorder="group"), index(lambda i: i[:16])), "I32 [16]"),
+    # what only some loaders refuse, or read differently
+    "outputs that are rounded": (INT4, group(output_activations=CACHE), "output_activations"),
+    "a key of a group that nobody knows": (INT4, group(zeros="x"), "zeros"),
+    "an argument that nobody knows": (INT4, weights(zeros="x"), "weights.zeros"),
+    "weights that are rounded anew": (INT4, weights(dynamic=True), "weights.dynamic"),
+    "another type of scales": (NVFP4, weights(scale_dtype="torch.uint8"), "scale_dtype"),
+    "a group of no layer": (INT4, second_group("re:.*nothing"), "group_1.targets"),
+    "a group of another name": (INT4, lambda m: m.quantization.update(config_groups={"W4A16": m.group}), "group_0"),
+    "weights that are said to be plain": (INT4, said(quantization_status="frozen"), "quantization_status"),
     # the cache
     "a cache without scales": (INT4, said(kv_cache_scheme=CACHE), "scales of the KV cache are missing"),
     "scales without a cache": (FP8, said(kv_cache_scheme=None), "kv_cache_scheme is missing"),
     # GPTQ and AWQ
+    "desc_act, in order": (GPTQ, both(alone, said(desc_act=True)), "desc_act = true"),
+    "symmetric, and said to be not": (GPTQ, both(alone, said(sym=False)), "sym = False"),
+    "asymmetric, and said to be not": (V2, said(sym=True), "config.json says sym"),
     "desc_act without g_idx": (GPTQ, both(alone, said(desc_act=True), without(".g_idx")), "g_idx is missing"),
     "desc_act, one g_idx missing": (ORDERED, both(alone, without("up_proj.g_idx")), "g_idx is missing"),
     "scattered, and no desc_act": (ORDERED, both(alone, said(desc_act=False)), "runs of columns"),
@@ -228,7 +245,10 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
     "a head that a pattern ignores": (INT4, said(ignore=["re:.*lm_head"])),
     "targets that leave the head alone": (INT4, both(said(ignore=[]), group(targets=["re:.*layers.*"]))),
     "no desc_act, no g_idx": (GPTQ, without(".g_idx")),
-    "desc_act, in order": (GPTQ, both(said(desc_act=True), file(COPY, desc_act=True))),
+    "desc_act, in order, as static groups are": (GPTQ, both(alone, said(desc_act=True, static_groups=True))),
+    "desc_act of one group": (GPTQ, both(alone, one_group, said(desc_act=True, group_size=-1))),
+    "no arguments but those that are needed": (INT4, lambda m: m.group.update(
+        weights={"num_bits": 4, "group_size": 32})),
     "scattered, and nothing said": (ORDERED, both(alone, unsaid("desc_act"))),
     "rules and a list that agree": (SKIPPED, said(modules_in_block_to_quantize=[LINEARS])),
     "the list alone": (SKIPPED, both(alone, unsaid("dynamic"), said(modules_in_block_to_quantize=[LINEARS]))),

@@ -108,3 +108,31 @@ def test_threads_of_the_command_reach_torch(tiny, capsys, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
     assert command(capsys, "verify", tiny("llama"), "--threads", "1", "--no-forward").code == 0
     assert numbers[0] == 1
+
+
+def lose(place: Path, *names: str) -> Path:
+    """Take tensors away."""
+    file = place / "model.safetensors"
+    tensors = {name: value for name, value in load_file(file).items() if name not in names}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return place
+
+
+@pytest.mark.parametrize("source", [True, False])
+def test_a_tensor_that_another_tower_lacks_is_an_error(source, tiny, tmp_path):
+    model = tiny("gemma3-multimodal")
+    out = made(model, tmp_path / "q")
+    names = [name for name in load_file(out / "model.safetensors") if "vision_tower" in name]
+    lost = next(name for name in names if name.endswith("q_proj.weight"))
+    options = VerificationOptions(model if source else None, forward=False)
+    assert verify(out, options).findings == []
+    (item,) = verify(lose(out, lost), options).findings
+    assert (item.check, item.severity) == ("incomplete", ERROR)
+    assert item.where.removeprefix("model.") == lost.removeprefix("model.")
+    if source:  # without its whole tower and projector, it is a model of text
+        both = [
+            name
+            for name in load_file(out / "model.safetensors")
+            if "vision" in name or "multi_modal" in name
+        ]
+        assert verify(lose(out, *both), options).findings == []

@@ -53,7 +53,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
     "verbs": ("fp8", "a kind of KV cache"),
-    "verification": ("compressed-tensors fp8_e4m3 llama llama4 qwen2 sparsegpt",
+    "verification": ("awq compressed-tensors fp8_e4m3 gptq llama llama4 qwen2 sparsegpt",
                      "a description of the quantization that the tensors contradict; tokenizers of one family;"
                      " what SparseGPT leaves as it was"),
     "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),
