@@ -12,7 +12,6 @@ import typer
 from quantforge.cli import options
 from quantforge.cli.completion import OF_CHOICES, models
 from quantforge.cli.console import Console
-from quantforge.cli.diff import SHOWN
 from quantforge.verification.findings import Severity
 
 if TYPE_CHECKING:
@@ -20,6 +19,16 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
 FAILED, UNJUDGED = 5, 4
+SHOWN = 5  # findings of a check
+# What to look at where a check finds something in many places.
+_ANOTHER = "is --source the model that it was made from? A model that was quantized twice looks like this too"
+ADVICE = {
+    "manifest": "fetch or make it again",
+    "unreadable": "the files are damaged or incomplete: fetch them again",
+    "incomplete": "is a file missing, or config.json that of another model?",
+    "not-finite": "numbers overflowed or the file is damaged: make it again",
+    **dict.fromkeys(("kept-changed", "noise", "groups", "swapped"), _ANOTHER),
+}
 
 
 def verify(
@@ -88,7 +97,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     """Print the findings, the main figures, what was not checked, and the verdict."""
     console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
     for line in _listed(report.findings):
-        console.text(line)
+        (console.wrapped if console.terminal else console.text)(line)
     if report.tensors:
         worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
         noisiest = (
@@ -120,17 +129,21 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield a line for each finding, errors first; of each check at most `SHOWN`, and how many more there are."""
-    for severity in Severity:
-        groups: dict[str, list[Finding]] = {}
-        for item in findings:
-            if item.severity is severity:
-                groups.setdefault(item.check, []).append(item)
-        for check, items in groups.items():
-            for item in items[:SHOWN]:
-                yield f"{severity}: {item.where}: {item.detail}"
-            if len(items) > SHOWN:
-                yield f"{severity}: {len(items) - SHOWN} more like these ({check}; --json lists all)"
+    """Yield a line for each finding, errors first; of a check with many, `SHOWN` places and the number of the rest."""
+    groups: dict[tuple[Severity, str], list[Finding]] = {}
+    for item in sorted(findings, key=lambda item: [*Severity].index(item.severity)):
+        groups.setdefault((item.severity, item.check), []).append(item)
+    for (severity, check), items in groups.items():
+        shown = items
+        if len(items) > SHOWN:
+            places = {item.where: item for item in reversed(items)}  # the first finding of each
+            shown = [*reversed(places.values())][:SHOWN]
+        for item in shown:
+            yield f"{severity}: {item.where}: {item.detail}"
+        if len(items) > len(shown):
+            advice = f"; {ADVICE[check]}" if check in ADVICE else ""
+            more = f"{len(items) - len(shown)} more like these, {len(places)} places in all"
+            yield f"{severity}: {more} ({check}; --json lists all){advice}"
 
 
 def _verdict(report: Report, *, strict: bool) -> str:

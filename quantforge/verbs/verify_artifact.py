@@ -11,6 +11,7 @@ from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.formats.engine_families import TRANSFORMERS
 from quantforge.formats.targets import target_of
 from quantforge.model import lean_imports as lean
+from quantforge.numerics.allocator import return_freed_memory
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -68,6 +69,7 @@ def verify(
         lean.forbid()  # its quantizers look for packages that we never use
     if public is not None:
         FILES.read(public, KEY, None)
+    return_freed_memory()
     from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 

@@ -26,6 +26,7 @@ from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.windows import cut
+from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded
 from quantforge.model.block import BlockPart
 from quantforge.model.loading import TensorSource
@@ -167,7 +168,8 @@ class ForwardPass:
             self._try(name, ModelStream.embed)
 
     def source_block(self, index: int) -> None:
-        """Run a block of the source and note what its layers read."""
+        """Run a block of the source and note what its layers read, in place of what the block before read."""
+        self._forget_inputs()
         self._try("source", lambda stream: self._observed(stream, index))
 
     def other_blocks(self, index: int) -> None:
@@ -178,6 +180,7 @@ class ForwardPass:
 
     def end_source(self) -> None:
         """Compute the source's last hidden states and record them as the input of its head."""
+        self._forget_inputs()
         self._try("source", self._ended)
 
     def finish(self) -> None:
@@ -209,6 +212,10 @@ class ForwardPass:
         del own
         if (plain := self._logits("rounded")) is not None:
             self._check_divergence(found, divergence(reference, plain))
+
+    def _forget_inputs(self) -> None:
+        self.inputs.statistics.clear()
+        self.inputs.shared.clear()
 
     def _stored(self, name: str) -> Tensor | None:
         """Return a weight of the artifact; of a head that is not tied any more its own, where the source's is."""
@@ -300,8 +307,8 @@ class ForwardPass:
 
     @property
     def _keeps_cache(self) -> bool:
-        declared = self._artifact.checkpoint.config.get("quantization_config")
-        return isinstance(declared, Mapping) and declared.get("kv_cache_scheme") is not None
+        declared = quantization_config(self._artifact.checkpoint.config)
+        return declared.get("kv_cache_scheme") is not None
 
     def _sampled(self, statistics: Statistics) -> Statistics:
         """Return statistics whose sample has `SAMPLE` tokens, spread evenly, none of them the first of a window."""

@@ -236,7 +236,7 @@ def _gguf(path: Path, healthy: Path) -> str:
     expected = _fields(healthy)
     try:
         found = _fields.__wrapped__(path)
-    except Exception as error:  # likewise
+    except Exception as error:  # gguf-py documents none; whatever it is, the file is not read
         return f"gguf-py cannot read it: {type(error).__name__}: {error}"[:140]
     keys = [k for k in sorted(found.keys() | expected.keys())
             if found.get(k) != expected.get(k) and not k.startswith(PROSE)]  # fmt: skip

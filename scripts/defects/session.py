@@ -218,7 +218,9 @@ def looked(item: Healthy) -> Looked:
     for compared in (source, None):
         try:
             found = findings(path, compared)
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # a bug: it counts as an error, and the others are still verified
             lines += [[f"CRASH {type(error).__name__}: {error}"[:200]], []]
             continue
         lines += [

@@ -169,8 +169,8 @@ def test_each_kind_of_finding_is_listed_up_to_a_number(tiny, tmp_path, capsys):
     (out / NAME).write_text(json.dumps(document | {"outputs": document["outputs"] | gone}))
     found = command(capsys, "verify", out, "--no-forward")
     assert found.code == 5
-    assert found.out.count("error: gone-") == 20
-    more = "error: 5 more like these (manifest; --json lists all)"
+    assert found.out.count("error: gone-") == 5
+    more = "error: 20 more like these, 25 places in all (manifest; --json lists all); fetch or make it again"
     assert found.out.endswith(f"\n{more}\n25 errors: failed\n")
     every = json.loads(command(capsys, "verify", out, "--no-forward", "--json").out)["findings"]
     assert len(every) == 25
