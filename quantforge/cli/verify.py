@@ -105,10 +105,10 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         )
         found = "all equal" if worst["snr_db"] == math.inf else noisiest
         console.text(f"{len(report.tensors)} tensors compared; {found}")
-    if report.tuned:
+    if report.unrecorded_factors:
         console.text(
-            f"tuned: {len(report.tuned)} modules have factors that cancel out and that no manifest records,"
-            f" e.g. {report.tuned[0]}"
+            f"unrecorded factors: {len(report.unrecorded_factors)} modules have factors that cancel out,"
+            f" e.g. {report.unrecorded_factors[0]}"
         )
     if "kl_mean" in report.figures:
         text = f"KL divergence from the source: {report.figures['kl_mean']:.4g} nats per token"

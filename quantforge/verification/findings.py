@@ -103,7 +103,7 @@ class Report:
         unsigned: files that the checked signature does not cover.
         tensors: figures of each quantized tensor.
         figures: of the forward pass.
-        tuned: modules with factors that no manifest records and that cancel out, for information only.
+        unrecorded_factors: modules whose factors cancel out and are in no manifest, for information only.
         unjudged: why artifacts of this kind cannot be judged; "" if they can.
     """
 
@@ -118,7 +118,7 @@ class Report:
     unsigned: list[str] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
-    tuned: list[str] = field(default_factory=list)
+    unrecorded_factors: list[str] = field(default_factory=list)
     unjudged: str = ""
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
@@ -166,7 +166,7 @@ class Report:
             "notes": self.notes,
             "unsigned": self.unsigned,
             "tensors": self.tensors,
-            "tuned": self.tuned,
+            "unrecorded_factors": self.unrecorded_factors,
             "forward": self.figures,
         }
 

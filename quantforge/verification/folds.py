@@ -23,22 +23,26 @@ from quantforge.architectures import Absorbs, SharedInput
 from quantforge.architectures.match import Matched, declared
 from quantforge.model.fold import expand_heads
 
-VARIES = 0.02  # standard deviation of log factors from which they are more than noise
-ALONE = 4 * VARIES  # the same where only one side can be read
-AGAINST = -0.5  # correlation of the two sides of a fold
+MIN_SPREAD = 0.02  # standard deviation of log factors from which they are more than noise
+MIN_SPREAD_ALONE = 4 * MIN_SPREAD  # the same where only one side can be read
+MAX_CORRELATION = -0.5  # of the two sides of a fold
 CLOSE = 0.01  # log of a gain over the factor of its readers: what both lose where they are stored in 16 bits
-TUNED = (
+TUNING = (
     0.25  # largest relative change of a gain that is taken for tuning where no manifest says more
 )
-SAME = 2.0**-7  # gains that differ by no more were not changed
-FITS = 0.5  # cosine of a row or column below which its factor means nothing
-NOISE = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
+UNCHANGED = (
+    2.0**-7
+)  # relative: what rounding to 16 bits may change, once for a value and once for its factor
+RELATED = 0.5  # cosine below which one tensor is not made from the other, and a factor between them means nothing
+NOISES = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
 CANCELS = 0.1  # log of the product of two factors that is more than rounding,
 SPREADS = 8.0  # and than so many robust standard deviations of all channels
-FEW_ROWS = 2  # with one, the factor of a column fits anything
-EXACT = 1e-6  # noise over signal below which neither side is better than the other
+MIN_ROWS = 2  # with one, the factor of a column fits anything
+MIN_NOISE = 1e-6  # noise over signal below which neither side is better than the other
 
-Weight = Callable[[str], Tensor | None]  # canonical name to float32 values
+Weight = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
+Pair = tuple[Tensor, Tensor]  # a weight of the source and the artifact's, of one shape
+Pairs = Callable[[str], Pair | None]  # canonical module name to its weights
 
 
 @dataclass(slots=True)
@@ -64,59 +68,78 @@ class Folds:
             weight = weight * self.columns[module]
         return weight * self.rows[module][:, None] if module in self.rows else weight
 
+    def removed(self, module: str, weight: Tensor) -> Tensor:
+        """Return a weight ``[out, in]`` without its factors."""
+        if module in self.columns:
+            weight = weight / self.columns[module]
+        return weight / self.rows[module][:, None] if module in self.rows else weight
+
     def touches(self, module: str) -> bool:
         """Return whether a module has any factor other than one."""
         return module in self.rows or module in self.columns
 
 
 def folds_of(
-    matched: Matched, index: int, source: Weight, stored: Weight, tuning: float = TUNED
+    matched: Matched, index: int, source: Weight, stored: Weight, tuning: float = TUNING
 ) -> Folds:
     """Find the factors of one block.
 
     Args:
         matched: says which linears read what, and what can take a factor.
         index: of the block.
-        source: weights of the source, linears as ``[out, in]``.
-        stored: weights of the artifact, decoded, likewise.
+        source: weights of the source.
+        stored: weights of the artifact, decoded.
         tuning: the largest relative change of a gain that is taken for tuning.
     """
+
+    def pair(module: str) -> Pair | None:
+        before, after = source(f"{module}.weight"), stored(f"{module}.weight")
+        if before is None or after is None or before.shape != after.shape:
+            return None
+        return before, after
+
     folds, block = Folds(), matched.block_name(index)
-    inputs = [item for item in matched.layers[index].inputs if item.absorber is not None]
-    for shared in inputs:
-        if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
-            _into_norm(folds, shared, block, source, stored, tuning)
-    for shared in inputs:
+    for norm, shared in absorbing_norms(matched, index):
+        _find_norm_factors(folds, norm, shared, block, pair, tuning)
+    for shared in matched.layers[index].inputs:
         if shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS:
-            _into_rows(folds, matched, shared, block, source, stored)
+            _find_row_factors(folds, matched, shared, block, pair)
     return folds
 
 
-def _into_norm(
-    folds: Folds, shared: SharedInput, block: str, source: Weight, stored: Weight, tuning: float
+def absorbing_norms(matched: Matched, index: int) -> list[tuple[str, SharedInput]]:
+    """Return the norms of a block that can take a factor, each with an input that it makes."""
+    if not 0 <= index < len(matched.layers):
+        return []
+    return [
+        (f"{matched.block_name(index)}.{shared.absorber.module}", shared)
+        for shared in matched.layers[index].inputs
+        if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS
+    ]
+
+
+def _find_norm_factors(
+    folds: Folds, norm: str, shared: SharedInput, block: str, pair: Pairs, tuning: float
 ) -> None:
+    """Compare the gains of a norm, and check that the columns of its readers agree with the quotient."""
     assert shared.absorber is not None
-    name = f"{block}.{shared.absorber.module}"
-    before, after = source(f"{name}.weight"), stored(f"{name}.weight")
-    if before is None or after is None or before.shape != after.shape:
+    if (gains := pair(norm)) is None:
         return
     offset = 1.0 if shared.absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
-    before, after = before + offset, after + offset
-    if bool(((before - after).abs() <= SAME * torch.maximum(before.abs(), after.abs())).all()):
+    before, after = (gain + offset for gain in gains)
+    same = (before - after).abs() <= UNCHANGED * torch.maximum(before.abs(), after.abs())
+    if bool(same.all()):
         return
     linears = [f"{block}.{linear}" for linear in shared.readers]
-    pairs = [(source(f"{linear}.weight"), stored(f"{linear}.weight")) for linear in linears]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
+    known = [both for linear in linears if (both := pair(linear)) is not None]
     alive = (before != 0) & (after != 0)
     gain = torch.where(alive, before / torch.where(alive, after, 1.0), 1.0)
     columns = gain
     if known:
         fit = _fit(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
-        good = fit.cosine >= FITS
-        excess = (
-            fit.log - gain.clamp(min=1e-6).log()
-        )  # of the stored gain, over what its readers tell
-        apart = excess.abs() - NOISE * fit.noise
+        good = fit.cosine >= RELATED
+        excess = fit.log - gain.clamp(min=1e-6).log()  # of the gain, over what its readers tell
+        apart = excess.abs() - NOISES * fit.noise
         limit = torch.where(excess > 0, math.log1p(tuning), -math.log1p(-tuning))
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
         columns = torch.where(good & ((gain > 0) & (apart > CLOSE) | ~alive), fit.factor, gain)
@@ -125,50 +148,46 @@ def _into_norm(
         if bool(wrong.any()):
             channel = int(torch.where(dead, torch.inf, apart).masked_fill(~wrong, -1).argmax())
             changed = after[channel] / before[channel]
-            folds.problems[name] = (
+            folds.problems[norm] = (
                 f"the gain of channel {channel} is {float(changed):.3g} times the source's,"
                 f" and the weights that read it are {float(fit.factor[channel]):.3g} times the source's:"
                 f" the two do not cancel ({int(wrong.sum())} of {len(gain)} channels)"
             )
             columns = torch.where(wrong, gain, columns)
-    folds.norms[name] = torch.where(alive, after / torch.where(alive, before, 1.0), 1.0)
+    folds.norms[norm] = torch.where(alive, after / torch.where(alive, before, 1.0), 1.0)
     folds.columns.update(dict.fromkeys(linears, columns))
 
 
-def _into_rows(
-    folds: Folds, matched: Matched, shared: SharedInput, block: str, source: Weight, stored: Weight
+def _find_row_factors(
+    folds: Folds, matched: Matched, shared: SharedInput, block: str, pair: Pairs
 ) -> None:
     """Fit both sides of a factor between a linear and its reader."""
     assert shared.absorber is not None
     architecture, dimensions = declared(matched)
     producer, reader = f"{block}.{shared.absorber.module}", f"{block}.{shared.key}"
-    made, made_stored = source(f"{producer}.weight"), stored(f"{producer}.weight")
-    read, read_stored = source(f"{reader}.weight"), stored(f"{reader}.weight")
-    if made is None:
-        return
     rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
-    own = other = None
-    if made_stored is not None and made_stored.shape == made.shape:
-        own = _fit(folds.applied(producer, made)[rows], made_stored[rows], dim=1)
-    if read is not None and read_stored is not None and read_stored.shape == read.shape:
-        other = _fit(read, read_stored, dim=0)
+    made, read, own, other = pair(producer), pair(reader), None, None
+    if made is not None:
+        own = _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)
+    if read is not None:
+        other = _fit(*read, dim=0)
         if shared.heads:
             heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
             other = _Fit(*(v.view(heads).mean(1).flatten() for v in (other.factor, other.cosine)))
     scale = _agreed(own, other)
     if scale is None:
         return
-    whole = torch.ones(len(made))
-    whole[rows] = 1 / scale
-    folds.rows[producer] = whole
-    folds.fitted |= {producer, reader}
+    if made is not None:
+        folds.rows[producer] = torch.ones(len(made[0]))
+        folds.rows[producer][rows] = 1 / scale
     folds.columns[reader] = expand_heads(dimensions, scale) if shared.heads else scale
+    folds.fitted |= {producer, reader}
     if own is None or other is None:
         return
     product = own.log + other.log
     spread = 1.4826 * float((product - product.median()).abs().median())
-    noise = (NOISE * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
-    wrong = (product.abs() > noise) & (own.cosine >= FITS) & (other.cosine >= FITS)
+    noise = (NOISES * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
+    wrong = (product.abs() > noise) & (own.cosine >= RELATED) & (other.cosine >= RELATED)
     if bool(wrong.any()):
         channel = int((product.abs() * wrong).argmax())
         folds.problems[producer] = (
@@ -197,7 +216,7 @@ class _Fit:
 
 def own_columns(source: Tensor, stored: Tensor, near: Tensor, tuning: float) -> Tensor:
     """Return the factors of the columns of an unrounded weight, no further from ``near`` than tuning goes."""
-    if len(source) < FEW_ROWS:
+    if len(source) < MIN_ROWS:
         return near
     factor = _fit(source, stored, dim=0).factor
     return torch.minimum(torch.maximum(factor, near * (1 - tuning)), near * (1 + tuning))
@@ -218,16 +237,18 @@ def _agreed(own: _Fit | None, other: _Fit | None) -> Tensor | None:
     The side with less noise counts more: a column that was made small beside the others of its row has lost its factor,
     and the row that was made large has it exactly. Where one side is damaged, the other still tells.
     """
-    usable = [fit for fit in (own, other) if fit is not None and float(fit.cosine.median()) > FITS]
+    usable = [
+        fit for fit in (own, other) if fit is not None and float(fit.cosine.median()) > RELATED
+    ]
     if own is not None and other is not None and len(usable) == 2:
-        if min(float(own.log.std()), float(other.log.std())) < VARIES:
+        if min(float(own.log.std()), float(other.log.std())) < MIN_SPREAD:
             return None
-        first, second = 1 / own.noise.clamp(min=EXACT), 1 / other.noise.clamp(min=EXACT)
+        first, second = 1 / own.noise.clamp(min=MIN_NOISE), 1 / other.noise.clamp(min=MIN_NOISE)
         weights = torch.minimum(first, second)
         weights = weights.clamp(max=float(weights.median()))
         mean = (second * other.log - first * own.log) / (first + second)
-        return mean.exp() if _correlation(own.log, other.log, weights) < AGAINST else None
-    if not usable or float(usable[0].log.std()) < ALONE:
+        return mean.exp() if _correlation(own.log, other.log, weights) < MAX_CORRELATION else None
+    if not usable or float(usable[0].log.std()) < MIN_SPREAD_ALONE:
         return None
     return (-usable[0].log if usable[0] is own else usable[0].log).exp()
 

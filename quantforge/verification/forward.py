@@ -42,13 +42,13 @@ from quantforge_calibration.sources import builtin
 WINDOWS, LENGTH = 8, 64
 CHARACTERS = 64 * WINDOWS * LENGTH  # of text: far more than the tokens take
 SAMPLE = 256  # tokens whose inputs weigh the errors of weights
-SAME = 1e-3  # relative: how far logits of the same weights may differ
+MAX_DIFFERENCE = 1e-3  # relative: how far logits of the same weights may differ
 AS_PLAIN = 1.6  # times the divergence of plain rounding,
 ERRORS = 3.0  # so many standard errors over windows more,
 LEAST = 1e-4  # and so many nats per token: less is arithmetic in another order
 
-# Keys of a configuration that say nothing about what a model computes in float32.
-_HELD = {
+# Keys of a configuration that have no influence on what a model computes in float32.
+_NOT_COMPUTED = {
     "quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version",
     "_name_or_path",
 }  # fmt: skip
@@ -126,6 +126,8 @@ class ForwardPass:
         stored: Values,
         plain: Values,
         device: str,
+        *,
+        run: bool = True,
     ) -> None:
         """Prepare the models; one that cannot be run is left out, with the reason in the report.
 
@@ -136,11 +138,14 @@ class ForwardPass:
             stored: weights of the artifact.
             plain: weights of the source, rounded plainly; None for one that is not rounded.
             device: where the models run.
+            run: False: run nothing.
         """
         self.inputs = Inputs()
         self._report, self._artifact, self._source = report, artifact, source
         self._streams: dict[str, ModelStream] = {}
         self._device, self._values, self._at_head = device, stored, False
+        if not run:
+            return
         if source is not None and len(source.matched.layers) != len(artifact.matched.layers):
             text = f"the source has {len(source.matched.layers)} blocks, the artifact {len(artifact.matched.layers)}"
             report.skip(text, "logits")
@@ -236,7 +241,7 @@ class ForwardPass:
     def _check_configuration(self, own: Tensor, same: Tensor) -> None:
         size = float((same - same.mean(-1, keepdim=True)).square().mean().sqrt())
         apart = float((own - same).square().mean().sqrt())
-        if apart > SAME * size:
+        if apart > MAX_DIFFERENCE * size:
             self._report.add(
                 "logits",
                 self._report.path.name,
@@ -405,7 +410,7 @@ def _advanced(stream: ModelStream, index: int) -> None:
 
 def _same_configuration(artifact: Artifact, source: Original) -> bool:
     own, other = (
-        {key: value for key, value in item.checkpoint.config.items() if key not in _HELD}
+        {key: value for key, value in item.checkpoint.config.items() if key not in _NOT_COMPUTED}
         for item in (artifact, source)
     )
     return own == other

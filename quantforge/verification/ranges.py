@@ -22,11 +22,12 @@ from quantforge.runtime.kv_cache import CachePeaks, read_scales
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Inputs
 
-NEAR = 0.1, 4.0  # of the range that was seen: other text may have tokens 5 times as large
-CANDIDATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)
-COSTS = 3.0  # times the error of the best candidate
-SIBLINGS = 1.1  # of two linears that read the same
-CACHE = 0.45, 512.0  # of the range that was seen; e4m3 has room below, none above
+# Ranges that are usual, of the range that was seen: of inputs (other text may have tokens several times as large), and
+# of the cache, where e4m3 has room below and none above.
+INPUT_RANGES, CACHE_RANGES = (0.1, 4.0), (0.45, 512.0)
+CANDIDATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)  # ranges that are tried, of the range that was seen
+MAX_ERROR = 3.0  # of an unusual range, over that of the best candidate
+MAX_SIBLINGS = 1.1  # quotient of the scales of two linears that read the same
 
 
 def check_input(
@@ -51,7 +52,7 @@ def check_input(
     assert activation is not None
     key = inputs.shared.get(module, module)
     other = others.setdefault(key, float(scale))
-    if max(other, float(scale)) > SIBLINGS * min(other, float(scale)):
+    if max(other, float(scale)) > MAX_SIBLINGS * min(other, float(scale)):
         text = f"input scale {float(scale):.4g}; {key} reads the same input and has {other:.4g}"
         report.warn("scale", module, text)
     raw, peaks = inputs.raw(module), inputs.peaks(module)
@@ -61,14 +62,14 @@ def check_input(
         raw, peaks = raw / columns, peaks / columns
     seen = float(peaks.max())
     covered = float(scale) * largest_input(activation.grid)
-    if not seen or NEAR[0] * seen <= covered <= NEAR[1] * seen:
+    if not seen or INPUT_RANGES[0] * seen <= covered <= INPUT_RANGES[1] * seen:
         return
 
     def error(value: Tensor) -> float:
         return float((simulate(raw, activation, value) - raw).square().sum())
 
     least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATES)
-    if error(scale) > COSTS * least:
+    if error(scale) > MAX_ERROR * least:
         text = f"input scale {float(scale):.4g} covers values up to {covered:.3g}; the source shows {seen:.3g}"
         report.warn("scale", module, text)
 
@@ -99,7 +100,7 @@ def cache_problems(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[
             continue
         room = scale.float().cpu().flatten() * largest("fp8_e4m3")
         held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
-        bad = (held > 0) & ((room < CACHE[0] * held) | (room > CACHE[1] * held))
+        bad = (held > 0) & ((room < CACHE_RANGES[0] * held) | (room > CACHE_RANGES[1] * held))
         if bool(bad.any()):
             head = int(bad.nonzero()[0])
             where = f"head {head}: " if len(room) > 1 else ""

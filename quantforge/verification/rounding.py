@@ -20,25 +20,25 @@ loses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.formats.convert import as_integers
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
 PANEL = 1 << 22  # weights that are compared at a time
-LEAST_GROUP = 16  # columns of a group: the error of a smaller group is mostly noise
-STORED = 2.0**-9  # relative: what storing a scale or a value in 16 bits loses
-LUCKY = 0.5  # of the tensor's usual error for weights of the same size
-NOTHING = (
-    1e-2  # of the mean error of a group: what any may lose, as one of numbers that float16 lacks
-)
+MIN_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
+STORAGE = 2.0**-9  # relative: what storing a scale or a value in 16 bits loses
+# Plain rounding may be exact by chance. What is divided by is at least this part of the tensor's usual error for
+# weights of the same size, and this part of the mean error of a group on top: some numbers are missing in float16.
+OF_USUAL, OF_MEAN = 0.5, 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,15 @@ class RoundingError:
     Attributes:
         whole: of the matrix.
         rows: ``[out]``.
-        groups: ``[out, groups]`` of `group_of` columns each.
+        groups: ``[out, groups]`` of `group_width` columns each.
         columns: ``[in]``, what the error at the outputs owes to each column alone, as a share of the error of plain
             rounding of the whole; negative where a column makes up for others.
         shift: the mean error of the median group, in steps of the grid; 0 where there are none.
-        longer, shorter: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where that is
-            above 1. Rounding errors lower both as a rule; too large scales raise the first, too small ones the second.
+        too_long, too_short: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where that
+            is above 1. Rounding lowers both as a rule; too large scales raise the first, too small ones the second.
         cosine: of ``Q`` and ``T``; 1 where both are zero.
-        error: squared error of the weights, and ``size``: squared weights of the source.
+        squared: squared error of the weights.
+        size: squared weights of the source.
     """
 
     whole: float
@@ -63,17 +64,56 @@ class RoundingError:
     groups: Tensor
     columns: Tensor
     shift: float
-    longer: float
-    shorter: float
+    too_long: float
+    too_short: float
     cosine: float
-    error: float
+    squared: float
     size: float
 
+    def to_json(self) -> dict[str, float]:
+        """Return the main figures as plain data."""
+        ratio = self.size / self.squared if self.squared else math.inf
+        decibels = 10 * math.log10(ratio) if 0 < ratio < math.inf else ratio or -math.inf
+        return {
+            "snr_db": round(decibels, 3),
+            "cosine": round(self.cosine, 6),
+            "over_rounding": round(self.whole, 4),
+            "worst_row_over_rounding": round(float(self.rows.max()), 4),
+            "worst_column": round(float(self.columns.max()), 4),
+            "longer": round(self.too_long, 5),
+            "shorter": round(self.too_short, 5),
+        }
 
-def group_of(scheme: Scheme, columns: int) -> int:
+
+def rounded_in(found: QuantizedTensor) -> Scheme:
+    """Return the scheme that a tensor was rounded by: with longer groups, where its own repeat their parameters.
+
+    An export states one scale of a row, or of a long group, as equal scales of all groups that its format has. Columns
+    whose groups are scattered (act-order) are one group.
+    """
+    if found.scheme.granularity == PerGroup(1):
+        return replace(found.scheme, granularity=Row())
+    tensor = as_integers(found)
+    scheme, shape = tensor.scheme, tensor.scheme.parameter_shape(tensor.shape)
+    values = [v.float() for k, v in tensor.parameters.items() if k in {"scales", "zeros", "mins"}]
+    grouped = scheme.integer and isinstance(scheme.granularity, PerGroup | Row) and values
+    if not grouped or any(tuple(value.shape) != shape for value in values):
+        return found.scheme
+    if all(bool((value == value[0, 0]).all()) for value in values):
+        return replace(scheme, granularity=PerTensor())
+    rows, groups = shape
+    for count in range(groups, 1, -1):
+        runs = [v.view(rows, -1, count) for v in values] if groups % count == 0 else []
+        if runs and all(bool((run == run[..., :1]).all()) for run in runs):
+            width = scheme.group_size(tensor.shape[1]) * count
+            return replace(scheme, granularity=Row() if count == groups else PerGroup(width))
+    return found.scheme
+
+
+def group_width(scheme: Scheme, columns: int) -> int:
     """Return how many columns are compared together: a group's, or more where groups are small or do not fill a row."""
     size = scheme.block.group if scheme.block else scheme.group_size(columns)
-    if size < LEAST_GROUP or columns % size:
+    if size < MIN_WIDTH or columns % size:
         return next((wide for wide in (128, 64, 32) if columns % wide == 0), columns)
     return size
 
@@ -94,8 +134,8 @@ def plain_rounding(target: Tensor, scheme: Scheme, outliers: Tensor | None = Non
     return values
 
 
-def steps(tensor: QuantizedTensor, size: int) -> Tensor | None:
-    """Return the distance of neighbouring codes in each group of ``size`` columns, ``[out, groups]``.
+def steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
+    """Return the distance of neighboring codes in each group of ``width`` columns, ``[out or 1, groups]``.
 
     None for floats, whose codes have no common distance, and for code vectors.
     """
@@ -108,10 +148,8 @@ def steps(tensor: QuantizedTensor, size: int) -> Tensor | None:
         name: value if value.dtype == torch.uint8 else value.float()
         for name, value in tensor.parameters.items()
     }
-    points = packer_of(scheme).points(parameters, scheme, torch.arange(0, columns, size))
-    if points is None or points.table is not None:
-        return None
-    return points.scales.abs().T
+    points = packer_of(scheme).points(parameters, scheme, torch.arange(0, columns, width))
+    return None if points is None or points.table is not None else points.scales.abs().T
 
 
 def measure(
@@ -132,137 +170,86 @@ def measure(
         inputs: what the matrix is multiplied with, ``[tokens, in]``; None counts all columns alike.
         scheme: the groups that it was rounded in, where that is not the scheme of ``tensor``.
     """
-    columns = target.shape[1]
-    size = group_of(scheme or tensor.scheme, columns)
-    step = steps(tensor, size)
-    h = target.new_ones(columns) if inputs is None else inputs.square().mean(0)
-    sums = [_Sums.of(*panel, h, inputs, size) for panel in _panels(target, decoded, plain, step)]
-    errors, least, sizes = (_joined(sums, key) for key in ("errors", "least", "sizes"))
-    usual = float(least.sum()) / float(sizes.sum()) if float(sizes.sum()) else 0.0
-    least = torch.maximum(least, LUCKY * usual * sizes) + NOTHING * least.mean()
-    moved, moved_least = _joined(sums, "moved"), _joined(sums, "moved_least")
-    row_least = least.sum(1)
-    moved_least = torch.maximum(moved_least, LUCKY * usual * sizes.sum(1))
-    moved_least = moved_least + NOTHING * least.mean()
-    weighted, at_outputs = errors.sum(1), moved
-    whole = min(_ratio(weighted, row_least), _ratio(at_outputs, moved_least))
-    charged = sum((s.columns for s in sums), torch.zeros(columns, dtype=torch.float64))
-    tt, qq, tq = (sum(float(getattr(s, key)) for s in sums) for key in ("tt", "qq", "tq"))
+    width = group_width(scheme or tensor.scheme, target.shape[1])
+    step = steps(tensor, width)
+    parts, panel = [], max(1, PANEL // target.shape[1])
+    for first in range(0, len(target), panel):
+        run = slice(first, first + panel)
+        distance = step[run] if step is not None and len(step) == len(target) else step
+        parts.append(_sums(target[run], decoded[run], plain[run], distance, inputs, width))
+    sums = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    errors, sizes, outputs = sums["errors"], sums["sizes"], sums["outputs"]
+    usual = OF_USUAL * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
+    least = torch.maximum(sums["least"], usual * sizes) + OF_MEAN * sums["least"].mean()
+    least_outputs = torch.maximum(sums["least_outputs"], usual * sizes.sum(1))
+    least_outputs = least_outputs + OF_MEAN * least.mean()
+    by_weights, by_outputs = (errors.sum(1), least.sum(1)), (outputs, least_outputs)
+    tt, qq, tq = (float(sums[key].sum(dtype=torch.float64)) for key in ("tt", "qq", "tq"))
     return RoundingError(
-        whole,
-        torch.minimum(_divided(weighted, row_least), _divided(at_outputs, moved_least)),
-        _divided(errors, least),
-        charged / max(float(moved_least.sum()), 1e-300),
-        0.0 if step is None else float(_joined(sums, "shifts").median()),
-        _beyond(_joined(sums, "longer"), _joined(sums, "plain_longer")),
-        _beyond(_joined(sums, "shorter"), _joined(sums, "plain_shorter")),
-        tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
-        max(tt - 2 * tq + qq, 0.0),
-        tt,
-    )
+        whole=min(float(_ratio(a.sum(), b.sum())) for a, b in (by_weights, by_outputs)),
+        rows=torch.minimum(_ratio(*by_weights), _ratio(*by_outputs)),
+        groups=_ratio(errors, least),
+        columns=sums["columns"].sum(0) / max(float(least_outputs.sum()), 1e-300),
+        shift=float(sums["shifts"].median()),
+        too_long=_median_ratio(sums["tq"], sums["tt"]) / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
+        too_short=_median_ratio(sums["tq"], sums["qq"]) / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
+        cosine=tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
+        squared=max(tt - 2 * tq + qq, 0.0),
+        size=tt,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Sums over a panel of rows, float64: see `RoundingError`."""
+def _sums(
+    t: Tensor, q: Tensor, p: Tensor, step: Tensor | None, inputs: Tensor | None, width: int
+) -> dict[str, Tensor]:
+    """Sum over the groups of a panel of rows, ``[rows, groups]`` where nothing else is said.
 
-    errors: Tensor  # [rows, groups], weighted by the inputs
-    least: Tensor
-    sizes: Tensor
-    shifts: Tensor  # mean errors in steps
-    moved: Tensor  # [rows], at the outputs
-    moved_least: Tensor
-    columns: Tensor  # [in]
-    longer: Tensor  # [rows, groups]
-    shorter: Tensor
-    plain_longer: Tensor
-    plain_shorter: Tensor
-    tt: float
-    qq: float
-    tq: float
+    Returns:
+        ``errors``, the ``least`` that they are divided by, and ``sizes``, float64, weighted by the inputs; ``shifts``,
+        mean errors in steps; ``outputs`` and ``least_outputs``, float64 ``[rows]``, errors at the outputs; ``columns``,
+        float64 ``[1, in]``; products of source, stored and plain rounding, ``tt`` to ``tp``.
+    """
+    e, b = q - t, p - t
+    weights = t.new_ones(t.shape[1]) if inputs is None else inputs.square().mean(0)
 
-    @classmethod
-    def of(
-        cls,
-        t: Tensor,
-        q: Tensor,
-        p: Tensor,
-        step: Tensor | None,
-        h: Tensor,
-        inputs: Tensor | None,
-        size: int,
-    ) -> _Sums:
-        e, b = q - t, p - t
+    def grouped(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return value.view(len(value), -1, width).sum(-1, dtype=dtype)
 
-        def grouped(value: Tensor) -> Tensor:
-            return (value.square() * h).view(len(t), -1, size).sum(-1, dtype=torch.float64)
-
-        errors, least, sizes = grouped(e), grouped(b), grouped(t)
-        random = torch.zeros_like(least)
-        shifts = torch.zeros_like(least)
-        if step is not None:
-            shifts = e.view(len(t), -1, size).mean(-1) / step.clamp(min=1e-30)
-            shifts = torch.where(step > 0, shifts, 0.0)
-            random = step.double().square() / 12 * h.view(-1, size).sum(-1, dtype=torch.float64)
-            least = torch.maximum(least, random)
-        stored = sizes * STORED**2
-        least = least + stored
-        if inputs is None:
-            moved, moved_least = errors.sum(1), least.sum(1)
-            charged = e.square().sum(0) - b.square().sum(0)
-        else:
-            ye, yb = inputs @ e.T, inputs @ b.T
-            moved = ye.square().mean(0, dtype=torch.float64)
-            moved_least = yb.square().mean(0, dtype=torch.float64)
-            moved_least = torch.maximum(moved_least, random.sum(1)) + stored.sum(1)
-            charged = _charged(e, ye, h, inputs) - _charged(b, yb, h, inputs).clamp(min=0)
-        tt, qq, tq, pp, tp = (
-            (one * other).view(len(t), -1, size).sum(-1)
-            for one, other in ((t, t), (q, q), (t, q), (p, p), (t, p))
-        )
-        ratios = [
-            one / torch.where(own > 0, own, torch.nan)
-            for one, own in ((tq, tt), (tq, qq), (tp, tt), (tp, pp))
-        ]
-        sums = [float(value.double().sum()) for value in (tt, qq, tq)]
-        longer, shorter, plain_longer, plain_shorter = ratios
-        return cls(
-            errors, least, sizes, shifts, moved, moved_least, charged.double(), longer, shorter, plain_longer,
-            plain_shorter, *sums,
-        )  # fmt: skip
+    errors, least, sizes = (grouped(v.square() * weights, torch.float64) for v in (e, b, t))
+    stored = sizes * STORAGE**2
+    random = shifts = torch.zeros_like(least)
+    if step is not None:
+        shifts = torch.where(step > 0, grouped(e) / width / step.clamp(min=1e-30), 0.0)
+        random = step.double().square() / 12 * grouped(weights[None], torch.float64)
+    least = torch.maximum(least, random) + stored
+    if inputs is None:
+        outputs, least_outputs = errors.sum(1), least.sum(1)
+        columns = e.square().sum(0) - b.square().sum(0)
+    else:
+        ye, yb = inputs @ e.T, inputs @ b.T
+        outputs, least_outputs = (y.square().mean(0, dtype=torch.float64) for y in (ye, yb))
+        least_outputs = torch.maximum(least_outputs, random.sum(1)) + stored.sum(1)
+        columns = _owed(e, ye, weights, inputs) - _owed(b, yb, weights, inputs).clamp(min=0)
+    return {
+        "errors": errors, "least": least, "sizes": sizes, "shifts": shifts, "outputs": outputs,
+        "least_outputs": least_outputs, "columns": columns.double()[None], "tt": grouped(t * t),
+        "qq": grouped(q * q), "tq": grouped(t * q), "pp": grouped(p * p), "tp": grouped(t * p),
+    }  # fmt: skip
 
 
-def _panels(
-    target: Tensor, decoded: Tensor, plain: Tensor, step: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    rows = max(1, PANEL // target.shape[1])
-    for first in range(0, len(target), rows):
-        run = slice(first, first + rows)
-        part = step[run] if step is not None and len(step) == len(target) else step
-        yield target[run], decoded[run], plain[run], part
-
-
-def _charged(error: Tensor, outputs: Tensor, h: Tensor, inputs: Tensor) -> Tensor:
+def _owed(error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor) -> Tensor:
     """Return ``[in]``: what the squared error of the outputs loses without each column of ``error`` ``[rows, in]``."""
-    alone = error.square().sum(0) * h
+    alone = error.square().sum(0) * weights
     return 2 * (inputs * (outputs @ error)).mean(0) - alone
 
 
-def _beyond(ratios: Tensor, plain: Tensor) -> float:
-    """Return the median ratio, over that of plain rounding where this is above 1; 1 without any."""
-    found, usual = (float(values.nanmedian().nan_to_num(1.0)) for values in (ratios, plain))
-    return found / max(usual, 1.0)
+def _median_ratio(products: Tensor, squares: Tensor) -> float:
+    """Return the median quotient of the groups that are not zero; 1 where all are."""
+    ratios = products / torch.where(squares > 0, squares, torch.nan)
+    return float(ratios.nanmedian().nan_to_num(1.0))
 
 
-def _joined(sums: list[_Sums], key: str) -> Tensor:
-    return torch.cat([getattr(item, key) for item in sums])
-
-
-def _ratio(error: Tensor, least: Tensor) -> float:
-    return float(_divided(error.sum(), least.sum()))
-
-
-def _divided(error: Tensor, least: Tensor) -> Tensor:
+def _ratio(error: Tensor, least: Tensor) -> Tensor:
     """Return the quotient; 0 where there is no error, infinite where there is one and nothing may be lost."""
     ratio = error / torch.where(least > 0, least, 1.0)
     return torch.where(least > 0, ratio, torch.where(error > 0, torch.inf, 0.0))

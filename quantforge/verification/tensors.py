@@ -11,67 +11,64 @@ One block of the artifact and of the source is in memory at a time, of experts o
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorbs
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
-from quantforge.formats.convert import as_integers
-from quantforge.grids import GRIDS, PerGroup, PerTensor, Row
+from quantforge.grids import GRIDS
 from quantforge.model.tuning_bounds import MOST
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
+from quantforge.verification.anomalies import anomalies, fingerprints, gains_off_by_one
 from quantforge.verification.findings import Report
-from quantforge.verification.folds import SAME, TUNED, Folds, folds_of, own_columns
-from quantforge.verification.forward import ForwardPass, Inputs
+from quantforge.verification.folds import (
+    RELATED,
+    TUNING,
+    UNCHANGED,
+    Folds,
+    absorbing_norms,
+    folds_of,
+    own_columns,
+)
+from quantforge.verification.forward import ForwardPass
 from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.ranges import check_cache, check_input
-from quantforge.verification.rounding import RoundingError, group_of, measure, plain_rounding
+from quantforge.verification.rounding import RoundingError, measure, plain_rounding, rounded_in
 
-# Largest errors that are usual, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the
-# share of the tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves
-# weights further than it moves outputs.
+# Largest usual errors, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the share of the
+# tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves weights further
+# than it moves outputs.
 WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
 UNSEEN = 3.0
-# Relative excess of the median group's scale that is still usual, by bit width (LONG: 4 bits and more), and relative
-# shortfall: a search sacrifices outliers to the other weights of a group.
-LONGER, LONG = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
-SHORT = 0.08
-# Cosine below which a tensor is not the source's, and from which it is the tensor that it resembles.
-OTHER, MATCHES = 0.5, 0.8
-# Steps of the grid by which the median group is off where zero points or codes are off by one. Without a source: the
-# mean of the median group over the mean size of a weight; trained weights are centered on zero.
-SHIFTED, OFF_ZERO = 0.7, 0.15
-# Tensors that resemble nothing, after which no more others are tried: it is another model.
-TRIED = 8
-# Gains of a norm, beside the same norm of other blocks, are off by one where a family stores them less one.
-OFF_BY_ONE = 0.3
+# By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
+# small: a search sacrifices outliers to the other weights of a group.
+TOO_LONG, TOO_LONG_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
+TOO_SHORT = 0.08
+# Cosine from which a tensor is the one that it resembles, and by how much more than its own: see also RELATED.
+MATCHES, BETTER = 0.8, 0.1
+# Steps of the grid by which the median group is off where zero points or codes are off by one.
+SHIFTED = 0.7
+# Tensors that resemble nothing, after which no other tensors are tried: it is another model.
+MAX_UNRELATED = 8
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
-# then a group in which few are, and whose error is so many times that of plain rounding, is damaged.
-NEAR, MOSTLY = 0.98, 0.75
-FAR, WORSE, WORSE_ROW = 0.5, 4.0, 1.5
-# Of its squared error, what is left with another scale where only the scale is wrong; no method chooses a scale that is
-# so much too large.
-RESCALED, HUGE = 0.25, 4.0
-# Codes of a row or column: with fewer, equal ones are chance. A group whose largest weight is so many times that of the
-# median group has a damaged scale.
-LEAST, LARGEST_PEAK = 32, 2.0**14
-# What is stored as it is may differ: relatively, where it was multiplied by a factor in 16 bits; in decibels, where the
-# factor was fitted, and where the scales that it was fitted to were tuned; absolutely, what a gain loses that some
-# files store less 1.
-FOLDED, FITTED, FITTED_TUNED, TINY = 2.0**-7, 30.0, 10.0, 2.0**-23
+# then a group in which few are, and whose error is so many times that of plain rounding, is damaged, unless the rest of
+# its row makes up for it, as GPTQ sees to.
+NEARLY_ALL, MOST_GROUPS, FEW = 0.98, 0.75, 0.5
+DAMAGED_GROUP, DAMAGED_ROW = 4.0, 1.5
+# Of its squared error, what another scale leaves where only the scale is wrong; no method chooses one that is so many
+# times too large.
+RESCALED, MAX_SCALE = 0.25, 4.0
+# What is stored unquantized may differ by this: of a tensor with a fitted factor, squared and relative, also where the
+# scales that it was fitted to were tuned; absolutely, what a gain loses that some files store less 1.
+FITTED, FITTED_TUNED, TINY = 1e-3, 0.1, 2.0**-23
 # Share of further zeros from which a tensor was made sparse, and by how much SparseGPT makes the rest of a row longer.
-PRUNED, LENGTH = 0.2, 2.0
+SPARSE, MAX_GROWTH = 0.2, 2.0
 
 
 class TensorChecks:
@@ -109,212 +106,155 @@ class TensorChecks:
             sparsifier: the method that made weights zero by the manifest, "" where nobody says.
         """
         self._report, self._artifact, self._source = report, artifact, source
-        self._plainly, self._folded = plainly, folded
-        self._stored: dict[str, Tensor] = {}  # of the block that is compared, by canonical name
-        self._rounded: dict[str, Tensor] = {}
-        self._folds = Folds()
-        self._norms: set[str] = set()  # of the block that is compared, whose gains may be tuned
-        family = artifact.matched.architecture
-        self._offset = family.norm_offset if family else 0.0
-        self._digests: dict[str, str] = {}
-        self._input_scales: dict[str, float] = {}
-        self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
-        self._bad: set[str] = set()  # stored names that cannot be read
-        self._tuning = MOST if tuned else TUNED
+        self._plainly, self._may_fold = plainly, folded
+        self._tuning, self._fitted = (MOST, FITTED_TUNED) if tuned else (TUNING, FITTED)
         self._may_move = sparsifier in {"", "sparsegpt"}
+        # Of the block that is compared, by canonical name.
+        self._quantized: dict[str, QuantizedTensor] = {}
+        self._values: dict[str, Tensor] = {}
+        self._plain: dict[str, Tensor] = {}
+        self._folds = Folds()
+        self._unreadable: set[str] = set()  # stored names
+        self._digests: dict[tuple[str, str], str] = {}
+        self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
+        self._input_scales: dict[str, float] = {}
+        self._unrelated: list[tuple[str, str]] = []
         self.folded: list[str] = []
         self.sparse: list[str] = []
-        self._unlike: list[tuple[str, str]] = []
-        self._pass = (
-            ForwardPass(report, artifact, source, self.stored, self.plain, device)
-            if forward
-            else None
+        self._pass = ForwardPass(
+            report, artifact, source, self.stored, self.plain, device, run=forward
         )
 
     def check(self) -> None:
         """Check all tensors, and the logits."""
         matched = self._artifact.matched
         outer = [t for t in matched.tensors if t.block < 0]
-        head = [t for t in outer if t.role is Role.HEAD]
-        self._check([t for t in outer if t.role is not Role.HEAD])
-        if self._pass:
-            self._pass.begin()
+        self._check([t for t in outer if t.role is not Role.HEAD], -1)
+        self._pass.begin()
         self._forget()
         for index in range(matched.blocks):
             tell(matched.block_name(index), index + 1, matched.blocks + 1)
-            if self._pass:
-                self._pass.source_block(index)
-            tensors = [t for t in matched.tensors if t.block == index]
-            self._check(tensors, index)
-            if self._pass:
-                self._pass.other_blocks(index)
+            self._pass.source_block(index)
+            self._check([t for t in matched.tensors if t.block == index], index)
+            self._pass.other_blocks(index)
             self._forget()
-        if self._pass:
-            self._pass.end_source()
-        self._check(head)
+        self._pass.end_source()
+        self._check([t for t in outer if t.role is Role.HEAD], -1)
         if self._source is not None:
             self._check_absent(self._source)
-        check_cache(self._report, self._artifact.checkpoint, self._inputs.caches)
-        self._tell_unlike()
-        if self._source is None:
-            self._check_gains()
-        if self._pass:
-            self._pass.finish()
-            self._pass.close()
+        check_cache(self._report, self._artifact.checkpoint, self._pass.inputs.caches)
+        self._report_unrelated()
+        for name, text in gains_off_by_one(self._gains) if self._source is None else ():
+            self._report.warn("kept-changed", name, text)
+        self._pass.finish()
+        self._pass.close()
 
     def stored(self, name: str) -> Tensor | None:
         """Return a weight of the artifact in float32 by canonical name, linears as ``[out, in]``; None without it."""
-        if name in self._stored:
-            return self._stored[name]
+        if name in self._values:
+            return self._values[name]
         tensor = self._artifact.matched.by_name.get(name)
-        if tensor is None or tensor.stored.name in self._bad:
+        if tensor is None or tensor.stored.name in self._unreadable:
             return None
-        value = self._decoded(tensor)
+        found = self._unpacked(tensor)
+        if found is not None:
+            value = found.decode()
+        else:
+            value = self._artifact.checkpoint.read(tensor.stored.name).float()
+            value = value.T.contiguous() if tensor.transposed else value
         if tensor.expert < 0:
-            self._stored[name] = value
+            self._values[name] = value
         return value
 
     def plain(self, name: str) -> Tensor | None:
         """Return a weight of the source, rounded plainly as the artifact's is; None where it is stored as it is."""
-        if name in self._rounded:
-            return self._rounded[name]
+        if name in self._plain:
+            return self._plain[name]
         tensor = self._artifact.matched.by_name.get(name)
         layout = None if tensor is None else self._artifact.layout(tensor)
-        target = self._target(name)
+        target = None if layout is None else self._target(name)
         if layout is None or target is None or target.shape != layout.shape:
             return None
         value = plain_rounding(target, layout.scheme.weight)
-        return self._unfolded(name, value)
+        return self._folds.removed(name.removesuffix(".weight"), value)
 
-    @property
-    def _inputs(self) -> Inputs:
-        return self._pass.inputs if self._pass else Inputs()
+    def _unpacked(self, tensor: MatchedTensor) -> QuantizedTensor | None:
+        """Return a quantized weight, None for one that is stored as it is."""
+        if tensor.name in self._quantized:
+            return self._quantized[tensor.name]
+        layout = self._artifact.layout(tensor)
+        found = None if layout is None else self._artifact.unpack(layout)
+        if found is not None and tensor.expert < 0:
+            self._quantized[tensor.name] = found
+        return found
 
     def _forget(self) -> None:
-        self._stored.clear()
-        self._rounded.clear()
-
-    def _decoded(self, tensor: MatchedTensor) -> Tensor:
-        layout = self._artifact.layout(tensor)
-        if layout is not None:
-            return self._artifact.unpack(layout).decode()
-        value = self._artifact.checkpoint.read(tensor.stored.name).float()
-        return value.T.contiguous() if tensor.transposed else value
+        for kept in (self._quantized, self._values, self._plain):
+            kept.clear()
 
     def _target(self, name: str) -> Tensor | None:
         """Return the source's weight with the factors that were moved into it."""
-        if self._source is None:
-            return None
-        value, (module, _, leaf) = self._source.weight(name), name.rpartition(".")
-        if value is None:
-            return None
-        if value.dim() == 2 and leaf == "weight":
-            return self._folds.applied(module, value)
-        if leaf == "bias" and module in self._folds.rows:
-            return value * self._folds.rows[module]
-        if leaf == "bias" and module in self._folds.norms:
-            return value * self._folds.norms[module]
-        return value
+        value = None if self._source is None else self._source.weight(name)
+        module, _, leaf = name.rpartition(".")
+        if value is not None and leaf == "bias":
+            factor = self._folds.rows.get(module, self._folds.norms.get(module))
+            return value if factor is None else value * factor
+        if value is None or value.dim() != 2 or leaf != "weight":
+            return value
+        return self._folds.applied(module, value)
 
-    def _unfolded(self, name: str, value: Tensor) -> Tensor:
-        module = name.removesuffix(".weight")
-        if module in self._folds.columns:
-            value = value / self._folds.columns[module]
-        if module in self._folds.rows:
-            value = value / self._folds.rows[module][:, None]
-        return value
-
-    def _check(self, tensors: list[MatchedTensor], block: int = -1) -> None:
+    def _check(self, tensors: list[MatchedTensor], block: int) -> None:
         for tensor in tensors:
             self._check_alone(tensor)
         if self._source is None:
             return
-        self._folds, self._norms = Folds(), set()
-        if 0 <= block < len(self._artifact.matched.layers):
-            name = self._artifact.matched.block_name(block)
-            inputs = self._artifact.matched.layers[block].inputs
-            absorbers = [shared.absorber for shared in inputs if shared.absorber]
-            self._norms = {
-                f"{name}.{one.module}" for one in absorbers if one.kind is not Absorbs.ROWS
-            }
-        if block >= 0 and self._folded and self._artifact.matched.architecture is not None:
-            self._folds = folds_of(
-                self._artifact.matched, block, self._source.weight, self.stored, self._tuning
-            )
+        matched, self._folds = self._artifact.matched, Folds()
+        if block >= 0 and self._may_fold and matched.architecture is not None:
+            self._folds = folds_of(matched, block, self._source.weight, self.stored, self._tuning)
         for module, text in self._folds.problems.items():
             self._report.warn("fold", f"{module}.weight", text)
         self.folded += [*self._folds.norms, *self._folds.rows]
         for tensor in tensors:
-            if tensor.stored.name not in self._bad:
-                self._compare(tensor)
+            if tensor.stored.name not in self._unreadable:
+                self._compare(tensor, self._source)
 
     # checks without a source
 
     def _check_alone(self, tensor: MatchedTensor) -> None:
-        layout, checkpoint, name = (
-            self._artifact.layout(tensor),
-            self._artifact.checkpoint,
-            tensor.stored.name,
-        )
+        """Check that a tensor is readable and finite, and looks like trained weights."""
+        layout, name = self._artifact.layout(tensor), tensor.stored.name
         try:
-            if layout is None:
-                value = checkpoint.read(name)
-                scan_finite(name, value)
-                if value.dim() == 1 and name.endswith(".weight"):
-                    self._gains[name] = float(value.float().median())
-                return
-            for part in layout.stored:
+            for part in layout.stored if layout else ():
                 if part != name:  # codes, which float types may carry, are decoded below
-                    scan_finite(part, checkpoint.read(part))
-            found = self._artifact.unpack(layout)
-            value = found.decode()
+                    scan_finite(part, self._artifact.checkpoint.read(part))
+            found = self._unpacked(tensor)
+            value = found.decode() if found is not None else self._artifact.checkpoint.read(name)
             scan_finite(name, value)
         except (InputError, IntegrityError) as error:
-            self._bad.add(name)
+            self._unreadable.add(name)
             self._report.add(error.fault, error.tensor or name, error.message)
             return
+        if layout is None or found is None:
+            if value.dim() == 1 and name.endswith(".weight"):
+                self._gains[name] = float(value.float().median())
+            return
         if tensor.expert < 0:
-            self._stored[tensor.name] = value
-        for check, text in oddities(found, value) if self._source is None else ():
+            self._values[tensor.name] = value
+        for check, text in anomalies(found, value) if self._source is None else ():
             self._report.warn(check, layout.module, text)
-        self._check_repeated(layout.module, found)
-
-    def _check_gains(self) -> None:
-        """Report norms whose gains are one off those of the same norm in other blocks."""
-        alike: dict[str, list[str]] = {}
-        for name in self._gains:
-            alike.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
-        for names in alike.values():
-            gains = [self._gains[name] for name in names]
-            for index, name in enumerate(names):
-                off = off_by_one(gains, index)
-                if off:
-                    size = "larger" if off > 0 else "smaller"
-                    text = f"its gains are {abs(off):.2f} {size} than those of this norm in the blocks beside it"
-                    self._report.warn("kept-changed", name, text)
-
-    def _check_repeated(self, module: str, found: QuantizedTensor) -> None:
-        """Report codes or scales that equal another tensor's bit for bit."""
-        for what, value in (("codes", found.codes), ("scales", found.parameters.get("scales"))):
-            if value is None or value.numel() < LEAST:
-                continue
-            raw = value.contiguous().flatten().view(torch.uint8)
-            if len(torch.unique(raw[:4096])) < LEAST // 4:  # scales may well be all alike
-                continue
-            digest = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
-            other = self._digests.setdefault(f"{what} {digest}", module)
-            if other != module and not self._alike(module, other):
+        for part, digest in fingerprints(found):
+            other = self._digests.setdefault((part, digest), layout.module)
+            if other != layout.module and not self._similar(layout.module, other):
                 # Without a source, blocks may have been copied on purpose.
                 say = self._report.warn if self._source is None else self._report.add
-                say("swapped", module, f"its {what} are those of {other}, bit for bit")
+                say("swapped", layout.module, f"its {part} are those of {other}, bit for bit")
 
-    def _alike(self, module: str, other: str) -> bool:
+    def _similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are alike, as in copied blocks, so that their codes may be equal."""
-        if self._source is None:
-            return False
         names = {t.stored.name: t.name for t in self._artifact.matched.tensors}
         first, second = (
-            self._source.weight(names.get(f"{one}.weight", "")) for one in (module, other)
+            self._source.weight(names.get(f"{one}.weight", "")) if self._source else None
+            for one in (module, other)
         )
         if first is None or second is None or first.shape != second.shape:
             return False
@@ -322,32 +262,28 @@ class TensorChecks:
 
     # comparisons with the source
 
-    def _compare(self, tensor: MatchedTensor) -> None:
-        target = self._target(tensor.name)
+    def _compare(self, tensor: MatchedTensor, source: Original) -> None:
+        name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
+        target, layout = self._target(tensor.name), self._artifact.layout(tensor)
         if target is None:
             if tensor.role is not Role.FOREIGN:
-                self._report.add(
-                    "kept-changed", tensor.stored.name, "the source has no such tensor"
-                )
+                self._report.add("kept-changed", name, "the source has no such tensor")
             return
-        layout = self._artifact.layout(tensor)
-        shape = tuple(
-            layout.shape if layout else tensor.stored.shape[:: -1 if tensor.transposed else 1]
-        )
-        if shape != tuple(target.shape):
+        shape = layout.shape if layout else tensor.stored.shape[:: -1 if tensor.transposed else 1]
+        if tuple(shape) != tuple(target.shape):
             text = f"its shape is {list(shape)}, the source's is {list(target.shape)}"
-            self._report.add("kept-changed", tensor.stored.name, text)
-        elif layout is None:
-            self._compare_kept(tensor, target)
-        else:
-            found = self._artifact.unpack(layout)
-            module = tensor.name.removesuffix(".weight")
-            if found.input is not None and "input_scale" in found.parameters:
-                columns = self._folds.columns.get(module)
-                check_input(self._report, module, found, self._inputs, columns, self._input_scales)
-            self._compare_rounded(tensor, found, target)
+            self._report.add("kept-changed", name, text)
+            return
+        found = self._unpacked(tensor)
+        if found is None:
+            self._compare_unquantized(tensor, target, source)
+            return
+        if found.input is not None and "input_scale" in found.parameters:
+            columns, inputs = self._folds.columns.get(module), self._pass.inputs
+            check_input(self._report, module, found, inputs, columns, self._input_scales)
+        self._compare_quantized(tensor, found, target)
 
-    def _compare_rounded(
+    def _compare_quantized(
         self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
     ) -> None:
         name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
@@ -356,108 +292,94 @@ class TensorChecks:
         scheme = rounded_in(found)
         plain = plain_rounding(target, scheme, found.outlier_columns)
         if tensor.expert < 0:
-            self._rounded[tensor.name] = self._unfolded(tensor.name, plain)
-        inputs = self._inputs.of(module)
+            self._plain[tensor.name] = self._folds.removed(module, plain)
+        inputs = self._pass.inputs.of(module)
         if inputs is not None and module in self._folds.columns:
             inputs = inputs / self._folds.columns[module]
         error = measure(target, value, plain, found, inputs, scheme)
-        self._report.tensors.append(_row(name, found, error))
+        self._report.tensors.append({"name": name, "scheme": str(found.scheme), **error.to_json()})
         plainly = self._plainly and tensor.role is Role.LINEAR and not self._folds.touches(module)
         if plainly and not torch.equal(value, plain):
-            self._report.add(
-                "noise",
-                name,
-                "is not what rounding the source to nearest gives, which its manifest states",
-            )
+            text = "is not what rounding the source to nearest gives, which its manifest states"
+            self._report.add("noise", name, text)
             return
-        more = UNSEEN if inputs is None and tensor.role is Role.LINEAR else 1.0
-        texts = [*excesses(error, scheme, more)]
         if (part := damaged_part(target, value, found, error)) is not None:
             text, proven = part
             (self._report.add if proven else self._report.warn)("groups", name, text)
             return
         if abs(error.shift) > SHIFTED:
-            text = (
-                f"the median group is {error.shift:+.2f} steps of the grid off the source's: zero points or codes are"
-                " off by one"
-            )
+            text = f"the median group is {error.shift:+.2f} steps of the grid off the source's"
+            text += ": zero points or codes are off by one"
             self._report.add("zero-convention", name, text)
             return
+        more = UNSEEN if inputs is None and tensor.role is Role.LINEAR else 1.0
+        texts = [*unusual_errors(error, scheme, more)]
         if not texts:
             return
         if error.whole > WHOLE and (reason := self._explained(tensor, value, target, error)):
             self._report.add("swapped", name, reason)
-            return
-        if error.cosine < OTHER:
-            self._unlike.append((name, texts[0]))
-            return
-        for text in texts:
-            self._report.warn("noise" if error.whole > WHOLE else "groups", name, text)
+        elif error.cosine < RELATED:
+            self._unrelated.append((name, texts[0]))
+        else:
+            for text in texts:
+                self._report.warn("noise" if error.whole > WHOLE else "groups", name, text)
 
     def _explained(
-        self,
-        tensor: MatchedTensor,
-        value: Tensor,
-        target: Tensor,
-        error: RoundingError,
+        self, tensor: MatchedTensor, value: Tensor, target: Tensor, error: RoundingError
     ) -> str | None:
         """Say what a matrix is instead of the source's, None where nothing explains it."""
-        if error.cosine < MATCHES and len(self._unlike) < TRIED:
-            for other in self._candidates(tensor):
-                assert self._source is not None
-                candidate = self._source.weight(other.name)
-                if (
-                    candidate is not None
-                    and candidate.shape == value.shape
-                    and _cosine(candidate, value) > max(MATCHES, error.cosine + 0.1)
-                ):
-                    return f"holds the weights of {other.stored.name}"
+        if error.cosine < MATCHES and len(self._unrelated) < MAX_UNRELATED:
+            least = max(MATCHES, error.cosine + BETTER)
+            other = self._other(tensor, value, lambda weight: _cosine(weight, value) > least)
+            if other is not None:
+                return f"holds the weights of {other}"
             if (text := _rearranged(value, target)) is not None:
                 return text
-        usual = error.error / max(error.whole, 1.0) * WHOLE
         size = float((value * value).sum(dtype=torch.float64))
-        factor = float((value * target).sum(dtype=torch.float64)) / size if size else 1.0
-        if (
-            float((factor * value - target).square().sum()) < min(usual, 0.5 * error.error)
-            and abs(factor - 1) > 0.02
-        ):
-            return (
-                f"all weights are {1 / factor:.4g} times the source's"
-                if factor > 0
-                else "all weights have the wrong sign"
-            )
+        factor = float((value * target).sum(dtype=torch.float64)) / (size or 1.0)
+        left = float((factor * value - target).square().sum())
+        usual = error.squared / max(error.whole, 1.0) * WHOLE
+        if not size or abs(factor - 1) <= 0.02 or left >= min(usual, 0.5 * error.squared):
+            return None
+        if factor <= 0:
+            return "all weights have the wrong sign"
+        return f"all weights are {1 / factor:.4g} times the source's"
+
+    def _other(
+        self, tensor: MatchedTensor, value: Tensor, equals: Callable[[Tensor], bool]
+    ) -> str | None:
+        """Return the stored name of another tensor of the source that ``equals`` accepts.
+
+        Those that may have been swapped are tried: of the same block first, then the same one of other blocks.
+        """
+        assert self._source is not None
+        alike = [t for t in self._artifact.matched.tensors if t.role is tensor.role]
+        leaf = tensor.name.partition(f".{tensor.block}.")[2]
+        near = [t for t in alike if t.block == tensor.block and t is not tensor]
+        far = [t for t in alike if t.block != tensor.block and t.name.endswith(f".{leaf}")]
+        for other in near + far:
+            weight = self._source.weight(other.name)
+            if weight is not None and weight.shape == value.shape and equals(weight):
+                return other.stored.name
         return None
 
-    def _candidates(self, tensor: MatchedTensor) -> Iterator[MatchedTensor]:
-        """Yield the tensors that may have been swapped: of the same block first, then the same one of others."""
-        leaf = tensor.name.partition(f".{tensor.block}.")[2]
-        others = [
-            t for t in self._artifact.matched.tensors if t is not tensor and t.role is tensor.role
-        ]
-        yield from (t for t in others if t.block == tensor.block)
-        yield from (t for t in others if t.name.endswith(f".{leaf}") and t.block != tensor.block)
-
-    def _compare_kept(self, tensor: MatchedTensor, target: Tensor) -> None:
+    def _compare_unquantized(self, tensor: MatchedTensor, target: Tensor, source: Original) -> None:
         """Compare a tensor that is stored as it is: it is the source's in its own type, with its factors."""
-        name, module = tensor.stored.name, tensor.name.rpartition(".")[0]
-        if module in self._folds.norms and tensor.name.endswith(".weight"):
+        name, (module, _, leaf) = tensor.stored.name, tensor.name.rpartition(".")
+        if module in self._folds.norms and leaf == "weight":
             return  # the layers that read it are compared with its factor
-        stored = self._artifact.checkpoint.read(name)
-        value = stored.T if tensor.transposed else stored
-        module_name = tensor.name.removesuffix(".weight")
-        if target.dim() == 2 and module_name in self._folds.columns and self._source is not None:
-            whole = self._source.weight(tensor.name)
+        value = self._artifact.checkpoint.read(name)
+        value = value.T if tensor.transposed else value
+        if target.dim() == 2 and leaf == "weight" and module in self._folds.columns:
+            whole, columns = source.weight(tensor.name), self._folds.columns[module]
             assert whole is not None
-            target = whole * own_columns(
-                whole, value.float(), self._folds.columns[module_name], self._tuning
-            )
+            target = whole * own_columns(whole, value.float(), columns, self._tuning)
         error = (value.float() - target).abs()
         if module in self._folds.fitted:
-            signal, noise = float(target.square().sum()), float(error.square().sum())
-            fitted = FITTED if self._tuning < MOST else FITTED_TUNED
-            wrong = error > 0 if noise * 10 ** (fitted / 10) > signal else error < 0
+            squared, size = float(error.square().sum()), float(target.square().sum())
+            wrong = (error > 0) & (squared > self._fitted * size)
         elif module in self._folds.norms or self._folds.touches(module):
-            wrong = (error > TINY) & (error > FOLDED * target.abs())
+            wrong = (error > TINY) & (error > UNCHANGED * target.abs())
         else:
             wrong = (error > TINY) & ~_is_cast(value, target)
         count = int(wrong.sum())
@@ -468,11 +390,13 @@ class TensorChecks:
             f"{count} of {target.numel()} values are not the source's, for example"
             f" {float(value.flatten()[place]):.5g} in place of {float(target.flatten()[place]):.5g}"
         )
-        if float(((value == 0) & (target != 0)).float().mean()) > PRUNED:
+        if float(((value == 0) & (target != 0)).float().mean()) > SPARSE:
             self._compare_sparse(name, value, target)
-        elif (other := self._equal(tensor, value)) is not None:
+        elif (
+            other := self._other(tensor, value, lambda weight: _holds(value, weight))
+        ) is not None:
             self._report.add("swapped", name, f"holds the values of {other}")
-        elif target.dim() == 1 and self._may_be_tuned(tensor.name, value, target):
+        elif target.dim() == 1 and self._may_be_tuned(tensor, value, target):
             self.folded.append(module)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
@@ -480,75 +404,59 @@ class TensorChecks:
             self._report.warn("kept-changed", name, text)
         elif (reason := _rearranged(value.float(), target)) is not None:
             self._report.add("swapped", name, reason)
-        elif cosine < OTHER:
-            self._unlike.append((name, text))
+        elif cosine < RELATED:
+            self._unrelated.append((name, text))
         else:
             self._report.warn("kept-changed", name, text)
 
-    def _may_be_tuned(self, name: str, value: Tensor, target: Tensor) -> bool:
+    def _may_be_tuned(self, tensor: MatchedTensor, value: Tensor, target: Tensor) -> bool:
         """Return whether gains of a norm, or its bias, differ by no more than tuning changes gains."""
-        module, _, leaf = name.rpartition(".")
-        moved = module in self._folds.norms
-        if not moved and (leaf != "weight" or module not in self._norms):
+        matched, (module, _, leaf) = self._artifact.matched, tensor.name.rpartition(".")
+        norms = [norm for norm, _ in absorbing_norms(matched, tensor.block)]
+        if module not in self._folds.norms and (leaf != "weight" or module not in norms):
             return False
-        least = self._tuning + SAME
-        change = (value.float() - target).abs()
-        return bool((change <= least * (target + self._offset).abs() + TINY).all())
+        offset = matched.architecture.norm_offset if matched.architecture else 0.0
+        most = (self._tuning + UNCHANGED) * (target + offset).abs() + TINY
+        return bool(((value.float() - target).abs() <= most).all())
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare what a sparsifier has left of a tensor: it is the source's, or moved a little by SparseGPT."""
-        stays = value != 0
-        wrong = stays & ~_is_cast(value, target)
-        if not bool(wrong.any()):
-            self.sparse.append(name)
-            return
-        found, left = value.float(), target.masked_fill(~stays, 0.0)
-        product, own, other = (found * left).sum(-1), found.norm(dim=-1), left.norm(dim=-1)
-        bad = product < OTHER * own * other
-        bad |= (own > LENGTH * other) | (other > LENGTH * own)
-        if self._may_move and not bool(bad.any()):
+        left = value != 0
+        wrong = left & ~_is_cast(value, target)
+        own, source = value.float(), target.masked_fill(~left, 0.0)
+        product, length, before = (own * source).sum(-1), own.norm(dim=-1), source.norm(dim=-1)
+        bad = product < RELATED * length * before
+        bad |= (length > MAX_GROWTH * before) | (before > MAX_GROWTH * length)
+        if not bool(wrong.any()) or (self._may_move and not bool(bad.any())):
             self.sparse.append(name)
             return
         text = (
-            f"{int(wrong.sum())} of the {int(stays.sum())} nonzero values differ from the source's"
+            f"{int(wrong.sum())} of the {int(left.sum())} nonzero values differ from the source's"
         )
         if bool(bad.any()):
             text += f"; row {int(bad.nonzero()[0])} does not resemble the source's"
-        known = not self._may_move or 2 * int(wrong.sum()) <= int(stays.sum())
-        (self._report.add if known else self._report.warn)("kept-changed", name, text)
+        proven = not self._may_move or 2 * int(wrong.sum()) <= int(left.sum())
+        (self._report.add if proven else self._report.warn)("kept-changed", name, text)
 
-    def _equal(self, tensor: MatchedTensor, value: Tensor) -> str | None:
-        """Return the stored name of another tensor of the source that has these values."""
-        assert self._source is not None
-        for other in self._candidates(tensor):
-            candidate = self._source.weight(other.name)
-            if (
-                candidate is not None
-                and candidate.shape == value.shape
-                and bool(_is_cast(value, candidate).all())
-                and bool((candidate != candidate.flatten()[0]).any())
-            ):
-                return other.stored.name
-        return None
+    # the whole model
 
-    def _tell_unlike(self) -> None:
+    def _report_unrelated(self) -> None:
         """Report tensors that resemble neither the source's nor others: once where they are most of the model."""
         linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
-        if 2 * len(self._unlike) > linears:
-            first = self._unlike[0][0]
+        if 2 * len(self._unrelated) > linears:
             text = (
-                f"and {len(self._unlike) - 1} more tensors do not resemble the source's: the model is in another basis"
-                " (rotated), or it is another model; only the logits tell"
+                f"and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in another"
+                " basis (rotated), or it is another model; only the logits tell"
             )
-            self._report.warn("swapped", first, text)
+            self._report.warn("swapped", self._unrelated[0][0], text)
             return
-        for name, _ in self._unlike:
+        for name, _ in self._unrelated:
             self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
 
     def _check_absent(self, source: Original) -> None:
         """Report tensors of the source that the artifact does not have."""
         matched = self._artifact.matched
-        head = f"{matched.architecture.head}.weight" if matched.architecture else "lm_head.weight"
+        head = f"{matched.architecture.head if matched.architecture else 'lm_head'}.weight"
         for name, tensor in source.matched.by_name.items():
             if name in matched.by_name or tensor.role is Role.FOREIGN:
                 continue
@@ -559,106 +467,26 @@ class TensorChecks:
                 self._report.add("incomplete", name, "the source has it, the artifact does not")
 
 
-def rounded_in(found: QuantizedTensor) -> Scheme:
-    """Return the scheme that a tensor was rounded by: with longer groups, where its own repeat their parameters.
-
-    An export states one scale of a row, or of a long group, as equal scales of all groups that its format has. Columns
-    whose groups are scattered (act-order) are one group.
-    """
-    if found.scheme.granularity == PerGroup(1):
-        return replace(found.scheme, granularity=Row())
-    tensor = as_integers(found)
-    scheme, shape = tensor.scheme, tensor.scheme.parameter_shape(tensor.shape)
-    kept = (tensor.parameters.get(key) for key in ("scales", "zeros", "mins"))
-    values = [value.float() for value in kept if value is not None]
-    if (
-        not scheme.integer
-        or not isinstance(scheme.granularity, PerGroup | Row)
-        or not values
-        or any(tuple(value.shape) != shape for value in values)
-    ):
-        return found.scheme
-    if all(bool((value == value[0, 0]).all()) for value in values):
-        return replace(scheme, granularity=PerTensor())
-    rows, groups = shape
-    for count in range(groups, 1, -1):
-        if groups % count == 0 and all(
-            bool((runs == runs[..., :1]).all())
-            for runs in (value.view(rows, -1, count) for value in values)
-        ):
-            whole = scheme.group_size(tensor.shape[1]) * count
-            return replace(scheme, granularity=Row() if count == groups else PerGroup(whole))
-    return found.scheme
-
-
-def oddities(found: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]:
-    """Yield the check and what is odd about a tensor by itself."""
-    peaks = value.abs().view(len(value), -1, group_of(found.scheme, value.shape[1])).amax(-1)
-    peaks = peaks[peaks > 0]  # scales of groups of zeros mean nothing
-    if peaks.numel() and float(peaks.max()) > LARGEST_PEAK * float(peaks.median()):
-        text = f"the largest weight is {float(peaks.max()):.3g}, that of the median group {float(peaks.median()):.3g}"
-        yield "scale", f"{text}: its scale may be wrong"
-    usual = float(value.abs().mean())
-    groups = found.scheme.groups(value.shape[1])
-    if value.shape[1] % groups == 0 and value.shape[1] // groups >= LEAST // 2:
-        means = value.view(len(value), groups, -1).mean(-1)
-        if abs(float(means.median())) > OFF_ZERO * usual:
-            yield (
-                "zero-convention",
-                "its weights are not centered on zero: zero points or codes may be off by one",
-            )
-    codes = found.codes.view(torch.uint8) if found.codes.dtype.is_floating_point else found.codes
-    for dim, what in ((0, "column"), (1, "row")):
-        if codes.shape[dim] < LEAST or codes.shape[1] != value.shape[1]:
-            continue
-        constant = (codes.amin(dim) == codes.amax(dim)) & (value.abs().amax(dim) > 0.1 * usual)
-        if places := constant.nonzero().flatten().tolist():
-            more = f", and {len(places) - 1} more" if len(places) > 1 else ""
-            yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
-
-
-def off_by_one(gains: Sequence[float], index: int) -> float:
-    """Return how far one of ``gains``, in the order of blocks, is off the others; 0 where that is not about one.
-
-    Gains may grow with depth: each is compared with those beside it, and only where the others agree in that way.
-    """
-    others = [*gains[:index], *gains[index + 1 :]]
-    if len(others) < 3:
-        return 0.0
-    off = gains[index] - _between(gains, index)
-    usual = max(abs(gain - _between(others, place)) for place, gain in enumerate(others))
-    return off if abs(abs(off) - 1) < OFF_BY_ONE and usual < OFF_BY_ONE else 0.0
-
-
-def _between(gains: Sequence[float], index: int) -> float:
-    """Return the gain that those beside it tell, on a line through them."""
-    if index == 0:
-        return 2 * gains[1] - gains[2]
-    if index == len(gains) - 1:
-        return 2 * gains[-2] - gains[-3]
-    return (gains[index - 1] + gains[index + 1]) / 2
-
-
-def excesses(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
+def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
     """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    if error.longer > 1 + LONGER.get(scheme.weight_bits, LONG):
-        yield f"the median scale is {error.longer:.3f} times what fits the source's weights"
-    if error.shorter > 1 + SHORT:
-        yield f"the median scale is {1 / error.shorter:.3f} times what fits the source's weights"
+    if error.too_long > 1 + TOO_LONG.get(scheme.weight_bits, TOO_LONG_FROM_4_BITS):
+        yield f"the median scale is {error.too_long:.3f} times what fits the source's weights"
+    if error.too_short > 1 + TOO_SHORT:
+        yield f"the median scale is {1 / error.too_short:.3f} times what fits the source's weights"
     beyond = error.rows > ROW * more
     if bool(beyond.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
-        yield f"{worst} that of plain rounding{_others(beyond)}"
+        yield f"{worst} that of plain rounding{_and_more(beyond)}"
     share = float(error.columns.max())
     if share > COLUMN * more:
         place = int(error.columns.argmax())
         yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
 
 
-def _others(beyond: Tensor) -> str:
-    count = int(beyond.sum()) - 1
+def _and_more(places: Tensor) -> str:
+    count = int(places.sum()) - 1
     return f", and {count} more" if count else ""
 
 
@@ -676,41 +504,34 @@ def damaged_part(
     packer, scheme = packer_of(found.scheme), found.scheme
     if GRIDS[scheme.grid].weights_per_code > 1:
         return None
-    nearest = packer.decode(
-        packer.encode(target, found.parameters, scheme), found.parameters, scheme
-    )
+    codes = packer.encode(target, found.parameters, scheme)
+    nearest = packer.decode(codes, found.parameters, scheme)
     if found.outlier_columns is not None:
         nearest[:, found.outlier_columns] = target[:, found.outlier_columns]
     allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
     near = (value - target).abs() <= allowed
-    groups = error.groups.shape[1]
-    shares = near.view(len(near), groups, -1).float().mean(-1)
-    if float((shares >= NEAR).float().mean()) < MOSTLY:
+    rows, groups = error.groups.shape
+    shares = near.view(rows, groups, -1).float().mean(-1)
+    if float((shares >= NEARLY_ALL).float().mean()) < MOST_GROUPS:
         return None
-    bad, width = (shares < FAR) & (error.groups > WORSE), value.shape[1] // groups
-    bad &= (
-        error.rows[:, None] > WORSE_ROW
-    )  # else the rest of the row makes up for it, as GPTQ sees to
+    bad = (shares < FEW) & (error.groups > DAMAGED_GROUP) & (error.rows[:, None] > DAMAGED_ROW)
     if not bool(bad.any()):
         return None
-    t, q = (one.view(len(near), groups, -1) for one in (target, value))
+    t, q = target.view(rows, groups, -1), value.view(rows, groups, -1)
     size = q.square().sum(-1)
     factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
     left = (factor[..., None] * q - t).square().sum(-1)
-    codes = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / HUGE))
-    shown = codes if bool(codes.any()) else bad
+    wrong = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE))
+    proven = bool(wrong.any())
+    shown, width = wrong if proven else bad, value.shape[1] // groups
     row, group = divmod(int((error.groups * shown).argmax()), groups)
-    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_others(shown)}"
-    if not bool(codes.any()):
-        return (
-            f"{place}: the scale is {1 / float(factor[row, group]):.3g} times what fits the source's weights",
-            False,
-        )
+    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_and_more(shown)}"
+    if not proven:
+        times = 1 / float(factor[row, group])
+        return f"{place}: the scale is {times:.3g} times what fits the source's weights", False
     share = f"{float(near.float().mean()):.2%}"
-    return (
-        f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are",
-        True,
-    )
+    text = f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
+    return text, True
 
 
 def _rearranged(value: Tensor, target: Tensor) -> str | None:
@@ -719,22 +540,19 @@ def _rearranged(value: Tensor, target: Tensor) -> str | None:
         return "all weights have the wrong sign"
     if value.shape[0] == value.shape[1] and _cosine(value.T, target) > MATCHES:
         return "the matrix is transposed"
-    for what, own, other in (("rows", value, target), ("columns", value.T, target.T)):
-        best, place = _matches(own, other)
-        in_place = torch.cosine_similarity(own[: len(best)], other[: len(best)])
-        moved = (best > MATCHES) & (in_place < MATCHES)
+    for what, found, source in (("rows", value, target), ("columns", value.T, target.T)):
+        own, others = _directions(found[:512]), _directions(source)
+        best, place = (own @ others.T).max(1)
+        moved = (best > MATCHES) & ((own * others[: len(own)]).sum(1) < MATCHES)
         share, distinct = float(moved.float().mean()), len(torch.unique(place[moved]))
         if share > 0.25 and distinct > 0.9 * int(moved.sum()):
             return f"the {what} are in another order: {share:.0%} of them are another one of the source's"
     return None
 
 
-def _matches(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine of each of at most 512 rows with the most similar row of ``other``, and which that is."""
-    columns = slice(0, 2048)
-    directions = torch.nn.functional.normalize(other[:, columns], dim=1)
-    best, place = (torch.nn.functional.normalize(own[:512, columns], dim=1) @ directions.T).max(1)
-    return best, place
+def _directions(matrix: Tensor) -> Tensor:
+    """Return rows of length 1, of at most 2048 columns."""
+    return torch.nn.functional.normalize(matrix[:, :2048], dim=1)
 
 
 def _cosine(first: Tensor, second: Tensor) -> float:
@@ -750,18 +568,7 @@ def _is_cast(found: Tensor, target: Tensor) -> Tensor:
     return equal
 
 
-def _row(name: str, found: QuantizedTensor, error: RoundingError) -> dict[str, object]:
-    """Return the figures of one tensor for `Report.tensors`."""
-    ratio = error.size / error.error if error.error else math.inf
-    snr = 10 * math.log10(ratio) if 0 < ratio < math.inf else ratio or -math.inf
-    return {
-        "name": name,
-        "scheme": str(found.scheme),
-        "snr_db": round(snr, 3),
-        "cosine": round(error.cosine, 6),
-        "over_rounding": round(error.whole, 4),
-        "worst_row_over_rounding": round(float(error.rows.max()), 4),
-        "worst_column": round(float(error.columns.max()), 4),
-        "longer": round(error.longer, 5),
-        "shorter": round(error.shorter, 5),
-    }
+def _holds(found: Tensor, weight: Tensor) -> bool:
+    """Return whether ``found`` is ``weight`` in its own type; a constant may be so by chance."""
+    constant = bool((weight == weight.flatten()[0]).all())
+    return not constant and bool(_is_cast(found, weight).all())

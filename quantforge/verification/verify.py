@@ -127,7 +127,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     with phase("tensors and logits", 1.0):
         checks.check()
     if not tuned and not folds_factors(document):
-        report.tuned = sorted({*checks.folded})
+        report.unrecorded_factors = sorted({*checks.folded})
     if checks.sparse:
         report.notes.append(
             f"{len(checks.sparse)} tensors were made sparse, for example {checks.sparse[0]}"

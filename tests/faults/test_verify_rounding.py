@@ -19,17 +19,12 @@ from quantforge.quantizers import gptq
 from quantforge.recipe import Rounding
 from quantforge.runtime.kv_cache import CachePeaks
 from quantforge.scheme import Activation, Scheme
+from quantforge.verification.anomalies import anomalies, off_by_one
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Inputs
 from quantforge.verification.ranges import cache_problems, check_input
 from quantforge.verification.rounding import RoundingError, measure, plain_rounding
-from quantforge.verification.tensors import (
-    SHIFTED,
-    damaged_part,
-    excesses,
-    oddities,
-    off_by_one,
-)
+from quantforge.verification.tensors import SHIFTED, damaged_part, unusual_errors
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (
@@ -73,7 +68,7 @@ def measured(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> R
 def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
     error = measured(found, weight, inputs)
     more = 1.0 if inputs is not None else 2.0
-    texts = [*excesses(error, found.scheme, more)]
+    texts = [*unusual_errors(error, found.scheme, more)]
     damaged = damaged_part(weight, found.decode(), found, error)
     texts += [] if damaged is None else [damaged[0]]
     return [*texts, "shifted"] if abs(error.shift) > SHIFTED else texts
@@ -279,7 +274,7 @@ def test_without_a_source_nothing_is_odd_about_plain_rounding(text):
     weight, _ = matrix()
     weight[:, 5] = 0  # a column that never learned anything
     found = rounded(weight, scheme_of(text))
-    assert [*oddities(found, found.decode())] == []
+    assert [*anomalies(found, found.decode())] == []
 
 
 def test_without_a_source_constant_codes_are_odd():
@@ -287,7 +282,7 @@ def test_without_a_source_constant_codes_are_odd():
     found = rounded(weight, scheme_of("int4:g64:sym"))
     for place, what in (((EVERY, 17), "column 17"), ((9, EVERY), "row 9")):
         bad = codes(put(place, 5))(found)
-        assert [text.startswith(what) for _, text in oddities(bad, bad.decode())] == [True]
+        assert [text.startswith(what) for _, text in anomalies(bad, bad.decode())] == [True]
 
 
 @pytest.mark.parametrize(
@@ -297,10 +292,10 @@ def test_without_a_source_one_scale_that_is_far_too_large_is_odd(text):
     """Whatever the scale is stored as: here the weights of a group are what it makes of them."""
     weight, _ = matrix()
     found = rounded(weight, scheme_of(text))
-    assert [*oddities(found, found.decode())] == []
+    assert [*anomalies(found, found.decode())] == []
     value = found.decode()
     value[7, :32] *= 2.0**16
-    assert [check for check, _ in oddities(found, value)] == ["scale"]
+    assert [check for check, _ in anomalies(found, value)] == ["scale"]
 
 
 def test_one_exponent_that_is_far_too_large_is_odd():
@@ -309,9 +304,9 @@ def test_one_exponent_that_is_far_too_large_is_odd():
     weight[:60] = 0  # more than half of all groups have no scale to speak of
     for text in ("mxfp4", "mxfp8"):
         found = rounded(weight, scheme_of(text))
-        assert [*oddities(found, found.decode())] == []
+        assert [*anomalies(found, found.decode())] == []
         bad = parameters(put((70, 3), int(found.parameters["exponents"][70, 3]) + 16))(found)
-        assert [check for check, _ in oddities(bad, bad.decode())] == ["scale"]
+        assert [check for check, _ in anomalies(bad, bad.decode())] == ["scale"]
 
 
 def test_gains_may_grow_with_depth_and_one_that_is_off_by_one_is_told():

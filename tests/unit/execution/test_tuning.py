@@ -215,7 +215,7 @@ def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Pa
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     options = VerificationOptions(short("gpt2"), forward=False)
     report = verify(tmp_path / "out", options)
-    assert (report.findings, report.tuned) == ([], [])
+    assert (report.findings, report.unrecorded_factors) == ([], [])
     path, name = tmp_path / "out" / "model.safetensors", "transformer.h.1.ln_1.bias"
     values = load_file(path)
     values[name][3] *= -1  # biases follow their gains, by more than half of themselves never
@@ -361,7 +361,7 @@ def test_what_is_made_of_it_verifies_against_the_source(short: Tiny, tmp_path: P
     quantize(short("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
     export(tmp_path / "out", None, tmp_path / "other", format="gptq")
     report = verify(tmp_path / "other", VerificationOptions(short("llama"), forward=False))
-    assert (report.findings, report.tuned) == ([], [])
+    assert (report.findings, report.unrecorded_factors) == ([], [])
 
 
 def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: Path) -> None:
@@ -372,7 +372,7 @@ def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: 
     document["recipe"] = document["recipe"].replace("\ntune = 2\n", "\ntune = 0\n")
     path.write_text(json.dumps(document))
     report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
-    assert "kept-changed" in {item.check for item in report.findings} or report.tuned
+    assert "kept-changed" in {item.check for item in report.findings} or report.unrecorded_factors
 
 
 def test_the_plan_states_it(short: Tiny) -> None:
