@@ -90,15 +90,14 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
     others = [*gains[:index], *gains[index + 1 :]]
     if len(others) < 3:
         return 0.0
-    off = gains[index] - _interpolated(gains, index)
-    usual = max(abs(gain - _interpolated(others, place)) for place, gain in enumerate(others))
+    off = _difference(gains, index)
+    usual = max(abs(_difference(others, place)) for place in range(len(others)))
     return off if abs(abs(off) - 1) < OFF_BY_ONE and usual < OFF_BY_ONE else 0.0
 
 
-def _interpolated(gains: Sequence[float], index: int) -> float:
-    """Return the value at ``index`` of the line through the two gains beside it."""
-    if index == 0:
-        return 2 * gains[1] - gains[2]
-    if index == len(gains) - 1:
-        return 2 * gains[-2] - gains[-3]
-    return (gains[index - 1] + gains[index + 1]) / 2
+def _difference(gains: Sequence[float], index: int) -> float:
+    """Return what one gain is above the mean of those beside it, the first and last above one or the line of two."""
+    if 0 < index < len(gains) - 1:
+        return gains[index] - (gains[index - 1] + gains[index + 1]) / 2
+    near, far = (gains[1], gains[2]) if index == 0 else (gains[-2], gains[-3])
+    return min(gains[index] - near, gains[index] - (2 * near - far), key=abs)

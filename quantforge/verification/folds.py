@@ -173,7 +173,9 @@ def _find_row_factors(
         other = _fit(*read, dim=0)
         if shared.heads:
             heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
-            other = _Fit(*(v.view(heads).mean(1).flatten() for v in (other.factor, other.cosine)))
+            other = _Fit(
+                *(v.view(heads).nanmean(1).flatten() for v in (other.factor, other.cosine))
+            )
     scale = _agreed(own, other)
     if scale is None:
         return
@@ -199,7 +201,7 @@ def _find_row_factors(
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Least-squares factors of channels, and the cosines with which they fit."""
+    """Least-squares factors of channels, and the cosines with which they fit; NaN where a channel is zero."""
 
     factor: Tensor
     cosine: Tensor
@@ -211,7 +213,7 @@ class _Fit:
     @property
     def noise(self) -> Tensor:
         """Return squared error over squared signal of each channel, once its factor is taken out."""
-        return self.cosine.square().clamp(min=1e-6).reciprocal() - 1
+        return self.cosine.nan_to_num(0.0).square().clamp(min=1e-6).reciprocal() - 1
 
 
 def own_columns(source: Tensor, stored: Tensor, near: Tensor, tuning: float) -> Tensor:
@@ -227,7 +229,7 @@ def _fit(source: Tensor, stored: Tensor, dim: int) -> _Fit:
     product = (source * stored).sum(dim)
     energy, other = source.square().sum(dim), stored.square().sum(dim)
     factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
-    cosine = torch.where(energy > 0, product / (energy * other).sqrt().clamp(min=1e-30), 1.0)
+    cosine = torch.where(energy > 0, product / (energy * other).sqrt().clamp(min=1e-30), torch.nan)
     return _Fit(factor.clamp(min=1e-6), cosine)
 
 
@@ -238,7 +240,7 @@ def _agreed(own: _Fit | None, other: _Fit | None) -> Tensor | None:
     and the row that was made large has it exactly. Where one side is damaged, the other still tells.
     """
     usable = [
-        fit for fit in (own, other) if fit is not None and float(fit.cosine.median()) > RELATED
+        fit for fit in (own, other) if fit is not None and float(fit.cosine.nanmedian()) > RELATED
     ]
     if own is not None and other is not None and len(usable) == 2:
         if min(float(own.log.std()), float(other.log.std())) < MIN_SPREAD:

@@ -14,7 +14,7 @@ sacrifices one weight to the others of its group, and GPTQ lets a group wander t
 
 The matrix may lie on the grid already, so that plain rounding loses nothing and every other method "infinitely" more.
 The error that is divided by is therefore never smaller than that of random weights under the stored step,
-``step^2 / 12``, than half the tensor's usual error for weights of this size, and than what storing values in 16 bits
+``step^2 / 12``, than half the tensor's usual error for weights of this size, and than what storing values or scales
 loses.
 """
 
@@ -28,14 +28,17 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.formats.convert import as_integers
-from quantforge.grids import GRIDS, PerGroup, PerTensor, Row
+from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, ScaleType
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
 PANEL = 1 << 22  # weights that are compared at a time
 MIN_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
-STORAGE = 2.0**-9  # relative: what storing a scale or a value in 16 bits loses
+STORAGE, STORAGE_E4M3 = (
+    2.0**-9,
+    2.0**-4,
+)  # relative: what storing a scale loses, in 16 bits and in 8
 # Plain rounding may be exact by chance. What is divided by is at least this part of the tensor's usual error for
 # weights of the same size, and this part of the mean error of a group on top: some numbers are missing in float16.
 OF_USUAL, OF_MEAN = 0.5, 1e-2
@@ -172,11 +175,12 @@ def measure(
     """
     width = group_width(scheme or tensor.scheme, target.shape[1])
     step = steps(tensor, width)
+    storage = STORAGE_E4M3 if tensor.scheme.scale is ScaleType.E4M3 else STORAGE
     parts, panel = [], max(1, PANEL // target.shape[1])
     for first in range(0, len(target), panel):
         run = slice(first, first + panel)
         distance = step[run] if step is not None and len(step) == len(target) else step
-        parts.append(_sums(target[run], decoded[run], plain[run], distance, inputs, width))
+        parts.append(_sums(target[run], decoded[run], plain[run], distance, storage, inputs, width))
     sums = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     errors, sizes, outputs = sums["errors"], sums["sizes"], sums["outputs"]
     usual = OF_USUAL * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
@@ -200,7 +204,13 @@ def measure(
 
 
 def _sums(
-    t: Tensor, q: Tensor, p: Tensor, step: Tensor | None, inputs: Tensor | None, width: int
+    t: Tensor,
+    q: Tensor,
+    p: Tensor,
+    step: Tensor | None,
+    storage: float,
+    inputs: Tensor | None,
+    width: int,
 ) -> dict[str, Tensor]:
     """Sum over the groups of a panel of rows, ``[rows, groups]`` where nothing else is said.
 
@@ -216,7 +226,7 @@ def _sums(
         return value.view(len(value), -1, width).sum(-1, dtype=dtype)
 
     errors, least, sizes = (grouped(v.square() * weights, torch.float64) for v in (e, b, t))
-    stored = sizes * STORAGE**2
+    stored = sizes * storage**2
     random = shifts = torch.zeros_like(least)
     if step is not None:
         shifts = torch.where(step > 0, grouped(e) / width / step.clamp(min=1e-30), 0.0)

@@ -404,6 +404,17 @@ def test_blocks_of_the_source_may_be_copies_of_others(factor, source, tmp_path):
     assert said(look(tmp_path / "q", model)) == []
 
 
+@pytest.mark.parametrize("method", ["awq", "smooth"])
+def test_columns_of_zeros_take_any_factor(method, source, tmp_path):
+    model = copied(source("llama-wide"), tmp_path / "dead")
+    dead = [Q, K, V, GATE, UP, DOWN]
+    tensors(lambda found: [found[f"{name}.weight"][:, ::7].zero_() for name in dead])(model)
+    scheme = "W8A8" if method == "smooth" else "int4:g32:asym"
+    quantize(model, tmp_path / "q", recipe(method, scheme=scheme))
+    (tmp_path / "q" / NAME).unlink()
+    assert said(look(tmp_path / "q", model)) == []
+
+
 def test_without_a_source_no_check_with_a_finding_is_among_the_skipped(made, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
