@@ -471,7 +471,10 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
     """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    if error.too_long > 1 + TOO_LONG.get(scheme.weight_bits, TOO_LONG_FROM_4_BITS):
+    too_long = TOO_LONG.get(scheme.weight_bits, TOO_LONG_FROM_4_BITS)
+    if (
+        error.too_long > 1 + too_long and not scheme.in_powers
+    ):  # no power of two is a few percent off
         yield f"the median scale is {error.too_long:.3f} times what fits the source's weights"
     if error.too_short > 1 + TOO_SHORT:
         yield f"the median scale is {1 / error.too_short:.3f} times what fits the source's weights"
