@@ -472,11 +472,9 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
     too_long = TOO_LONG.get(scheme.weight_bits, TOO_LONG_FROM_4_BITS)
-    if (
-        error.too_long > 1 + too_long and not scheme.in_powers
-    ):  # no power of two is a few percent off
+    if error.too_long > 1 + too_long and not scheme.in_powers:  # powers of two are far apart
         yield f"the median scale is {error.too_long:.3f} times what fits the source's weights"
-    if error.too_short > 1 + TOO_SHORT:
+    if error.too_short > 1 + TOO_SHORT and not scheme.in_powers:
         yield f"the median scale is {1 / error.too_short:.3f} times what fits the source's weights"
     beyond = error.rows > ROW * more
     if bool(beyond.any()):
