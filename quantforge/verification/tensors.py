@@ -118,7 +118,7 @@ class TensorChecks:
         self._digests: dict[tuple[str, str], str] = {}
         self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
         self._input_scales: dict[str, float] = {}
-        self._unrelated: list[tuple[str, str]] = []
+        self._unrelated: list[str] = []  # stored names of tensors that resemble nothing
         self.folded: list[str] = []
         self.sparse: list[str] = []
         self._pass = ForwardPass(
@@ -204,6 +204,7 @@ class TensorChecks:
         return self._folds.applied(module, value)
 
     def _check(self, tensors: list[MatchedTensor], block: int) -> None:
+        """Check tensors of one block (-1: of none) by themselves, then against the source's."""
         for tensor in tensors:
             self._check_alone(tensor)
         if self._source is None:
@@ -263,6 +264,7 @@ class TensorChecks:
     # comparisons with the source
 
     def _compare(self, tensor: MatchedTensor, source: Original) -> None:
+        """Compare a tensor with the source's in the way that its form and shape ask for."""
         name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
         target, layout = self._target(tensor.name), self._artifact.layout(tensor)
         if target is None:
@@ -286,6 +288,7 @@ class TensorChecks:
     def _compare_quantized(
         self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
     ) -> None:
+        """Compare a quantized weight with the source's: first for what is proven, then for what is unusual."""
         name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
         value = self.stored(tensor.name)
         assert value is not None
@@ -314,12 +317,14 @@ class TensorChecks:
             return
         more = UNSEEN if inputs is None and tensor.role is Role.LINEAR else 1.0
         texts = [*unusual_errors(error, scheme, more)]
-        if not texts:
-            return
-        if error.whole > WHOLE and (reason := self._explained(tensor, value, target, error)):
+        if (
+            texts
+            and error.whole > WHOLE
+            and (reason := self._explained(tensor, value, target, error))
+        ):
             self._report.add("swapped", name, reason)
-        elif error.cosine < RELATED:
-            self._unrelated.append((name, texts[0]))
+        elif texts and error.cosine < RELATED:
+            self._unrelated.append(name)
         else:
             for text in texts:
                 self._report.warn("noise" if error.whole > WHOLE else "groups", name, text)
@@ -405,7 +410,7 @@ class TensorChecks:
         elif (reason := _rearranged(value.float(), target)) is not None:
             self._report.add("swapped", name, reason)
         elif cosine < RELATED:
-            self._unrelated.append((name, text))
+            self._unrelated.append(name)
         else:
             self._report.warn("kept-changed", name, text)
 
@@ -448,9 +453,9 @@ class TensorChecks:
                 f"and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in another"
                 " basis (rotated), or it is another model; only the logits tell"
             )
-            self._report.warn("swapped", self._unrelated[0][0], text)
+            self._report.warn("swapped", self._unrelated[0], text)
             return
-        for name, _ in self._unrelated:
+        for name in self._unrelated:
             self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
 
     def _check_absent(self, source: Original) -> None:
