@@ -132,9 +132,8 @@ def _flag_doubts(artifact: Artifact, found: Mapping[str, Any], flag: str) -> Ite
     read = artifact.checkpoint.read
     meta = found.get("meta")
     static = any(isinstance(one, Mapping) and one.get("static_groups") for one in (found, meta))
-    indices = [
-        f"{one.module}.g_idx" for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1
-    ]
+    grouped = [one.module for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1]
+    indices = [name for one in grouped if (name := f"{one}.g_idx") in artifact.checkpoint.entries]
     ordered = indices and not any(bool((read(name).diff() < 0).any()) for name in indices)
     if ordered and found.get("desc_act") is True and not static:
         yield "desc_act = true, but the columns of every layer are in order"
