@@ -175,8 +175,10 @@ def _kinds() -> dict[str, list[str]]:
     kinds = {
         "written formats": [
             quantize("small", f"--format {form} --scheme {scheme} --method {method}")
-            for method in ("gptq", "rtn", "awq+gptq")
-            for form, scheme in FORMAT_SCHEMES
+            for method, schemes in (
+                ("gptq", FORMAT_SCHEMES), ("rtn", FORMAT_SCHEMES), ("awq+gptq", FORMAT_SCHEMES[1::3])
+            )
+            for form, scheme in schemes
         ],
         "methods": [
             quantize("small", f"--scheme {scheme} --method {method}")
@@ -413,11 +415,11 @@ def run(line: str) -> Result:
         result.error = " ".join(shown)[:300]
     if output.strip():
         result.files["stdout"] = _document(output, line.partition(" ")[0])
-    for path in sorted(folder.rglob("*")) if folder else ():
-        if path.is_file():
-            result.files[str(path.relative_to(folder))] = _content(path)
-    if folder and not line.startswith("quantize "):
-        shutil.rmtree(folder)
+    if folder:
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        result.files |= {str(path.relative_to(folder)): _content(path) for path in paths}
+        if not line.startswith("quantize "):
+            shutil.rmtree(folder)
     return result
 
 
