@@ -1,11 +1,14 @@
 """Change one operator, constant or condition at a time: does a test notice? Formats, runs, publishing.
 
-    python scripts/mutation.py [MODULE ...] [--sample N] [--seed N] [--report FILE.md]
+    python scripts/mutation.py [MODULE ...] [--sample N] [--seed N] [--report FILE.md] [--save FILE] [--saved FILE]
 
 A mutant that no test kills shows a line that nothing holds to what it is. Every mutant runs in a forked child, against
 those of the tests of `TESTS` that come through its line, until one fails (see `mutation_trial`). Messages, annotations,
 decorators and docstrings are left alone: they are read, not computed with. Mutants that compute the same are listed
 with the reason in ``mutation_same.toml``, by the text of their line, and not counted.
+
+``--save FILE`` writes a sample of mutants as statements, and ``--saved FILE`` tries them later, wherever statements
+and tests are by then; modules are named as they were when they were saved (see `saved_mutants`).
 
 ``--sample`` draws as many mutants as that from each module, evenly over its lines. A mutant that takes far longer than
 its tests do without it is killed too: an endless loop or wait is noticed. Exits 6 below 90 % of any module.
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mutation_trial import killed
 
@@ -161,6 +164,7 @@ _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 }  # fmt: skip
 
 
+Sampled = TypeVar("Sampled")
 Place = tuple[
     ast.AST, Callable[[], str], Callable[[], None]
 ]  # what has the line, its text, the change
@@ -268,6 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, default=0, help="mutants of each module; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
+    parser.add_argument(
+        "--save", type=Path, help="write mutants as statements, by default 20 of each module"
+    )
+    parser.add_argument(
+        "--saved", type=Path, help="try the mutants of this file, wherever their statements are now"
+    )
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "calibration"), str(ROOT / "kernels")]
@@ -275,6 +285,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     same = tomllib.loads(SAME.read_text())
+    if options.save or options.saved:
+        import saved_mutants
+
+        if options.save:
+            return saved_mutants.save(options.save, options.sample or 20, options.seed, same)
+        return saved_mutants.try_again(options.saved, options.modules, options.report)
     rows, survivors, tried, dead, enough = [], [], 0, 0, True
     for module in options.modules:
         path = ROOT / Path(*module.split(".")).with_suffix(".py")
@@ -309,7 +325,7 @@ def _same(mutant: Mutant, known: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _sample(found: list[Mutant], count: int, chance: random.Random) -> list[Mutant]:
+def _sample(found: list[Sampled], count: int, chance: random.Random) -> list[Sampled]:
     """One mutant out of each of ``count`` equal stretches of a module."""
     if not count or count >= len(found):
         return found
