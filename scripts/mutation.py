@@ -278,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--saved", type=Path, help="try the mutants of this file, wherever their statements are now"
     )
+    parser.add_argument("--tests", action="append", default=[], help="with --saved: more tests")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "calibration"), str(ROOT / "kernels")]
@@ -290,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if options.save:
             return saved_mutants.save(options.save, options.sample or 20, options.seed, same)
-        return saved_mutants.try_again(options.saved, options.modules, options.report)
+        named = [] if options.modules == list(TESTS) else options.modules
+        return saved_mutants.try_again(options.saved, named, options.tests, options.report)
     rows, survivors, tried, dead, enough = [], [], 0, 0, True
     for module in options.modules:
         path = ROOT / Path(*module.split(".")).with_suffix(".py")

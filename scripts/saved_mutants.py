@@ -9,8 +9,9 @@ function's qualified name, its name, which of the equal statements of the functi
 text is nowhere, local names may have changed: a statement is accepted that is the same but for the names of variables,
 in a function of the same name or in one place only. Everything else counts as gone.
 
-Tests move, too: their functions are looked for by name in ``tests``, and every file that has one of them is run. Which
-of those tests meet a mutant is found out by running them once (`mutation_trial`): those that come through its line.
+Tests move, too: their functions are looked for by name in all of ``tests``; how many are missing is printed, and more
+can be named. Which of them meet a mutant is found out by running them once (`mutation_trial`): those that come through
+its line.
 """
 
 from __future__ import annotations
@@ -210,8 +211,17 @@ def _functions_of_tests(path: Path) -> list[str]:
 # ---- trying them again
 
 
-def try_again(file: Path, modules: Sequence[str], report: Path | None) -> int:
-    """Try saved mutants of the named modules of that time, or of all; print what became of them."""
+def try_again(
+    file: Path, modules: Sequence[str], more_tests: Sequence[str], report: Path | None
+) -> int:
+    """Try saved mutants of the named modules of that time, or of all; print what became of them.
+
+    Args:
+        file: with the saved mutants.
+        modules: as they were called when they were saved.
+        more_tests: files or names of tests, as pytest takes them, beside those that were saved.
+        report: a file for what is printed.
+    """
     every = [
         one for path in _product_files() for one in statements(ast.parse(path.read_text()), path)
     ]
@@ -238,7 +248,11 @@ def try_again(file: Path, modules: Sequence[str], report: Path | None) -> int:
                 rows.append(f"gone      {module} {mutant.function}: {mutant.change}")
             else:
                 groups[found.path].append((found, mutant))
-        chosen = sorted({str(path) for name in document["tests"] for path in tests.get(name, ())})
+        missing = [name for name in document["tests"] if name not in tests]
+        if missing:
+            print(f"{module}: {len(missing)} of {len(document['tests'])} tests are gone")
+        kept = {f"{path}::{name}" for name in document["tests"] for path in tests.get(name, ())}
+        chosen = [*sorted(kept), *more_tests]
         for path, group in groups.items():
             dead = _try(path, group, chosen)
             for (found, mutant), noticed in zip(group, dead, strict=True):
