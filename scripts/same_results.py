@@ -92,15 +92,11 @@ FORMATS = ("plain", "compressed-tensors", "gptq", "gptq_v2", "awq", "bnb", "fp8"
 OPTIONS = (
     "--bits 4",
     "--bits 3 --effort low",
-    "--bits 2 --effort high",
     "--bits 4 --scales absmax",
     "--type Q4_K_M --scales reference",
     "--type Q4_0 --scales absmax --max-shard-bytes 2000000",
     "--type Q4_K_M --imatrix {out}/importance.gguf --modelfile",
     "--bits 4 --method gptq --refine 0",
-    "--bits 3 --method gptq --guide 2",
-    "--bits 3 --method gptq --tune 1",
-    "--scheme int3:g64:sym --method gptq --guide 1 --tune 1",
     "--bits 4 --head int8:g128:sym --embedding int8:g64:sym",
     "--bits 4 --rule *down_proj=int8:g64:sym --ignore *k_proj",
     "--scheme FP8_STATIC --kv-cache fp8 --inputs percentile",
@@ -120,7 +116,6 @@ OPTIONS = (
     "--bits 4 --calibration builtin=2,text.txt=1",
     "--bits 4 --calibration none",
     "--bits 4 --method gptq --strict",
-    "--target 3.5bpw --candidates int2:g32:asym,int4:g128:sym,int8:g128:sym",
     "--recipe small-3bit",
     "--recipe mlx-4bit",
     "--bits 9",
@@ -199,6 +194,14 @@ def _kinds() -> dict[str, list[str]]:
         + [quantize("one", "--type IQ2_XXS --method gptq"), quantize("one", "--type IQ3_S --scales reference"),
            quantize("moe", "--type IQ3_XXS --method rtn --ignore *layers.[12]*")],
         "options": [quantize("small", options) for options in OPTIONS],
+        "much work": [
+            quantize("one", options)
+            for options in (
+                "--bits 3 --method gptq --guide 2 --tune 1", "--bits 2 --effort high",
+                "--bits 3 --method gptq --tune 1", "--scheme int3:g64:sym --method gptq --guide 1", "--type Q3_K_S --method gptq --tune 1",
+                "--target 3.5bpw --candidates int2:g32:asym,int4:g128:sym,int8:g128:sym",
+            )
+        ],
         "whole model": [quantize("demo", "--bits 4"), quantize("demo", "--bits 4 --for llama.cpp")],
         "mixtures of experts": [
             quantize("moe", options)
@@ -207,7 +210,7 @@ def _kinds() -> dict[str, list[str]]:
                 "--bits 4 --method gptq --experts all", "--type Q4_K_M --method rtn", "--type Q4_K_M --method gptq",
                 "--scheme MXFP4 --method gptq", "--format mlx --bits 4 --method awq", "--prune-experts 25% --bits 4",
                 "--format gptq --bits 4 --method gptq", "--scheme FP8_BLOCK --format fp8", "--bits 4 --for vllm",
-                "--bits 3 --method gptq --tune 1 --guide 1", "--method wanda --sparsity 2:4 --format plain",
+                "--method wanda --sparsity 2:4 --format plain",
                 "--target 3.5bpw",
             )
         ],
@@ -216,7 +219,6 @@ def _kinds() -> dict[str, list[str]]:
             for options in (
                 "--bits 4 --method gptq", "--bits 4 --method rtn", "--bits 3 --method awq+gptq",
                 "--type Q4_K_M --method gptq", "--format mlx --bits 4 --method awq", "--scheme W8A8 --method smooth",
-                "--bits 3 --method gptq --tune 1",
             )
         ],
         "linear attention": [
@@ -359,7 +361,7 @@ def with_needs(lines: Sequence[str], every: Sequence[str]) -> list[str]:
 
 @dataclass
 class Result:
-    """The exit code of a command, its error message, digests of files, JSON documents whole, and its time."""
+    """The exit code of a command, its error message, digests of files, JSON documents whole, its processor time."""
 
     code: int = 0
     error: str = ""
@@ -407,9 +409,10 @@ def run(line: str) -> Result:
     folder = Path(match[1]) if match else None
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    code, output, errors = _fork(line)
-    result = Result(code, seconds=round(time.monotonic() - start, 2))
+    code, seconds, output, errors = _fork(line)
+    result = Result(code, seconds=round(seconds, 2))
+    if "SAME_RESULTS_VERBOSE" in os.environ:
+        print(f"{seconds:6.1f} s  {line}", file=sys.stderr, flush=True)
     if code:
         shown = [text for text in errors.splitlines() if text.startswith(("error", "hint", "bug"))]
         result.error = " ".join(shown)[:300]
@@ -423,8 +426,8 @@ def run(line: str) -> Result:
     return result
 
 
-def _fork(line: str, *, modules: Path | None = None) -> tuple[int, str, str]:
-    """Run a command in a fork; return its exit code and its output; write the names of its modules."""
+def _fork(line: str, *, modules: Path | None = None) -> tuple[int, float, str, str]:
+    """Run a command in a fork; return exit code, processor time, stdout, stderr; write the names of its modules."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         child = os.fork()
         if not child:
@@ -436,12 +439,13 @@ def _fork(line: str, *, modules: Path | None = None) -> tuple[int, str, str]:
             while os.fstat(output.fileno()).st_size == 0 and time.monotonic() < deadline:
                 time.sleep(0.1)
             os.kill(child, signal.SIGINT)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _, status, used = os.wait4(child, 0)
+        code, seconds = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
         texts = []
         for file in (output, errors):
             file.seek(0)
             texts.append(file.read().decode("utf-8", "replace"))
-    return code, texts[0], texts[1]
+    return code, seconds, texts[0], texts[1]
 
 
 def _command(words: Sequence[str], modules: Path | None) -> None:
@@ -701,9 +705,14 @@ def main() -> int:
     parser.add_argument(
         "--saved", type=Path, help="keep results of the older version here, and use them again"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the processor time of each command"
+    )
     parser.add_argument("--tree", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.verbose:
+        os.environ["SAME_RESULTS_VERBOSE"] = "1"
     if options.verb == "list":
         print("\n".join(commands(quick=options.quick)))
         return 0

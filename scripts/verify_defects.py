@@ -3,6 +3,8 @@
     python scripts/verify_defects.py --work DIR [--seed N] [--report FILE.md] [--json FILE.jsonl] [--jobs N]
     python scripts/verify_defects.py --work DIR --seed N --only bundled-17 --keep     # leaves one damaged artifact
     python scripts/verify_defects.py --work DIR --time [--gigabytes 8]                # processor time and memory
+    python scripts/verify_defects.py --work DIR --seed 5 --bundled 60 --released 0 --no-healthy \
+        --compare scripts/defects/planted_seed_5.jsonl     # the same defects as in an older version?
 
 Healthy artifacts of all methods and formats, of bundled models and of a small released one, are made once in DIR; each
 is verified with and without its source, and what is said of it is a false alarm. Copies without a manifest are then
@@ -48,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--list", type=Path, help="write what was planted, what counts and is found"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        help="a file of --list: exit 5 unless the same was planted, as much is found",
+    )
     parser.add_argument("--time", action="store_true", help="measure time and memory instead")
     parser.add_argument(
         "--gigabytes", type=float, default=8.0, help="of random weights, for --time"
@@ -66,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = session.Log(options.json or Path(folder) / "log")
         _share_out(options, log)
         records, healthy = log.all()
+    if options.list:
+        options.list.write_text(results.listed(records))
+    if options.compare:
+        return results.compare(options.compare.read_text(), results.listed(records))
     text = results.table(records, healthy, _notes(options, time.monotonic() - began))
     return _write(options, text, 5 if any(results.failures(records, healthy)) else 0)
 
@@ -79,12 +93,14 @@ def _write(options: argparse.Namespace, text: str, code: int) -> int:
 
 def _share_out(options: argparse.Namespace, log: Log) -> None:
     """Let every process take its numbers, in the order of numbers; imports happen once."""
+    from scripts.defects.artifacts import NO_PROGRAMS
+
+    os.environ.update([NO_PROGRAMS])
     import torch
 
-    from scripts.defects.judge import decode_plainly
+    import scripts.defects.session  # noqa: F401  # forked with it
 
     torch.set_num_threads(1)
-    decode_plainly()
     children = []
     for part in range(1, options.jobs):
         child = os.fork()

@@ -25,6 +25,8 @@ DEMO = ROOT / "models" / "demo"
 RELEASED = "smollm2"
 # Calibration: enough for methods to do their work, and cheap.
 ROWS, FEW = "--samples 8 --length 128", "--samples 6 --length 24"
+# Decoding plainly in a process: compiling kernels takes longer than its products.
+NO_PROGRAMS = ("QUANTFORGE_CPU_PROGRAMS", "off")
 RECORDS = ("quantforge.manifest.json", "model.sig")
 
 CT, CT8, FP, NV, MX = (
@@ -399,7 +401,8 @@ def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> Non
 def environment() -> dict[str, str]:
     """The environment of processes that run this checkout's command line."""
     packages = map(str, (ROOT, ROOT / "kernels", ROOT / "calibration"))
-    return os.environ | {"PYTHONPATH": os.pathsep.join(packages)}
+    kept = {key: value for key, value in os.environ.items() if key != NO_PROGRAMS[0]}
+    return kept | {"PYTHONPATH": os.pathsep.join(packages)}
 
 
 def _zeros(place: Path) -> None:

@@ -12,11 +12,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quantforge.verification.findings import Finding
 from scripts.defects.files import PART, Copy, header_and_data
 
 Contents = dict[str, tuple[Any, bytes | bytearray]]
 _BLOCK = re.compile(r"\b(layers|h|blk|blocks)\.\d+\..+$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of `verify`: the check, the file or tensor, what is wrong, and ``error`` or ``warning``."""
+
+    check: str
+    where: str
+    detail: str
+    severity: str = "error"
 
 
 @dataclass(frozen=True)

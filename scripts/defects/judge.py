@@ -1,9 +1,8 @@
 """Whether a defect counts: the divergence from the source grows, or a loader reads something else.
 
-Nothing that `quantforge.verification` finds is asked for. The divergence is that of real text, by decoding plainly
-(nothing compiled): growth is the mean over windows of the difference to the healthy artifact, and has to be more than 3
-of its standard errors and 10 % of the artifact's own divergence. What loaders read is asked of transformers, tokenizers
-and gguf-py.
+`verify` is not asked. The divergence is that of real text: growth is the mean over windows of the difference to the
+healthy artifact, and has to be more than 3 of its standard errors and 10 % of the artifact's own divergence. What
+loaders read is asked of transformers, tokenizers and gguf-py.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.errors import QuantForgeError
-from quantforge.runtime import linear
-from quantforge.runtime.load import load
-from quantforge_kernels import reference
+import quantforge
 from scripts.defects import loaders
 from scripts.defects.artifacts import ROOT, Healthy
 from scripts.defects.files import Copy
@@ -42,11 +38,6 @@ class Verdict:
     def counts(self) -> bool:
         """Whether it is no harmless one."""
         return bool(self.reason)
-
-
-def decode_plainly() -> None:
-    """Multiply with decoded weights everywhere in this process: compiling kernels takes longer than these products."""
-    linear.select = lambda _problem: reference.KERNEL
 
 
 @cache
@@ -73,7 +64,7 @@ def windows(source: Path) -> torch.Tensor:
 
 @torch.inference_mode()
 def _log_probabilities(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    model = load(path).model
+    model = quantforge.load(path).model
     return model(ids, use_cache=False).logits.float().log_softmax(-1)
 
 
@@ -104,7 +95,7 @@ def judge(copy: Copy, healthy: Healthy) -> Verdict:
     before = _healthy(healthy.path, healthy.source)
     try:
         after = divergence(copy.path, healthy.source)
-    except QuantForgeError as error:
+    except quantforge.QuantForgeError as error:
         return Verdict(f"cannot be read: {error}"[:160])
     except Exception as error:  # whatever transformers raises where a configuration makes no sense
         return Verdict(f"cannot be run: {type(error).__name__}: {error}"[:160])

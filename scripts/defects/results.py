@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,34 @@ class Counts:
     def reaches(self, share: float, part: Callable[[Counts], int]) -> bool:
         """Whether a part is at least this share of those that count."""
         return part(self) >= share * self.counted
+
+
+def listed(records: Sequence[Record]) -> str:
+    """Return a line of JSON for each defect: what was planted where, whether it counts and is found."""
+    keys = ("name", "kind", "artifact", "text", "counts", "found")
+    lines = ({key: getattr(record, key) for key in keys} for record in records)
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def compare(before: str, after: str) -> int:
+    """Print in what two lists differ; return 5 if something else was planted, or less is found."""
+    old, new = (
+        {line["name"]: line for line in map(json.loads, text.splitlines())}
+        for text in (before, after)
+    )
+    lost = 0
+    for name in sorted({*old, *new}):
+        first, second = old.get(name), new.get(name)
+        if first != second:
+            print(f"{name}\n  {first}\n  now {second}")
+        planted = [
+            line and (line["kind"], line["artifact"], line["text"]) for line in (first, second)
+        ]
+        lost += planted[0] != planted[1] or (first["found"] and not second["found"])
+    print(
+        f"{len(old)} defects before, {len(new)} now; {lost} were not planted again or are no longer found"
+    )
+    return 5 if lost else 0
 
 
 def failures(records: Sequence[Record], healthy: Sequence[Looked]) -> Iterator[str]:

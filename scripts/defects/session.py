@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.errors import QuantForgeError
-from quantforge.verification.findings import Finding, Severity
-from quantforge.verification.verify import VerificationOptions, verify
+import quantforge
 from scripts.defects import beside, headers, mistakes, numbers, tokens
 from scripts.defects.artifacts import FAMILIES, Healthy
-from scripts.defects.damage import Damage, damage_of
+from scripts.defects.damage import Damage, Finding, damage_of
 from scripts.defects.files import Copy
 from scripts.defects.judge import judge
 
@@ -105,13 +103,16 @@ class Record:
 def findings(path: Path, source: Path | None, *, forward: bool = True) -> list[Finding]:
     """What `verify` finds; a refusal is an error, and so is what it will not judge. A crash is raised."""
     try:
-        report = verify(path, VerificationOptions(source, forward=forward))
-    except QuantForgeError as error:
+        report = quantforge.verify(path, source, forward=forward)
+    except quantforge.QuantForgeError as error:
         return [Finding("unreadable", error.file or path.name, str(error))]
+    found = [
+        Finding(one.check, one.where, one.detail, str(one.severity)) for one in report.findings
+    ]
     if report.unjudged:  # by what the configuration says of the format
         where = path.name if path.is_file() else "config.json"
-        return [*report.findings, Finding("unreadable", where, report.unjudged)]
-    return report.findings
+        found.append(Finding("unreadable", where, report.unjudged))
+    return found
 
 
 def look(path: Path, source: Path | None, damage: Damage, *, quick: bool) -> tuple[str, list[str]]:
@@ -127,15 +128,13 @@ def look(path: Path, source: Path | None, damage: Damage, *, quick: bool) -> tup
             said = _best(found, damage)
     except Exception as error:  # a bug, to be told and not to be counted as found
         return NOTHING, [f"CRASH {type(error).__name__}: {error}"[:200]]
-    ranked = sorted(
-        found, key=lambda item: (not damage.named(item), item.severity is not Severity.ERROR)
-    )
+    ranked = sorted(found, key=lambda item: (not damage.named(item), item.severity != ERROR))
     return said, [_line(item) for item in ranked[:4]]
 
 
 def _best(found: Sequence[Finding], damage: Damage) -> str:
     named = {item.severity for item in found if damage.named(item)}
-    if Severity.ERROR in named:
+    if ERROR in named:
         return ERROR
     return WARNING if named else UNNAMED if found else NOTHING
 
@@ -223,9 +222,7 @@ def looked(item: Healthy) -> Looked:
         ) as error:  # a bug: it counts as an error, and the others are still verified
             lines += [[f"CRASH {type(error).__name__}: {error}"[:200]], []]
             continue
-        lines += [
-            [_line(f) for f in found if f.severity is s] for s in (Severity.ERROR, Severity.WARNING)
-        ]
+        lines += [[_line(f) for f in found if f.severity == s] for s in (ERROR, WARNING)]
     return Looked(item.name, *lines, round(time.process_time() - began, 2))
 
 

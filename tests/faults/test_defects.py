@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from quantforge.runtime import linear
-from quantforge.verification.findings import Finding
 from quantforge_kernels import reference
 from scripts.defects import artifacts, mistakes, results, session
 from scripts.defects.artifacts import Healthy
-from scripts.defects.damage import Damage, damage_of
+from scripts.defects.damage import Damage, Finding, damage_of
 from scripts.defects.files import Copy
 from scripts.defects.judge import judge
 from tests.conftest import Tiny
