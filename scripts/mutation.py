@@ -103,7 +103,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "quantforge.checkpoint.seal": (
         "faults/test_source_changes.py::test_a_seal_knows_every_byte",
-        "faults/test_source_changes.py::test_a_seal_is_small_and_comparing_reads_little",
+        "faults/test_source_changes.py::test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches",
         "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",
     ),
     "quantforge.evaluation.divergence": ("unit/evaluation/test_divergence.py",),
@@ -278,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--saved", type=Path, help="try the mutants of this file, wherever their statements are now"
     )
+    parser.add_argument("--earlier", type=Path, help="with --saved: a report of an older version")
     parser.add_argument("--tests", action="append", default=[], help="with --saved: more tests")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -292,7 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.save:
             return saved_mutants.save(options.save, options.sample or 20, options.seed, same)
         named = [] if options.modules == list(TESTS) else options.modules
-        return saved_mutants.try_again(options.saved, named, options.tests, options.report)
+        return saved_mutants.try_again(
+            options.saved, named, options.tests, options.report, options.earlier
+        )
     rows, survivors, tried, dead, enough = [], [], 0, 0, True
     for module in options.modules:
         path = ROOT / Path(*module.split(".")).with_suffix(".py")

@@ -198,7 +198,8 @@ def _kinds() -> dict[str, list[str]]:
             quantize("one", options)
             for options in (
                 "--bits 3 --method gptq --guide 2 --tune 1", "--bits 2 --effort high",
-                "--bits 3 --method gptq --tune 1", "--scheme int3:g64:sym --method gptq --guide 1", "--type Q3_K_S --method gptq --tune 1",
+                "--bits 3 --method gptq --tune 1", "--scheme int3:g64:sym --method gptq --guide 1",
+                "--type Q3_K_S --method gptq --tune 1",
                 "--target 3.5bpw --candidates int2:g32:asym,int4:g128:sym,int8:g128:sym",
             )
         ],

@@ -23,7 +23,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,6 @@ class Statement:
     function: str
     text: str
     occurrence: int = 0
-
-    @cached_property
-    def shape(self) -> str:
-        """The text with variables numbered in the order in which they occur."""
-        return shape(self.text)
 
 
 def header(node: ast.stmt) -> str:
@@ -212,95 +206,109 @@ def _functions_of_tests(path: Path) -> list[str]:
 
 
 def try_again(
-    file: Path, modules: Sequence[str], more_tests: Sequence[str], report: Path | None
+    file: Path,
+    modules: Sequence[str],
+    more_tests: Sequence[str],
+    report: Path | None,
+    earlier: Path | None,
 ) -> int:
-    """Try saved mutants of the named modules of that time, or of all; print what became of them.
+    """Try saved mutants; print what became of each, and the shares that are caught and gone.
 
     Args:
         file: with the saved mutants.
-        modules: as they were called when they were saved.
+        modules: as they were called when they were saved; all, if there is none.
         more_tests: files or names of tests, as pytest takes them, beside those that were saved.
         report: a file for what is printed.
+        earlier: such a file of an older version: how many it caught of the mutants that are present in both.
     """
-    every = [
-        one for path in _product_files() for one in statements(ast.parse(path.read_text()), path)
-    ]
-    by_text, by_shape = defaultdict(list), defaultdict(list)
-    for one in every:
-        by_text[one.text].append(one)
-    for one in every:
-        by_shape[one.shape].append(one)
-    tests = defaultdict[str, list[Path]](list)
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name in _functions_of_tests(path):
-            tests[name].append(path)
-    rows, gone, caught, survived = [], 0, 0, 0
-    for line in file.read_text().splitlines():
-        document = json.loads(line)
+    index, tests = Index(), _tests_by_name()
+    states: dict[str, str] = {}
+    lines = []
+    for document in map(json.loads, file.read_text().splitlines()):
         module = document["module"]
         if modules and module not in modules:
             continue
+        kept = [f"{path}::{name}" for name in document["tests"] for path in tests[name]]
+        lines.append(
+            f"{module}: {sum(name in tests for name in document['tests'])} of {len(document['tests'])} tests"
+        )
         groups = defaultdict(list)
         for mutant in (SavedMutant(**one) for one in document["mutants"]):
-            found = _find(mutant, Path(*module.split(".")).name, by_text, by_shape)
-            if found is None:
-                gone += 1
-                rows.append(f"gone      {module} {mutant.function}: {mutant.change}")
-            else:
-                groups[found.path].append((found, mutant))
-        missing = [name for name in document["tests"] if name not in tests]
-        if missing:
-            print(f"{module}: {len(missing)} of {len(document['tests'])} tests are gone")
-        kept = {f"{path}::{name}" for name in document["tests"] for path in tests.get(name, ())}
-        chosen = [*sorted(kept), *more_tests]
+            found = index.find(mutant, module.rpartition(".")[2])
+            key = f"{module} {mutant.function} {mutant.occurrence} {mutant.number}: {mutant.change}"
+            states[key] = "gone"
+            if found:
+                groups[found.path].append((found, mutant, key))
         for path, group in groups.items():
-            dead = _try(path, group, chosen)
-            for (found, mutant), noticed in zip(group, dead, strict=True):
-                caught, survived = caught + noticed, survived + (not noticed)
-                state = "caught   " if noticed else "survived "
-                rows.append(f"{state} {path.relative_to(ROOT)}:{found.node.lineno} {mutant.change}")
-        print("\n".join(rows[-len(document["mutants"]) :]), flush=True)
-    present = max(caught + survived, 1)
-    total = max(present + gone, 1)
-    rows.append(f"{caught} caught, {survived} survived ({caught / present:.1%} of those present caught), "
-                f"{gone} gone ({gone / total:.1%} of all)")  # fmt: skip
-    print(rows[-1])
+            dead = _try(path, [pair[:2] for pair in group], [*kept, *more_tests])
+            states |= {
+                key: "caught" if one else "survived"
+                for (*_, key), one in zip(group, dead, strict=True)
+            }
+        lines += [
+            f"{state:8} {key}" for key, state in states.items() if key.startswith(f"{module} ")
+        ]
+        print("\n".join(lines[-len(document["mutants"]) - 1 :]), flush=True)
+    present = [key for key, state in states.items() if state != "gone"]
+    caught = sum(states[key] == "caught" for key in present)
+    lines.append(f"{len(states)} mutants: {len(states) - len(present)} gone, {len(present)} present, {caught} caught "
+                 f"({caught / max(len(present), 1):.1%} of those present)")  # fmt: skip
+    if earlier:
+        known = {line[9:]: line[:9].strip() for line in earlier.read_text().splitlines()}
+        both = [key for key in present if known.get(key, "gone") != "gone"]
+        now, then = (sum(one[key] == "caught" for key in both) for one in (states, known))
+        lines.append(
+            f"of {len(both)} present in both versions {then} were caught before, {now} are now"
+        )
+    print("\n".join(lines[-1 - bool(earlier) :]))
     if report:
-        report.write_text("\n".join(rows) + "\n")
+        report.write_text("\n".join(lines) + "\n")
     return 0
+
+
+def _tests_by_name() -> defaultdict[str, list[Path]]:
+    found = defaultdict[str, list[Path]](list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in _functions_of_tests(path):
+            found[name].append(path)
+    return found
 
 
 def _product_files() -> list[Path]:
     return [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 
-def _find(
-    mutant: SavedMutant,
-    file: str,
-    by_text: Mapping[str, list[Statement]],
-    by_shape: Mapping[str, list[Statement]],
-) -> Statement | None:
-    """Return the statement's place today, or None."""
-    name = mutant.function.rpartition(".")[2]
-    in_function: tuple[Callable[[Statement], bool], ...] = (
-        lambda one: one.function == mutant.function and one.path.stem == file,
-        lambda one: one.function == mutant.function,
-        lambda one: bool(name) and one.function.rpartition(".")[2] == name,
-    )
-    for candidates in (
-        by_text.get(mutant.statement, ()),
-        by_shape.get(shape(mutant.statement), ()),
-    ):
-        for fits in in_function:
-            chosen = [one for one in candidates if fits(one)]
-            if len(chosen) > 1:
-                chosen = [one for one in chosen if one.occurrence == mutant.occurrence]
-            if len(chosen) == 1:
-                return chosen[0]
-        if len(candidates) == 1:
-            return candidates[0]
-    chosen = [one for one in by_text.get(mutant.statement, ()) if one.path.stem == file]
-    return chosen[0] if len(chosen) == 1 else None
+class Index:
+    """All statements of the product, by their text and by their shape."""
+
+    def __init__(self) -> None:
+        self.by_text = defaultdict[str, list[Statement]](list)
+        self.by_shape = defaultdict[str, list[Statement]](list)
+        for path in _product_files():
+            for one in statements(ast.parse(path.read_text()), path):
+                self.by_text[one.text].append(one)
+                self.by_shape[shape(one.text)].append(one)
+
+    def find(self, mutant: SavedMutant, file: str) -> Statement | None:
+        """Return where a mutant's statement is, or None; ``file`` is the name of the file in which it was."""
+        name = mutant.function.rpartition(".")[2]
+        fits: tuple[Callable[[Statement], bool], ...] = (
+            lambda one: one.function == mutant.function and one.path.stem == file,
+            lambda one: one.function == mutant.function,
+            lambda one: bool(name) and one.function.rpartition(".")[2] == name,
+        )
+        texts = self.by_text.get(mutant.statement, [])
+        for candidates in (texts, self.by_shape.get(shape(mutant.statement), [])):
+            for fit in fits:
+                chosen = [one for one in candidates if fit(one)]
+                if len(chosen) > 1:
+                    chosen = [one for one in chosen if one.occurrence == mutant.occurrence]
+                if len(chosen) == 1:
+                    return chosen[0]
+            if len(candidates) == 1:
+                return candidates[0]
+        chosen = [one for one in texts if one.path.stem == file]
+        return chosen[0] if len(chosen) == 1 else None
 
 
 def _try(
