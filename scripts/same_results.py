@@ -723,6 +723,7 @@ def main() -> int:
         text = json.dumps({line: asdict(one) for line, one in results.items()})
         (options.place / "results").write_text(text)
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the checkout is removed in the end
     return compare(options)
 
 
