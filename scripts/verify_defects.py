@@ -3,8 +3,10 @@
     python scripts/verify_defects.py --work DIR [--seed N] [--report FILE.md] [--json FILE.jsonl] [--jobs N]
     python scripts/verify_defects.py --work DIR --seed N --only bundled-17 --keep     # leaves one damaged artifact
     python scripts/verify_defects.py --work DIR --time [--gigabytes 8]                # processor time and memory
-    python scripts/verify_defects.py --work DIR --seed 5 --bundled 60 --released 0 --no-healthy \
-        --compare scripts/defects/planted_seed_5.jsonl     # the same defects as in an older version?
+    python scripts/verify_defects.py --work DIR --seed 5 --bundled 60 --released 0 --no-healthy --compare FILE.jsonl
+
+The last one plants the defects of ``scripts/defects/planted_seed_5.jsonl`` again, which ``--list`` wrote: exit 5 if any
+is another one, or is no longer found. Its artifacts are of the models in ``../shared/models``.
 
 Healthy artifacts of all methods and formats, of bundled models and of a small released one, are made once in DIR; each
 is verified with and without its source, and what is said of it is a false alarm. Copies without a manifest are then
