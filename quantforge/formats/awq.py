@@ -29,7 +29,7 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
 )
-from quantforge.formats.contradictions import agree_on_head, not_excepted, one_name
+from quantforge.formats.contradictions import agree, agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND, Engine, by_engine
 from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
@@ -230,7 +230,7 @@ def layouts(
     for first, second in ONE_NAME:
         one_name(found, first, second)
     for name in names:
-        override(found, name)
+        agree(override(found, name), "bits", 4, f"{name} has 4 bits")
     return [_layout(name, size, zero, tensors) for name in names]
 
 

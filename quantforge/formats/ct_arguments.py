@@ -150,7 +150,8 @@ def read_input(arguments: object) -> Activation | None:
         return Activation(grid, f"g{size}", grid != "nvfp4")
     grid = {"int": "int8", "float": "fp8_e4m3"}.get(str(kind), "") if bits == 8 else ""
     known = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
-    if not grid or (strategy, dynamic) not in known:
+    sized = strategy != "group" or (type(size) is int and size > 0)
+    if not grid or not sized or (strategy, dynamic) not in known:
         raise _unread(f"{kind} activations of {bits!r} bits per {strategy}", found)
     return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
 

@@ -83,6 +83,8 @@ def group_for(module: str, groups: Iterable[Group]) -> Group:
     ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
     if not ranked:
         raise InputError(
-            f"{module}: no config group targets it", "config_groups is incomplete", tensor=module
+            f"{module}: no config group in config.json targets it",
+            "config_groups is incomplete",
+            tensor=module,
         )
     return min(ranked, key=lambda item: item[0])[1]

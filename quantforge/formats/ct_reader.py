@@ -137,7 +137,7 @@ def _columns(
 
 def _wrong_shape(name: str, recorded: tuple[int, ...], shape: tuple[int, int]) -> InputError:
     return InputError(
-        f"{name}: {'x'.join(map(str, recorded))}, but the other tensors hold {shape[0]}x{shape[1]}",
+        f"{name}: {'x'.join(map(str, recorded))}, but by config.json, the other tensors hold {shape[0]}x{shape[1]}",
         "the checkpoint is damaged",
         tensor=name,
     )

@@ -164,7 +164,7 @@ def layout_of(
     bits, size = config.get("bits"), config.get("group_size", -1)
     if bits not in WIDTHS or not isinstance(size, int):
         raise InputError(
-            f"{module}: GPTQ with bits = {bits!r}, group_size = {size!r}",
+            f"{module}: config.json says GPTQ with bits = {bits!r}, group_size = {size!r}",
             f"{either(WIDTHS)} bits and a number are read",
             tensor=module,
         )

@@ -35,10 +35,14 @@ def require(
     for tensor in expected:
         actual = found.get(tensor.name)
         if actual is None:
-            raise InputError(f"{tensor.name}: missing", hint, tensor=tensor.name)
+            raise InputError(
+                f"{tensor.name}: missing, although config.json asks for it",
+                hint,
+                tensor=tensor.name,
+            )
         if (actual.dtype, actual.shape) != (tensor.dtype, tensor.shape):
             raise InputError(
-                f"{tensor.name}: {actual.dtype} {list(actual.shape)}, the configuration asks for "
+                f"{tensor.name}: {actual.dtype} {list(actual.shape)}, config.json asks for "
                 f"{tensor.dtype} {list(tensor.shape)}",
                 hint or "quantization_config and the tensors disagree",
                 tensor=tensor.name,
@@ -68,7 +72,9 @@ def matrix(found: Mapping[str, StoredTensor], name: str) -> tuple[int, int]:
 def whole_groups(module: str, columns: int, size: int) -> None:
     """Raise `InputError` unless whole groups of ``size`` fill the columns."""
     if size < 1 or columns % size:
-        raise InputError(f"{module}: {columns} columns, groups of {size}", tensor=module)
+        raise InputError(
+            f"{module}: {columns} columns, but config.json says groups of {size}", tensor=module
+        )
 
 
 def scale_of(found: Mapping[str, StoredTensor], name: str) -> ScaleType:

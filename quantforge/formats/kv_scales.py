@@ -90,8 +90,9 @@ def found(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Cach
                if key not in names.get(block, {})]  # fmt: skip
     if missing:
         raise InputError(
-            f"{len(missing)} scales of the KV cache are missing, first: {', '.join(missing[:3])}",
-            "config.json has a kv_cache_scheme: fetch the checkpoint again, or set it to null",
+            f"config.json has a kv_cache_scheme, but {len(missing)} scales of the KV cache are missing, first: "
+            f"{', '.join(missing[:3])}",
+            "fetch the checkpoint again, or set kv_cache_scheme to null",
             fault=Fault.SCALE,
         )
     return CacheScales(kind, {block: (pair["k"], pair["v"]) for block, pair in names.items()})

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -199,18 +198,12 @@ def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
 
 
 def _is_one_of(model: Checkpoint, recorded: Sequence[_Recorded]) -> bool:
-    """Return whether one record has all weight files of a model; each file is digested at most once."""
+    """Return whether one record has all weight files of a model; they are digested only if their sizes agree."""
+    sizes = {path.stat().st_size for path in model.shards}
+    alike = [one for one in recorded if sizes <= {*one.files.values()}]
     root = model.path.parent if model.path.is_file() else model.path
-
-    @cache
-    def digest(path: Path) -> str:
-        return manifest.sha256(path, root)
-
-    return any(
-        all(path.stat().st_size in one.files.values() for path in model.shards)  # cheaper
-        and all(digest(path) in one.files for path in model.shards)
-        for one in recorded
-    )
+    digests = {manifest.sha256(path, root) for path in model.shards} if alike else set()
+    return any(digests <= one.files.keys() for one in alike)
 
 
 def _split_differently(model: Checkpoint, recorded: _Recorded) -> bool:

@@ -45,6 +45,11 @@ _OPTIONAL = {
 # Names of pre-tokenizers that llama.cpp treats alike.
 _ALIKE = (("llama-bpe", "llama3", "llama-v3"), ("gpt-2", "phi-2"), ("qwen2", "deepseek-r1-qwen"), ("gpt-4o", "llama4"),
           ("default", ""))  # fmt: skip
+# Keys of an architecture that are 0 where a file leaves them out.
+_ZERO = (
+    "expert_count expert_used_count attention.sliding_window pooling_type attention.scale logit_scale residual_scale"
+    " embedding_scale attn_logit_softcapping final_logit_softcapping expert_weights_scale"
+)
 _LOOKS_SPECIAL = re.compile(r"<.*>|\[.*\]|\uff5c.*")
 
 
@@ -55,35 +60,31 @@ def obeyed(key: str) -> bool:
 
 def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return what llama.cpp assumes for keys that a file with these ``keys`` leaves out."""
-    arch = keys.get("general.architecture")
-
-    def of(key: str, otherwise: Any = ABSENT) -> Any:
-        return keys.get(f"{arch}.{key}", otherwise)
-
-    kind, words = keys.get("tokenizer.ggml.model"), keys.get(TOKENS)
-    pieces = kind == "llama"  # of sentencepiece
-    heads, width = of("attention.head_count"), of("embedding_length")
-    numbers = isinstance(heads, int) and isinstance(width, int) and heads > 0
-    head = width // heads if numbers else ABSENT
-    model = {
-        "attention.head_count_kv": heads, "attention.key_length": head, "attention.value_length": head,
-        "rope.dimension_count": of("attention.key_length", head), "rope.freq_base": 10000.0,
+    arch, kind = keys.get("general.architecture"), str(keys.get("tokenizer.ggml.model"))
+    model = {key.removeprefix(f"{arch}."): value for key, value in keys.items()}
+    heads, width = model.get("attention.head_count"), model.get("embedding_length")
+    head: Any = ABSENT
+    if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+        head = width // heads
+    words, pieces = keys.get(TOKENS), kind == "llama"  # of sentencepiece
+    of_model = {
+        "attention.head_count_kv": model.get("attention.head_count", ABSENT), "attention.key_length": head,
+        "attention.value_length": head, "rope.dimension_count": model.get("attention.key_length", head),
+        "rope.scaling.original_context_length": model.get("context_length", ABSENT),
+        "vocab_size": len(words) if isinstance(words, list) else ABSENT, "rope.freq_base": 10000.0,
         "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
         "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
-        "rope.scaling.finetuned": True, "rope.scaling.original_context_length": of("context_length"),
-        "vocab_size": len(words) if isinstance(words, list) else ABSENT, "expert_count": 0, "expert_used_count": 0,
-        "attention.sliding_window": 0, "tensor_data_layout": "", "attention.causal": True, "pooling_type": 0,
-        "use_parallel_residual": True, "attention.scale": 0.0, "logit_scale": 0.0, "attn_logit_softcapping": 0.0,
-        "final_logit_softcapping": 0.0, "expert_weights_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0,
+        "rope.scaling.finetuned": True, "tensor_data_layout": "", "attention.causal": True,
+        "use_parallel_residual": True, **dict.fromkeys(_ZERO.split(), 0),
     }  # fmt: skip
-    tokenizer: dict[str, Any] = {
-        "add_space_prefix": pieces, "add_bos_token": begins_by_default(str(kind), str(keys.get(PRE, ABSENT))),
+    of_tokenizer: dict[str, Any] = {
+        "add_space_prefix": pieces, "add_bos_token": begins_by_default(kind, str(keys.get(PRE, ABSENT))),
         "add_eos_token": False, "add_sep_token": False, "token_type_count": 0, "remove_extra_whitespaces": False,
         "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if pieces else 11,
         "eos_token_id": 2 if pieces else 11, "eot_token_id": ABSENT, **({"unknown_token_id": 0} if pieces else {}),
     }  # fmt: skip
-    found = {f"{arch}.{key}": value for key, value in model.items()}
-    found |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    found = {f"{arch}.{key}": value for key, value in of_model.items()}
+    found |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
     return {**found, "general.type": "model"}
 
 
@@ -137,30 +138,28 @@ def key_differences(
     assumed = defaults({**expected, **own})
     for key in filter(obeyed, {**expected, **own}):
         default, name = assumed.get(key, ABSENT), shorten(key)
-        first, second = own.get(key, ABSENT), expected.get(key, ABSENT)
-        if first is ABSENT:
-            if key not in _OPTIONAL and not same(default, second):
-                yield f"{name} is missing, the source has {shown(second)}", Severity.ERROR
-        elif second is ABSENT:
-            known = key in assumed or key.startswith("tokenizer.chat_template")
-            if not same(default, first):
-                text = f"{name} = {shown(first)} does not follow from the source; llama.cpp"
-                yield (
-                    (f"{text} obeys it", Severity.ERROR)
-                    if known
-                    else (f"{text} may obey it", Severity.WARNING)
-                )
-        elif difference := _difference(key, own, second):
-            yield f"{name}: {difference}", Severity.ERROR
+        if key in own and key in expected:
+            if difference := _difference(key, own, expected[key]):
+                yield f"{name}: {difference}", Severity.ERROR
+        elif key in expected:
+            if key not in _OPTIONAL and not same(default, expected[key]):
+                yield f"{name} is missing, the source has {shown(expected[key])}", Severity.ERROR
+        elif not same(default, own[key]):
+            text = f"{name} = {shown(own[key])} does not follow from the source; llama.cpp"
+            if key in assumed or key.startswith("tokenizer.chat_template"):
+                yield f"{text} obeys it", Severity.ERROR
+            else:
+                yield f"{text} may obey it", Severity.WARNING
 
 
 def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
     """Describe how a key differs, "" if both values mean the same to llama.cpp."""
-    own, tokens = keys[key], keys.get(TOKENS)
+    own = keys[key]
     if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
         if key == SCORES:  # they rank the pieces that are joined
             own, other = (_order(scores, keys) for scores in (own, other))
         differ = [n for n, (a, b) in enumerate(zip(own, other, strict=True)) if not same(a, b)]
+        tokens = keys.get(TOKENS)
         if key == KINDS and isinstance(tokens, list) and len(tokens) == len(own):
             # Other converters mark tokens as control tokens by their looks.
             differ = [n for n in differ if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)

@@ -42,15 +42,15 @@ LOADED: tuple[LoadedFile, ...] = (
     LoadedFile("pickled or other weights, or an index of them, which some loaders prefer", Severity.ERROR,
         "*.bin *.pt *.pth *.pkl *.pickle *.ckpt *.ckpt.* *.joblib *.npz *.npy *.h5 *.msgpack *.ot *.nemo *.dill"
         " *.safetensors *.index.json consolidated* *.gguf *.ggml *.onnx *.onnx_data *.tflite *.mlmodel *.engine"
-        " *.llamafile"),
+        " *.llamafile *.pt2 openvino*"),
     LoadedFile("a description of the quantization that vLLM and TensorRT-LLM read", Severity.ERROR,
         "hf_quant_config.json"),
-    LoadedFile("another configuration, which some loaders read", Severity.WARNING,
-        "config.*.json configuration*.json config_*.json *.config params*.json model_config.json tekken.json Modelfile"
-        " *.Modelfile modules.json sentence_*_config.json [0-9]_*/*"),
     LoadedFile("another tokenizer, template or processor, which some loaders read", None,
         "tokenizer.* tokenizer_*.json *.tiktoken *.model *.model.v* *.spm vocab*.* merges.txt spiece* *.vocab bpe.codes"
         " sentencepiece* chat_template* *.jinja *.jinja2 *processor_config.json"),
+    LoadedFile("another configuration, which some loaders read", Severity.WARNING,
+        "config.*.json configuration*.json config_*.json *_config.json *-config.json *.config config.y*ml params*.json"
+        " tekken.json modelfile *.modelfile modules.json model_index.json *cache*.json *_description.json [0-9]_*/*"),
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def check_foreign(report: Report, artifact: Artifact, source: Original | None) -
 
 def row_of(name: str) -> LoadedFile | None:
     """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
-    parts = (name, name.rpartition("/")[2])
+    parts = (name.lower(), name.lower().rpartition("/")[2])
     fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
     return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
 

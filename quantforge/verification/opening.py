@@ -22,7 +22,7 @@ from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint import fewer_experts, fewer_heads
 from quantforge.checkpoint.prepared import RUNNING
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
@@ -293,7 +293,7 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
         report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
         if read := next((name for name in opened.entries if name.endswith(_CODES)), None):
             text = f"{report.unjudged}; but {read} is of a layout that is read: is the name right?"
-            report.warn("unreadable", "config.json", text)
+            report.warn("unreadable", CONFIG, text)
     elif report.path.is_file():
         file = read_gguf(report.path)
         report.format, report.model_type = KEY, file.value("general.architecture", str)
@@ -308,6 +308,7 @@ def _stop(report: Report, check: str, error: InputError) -> None:
     file = Path(error.file or report.path.name)
     named = file.relative_to(report.path) if report.path in file.parents else file
     message = error.message.removeprefix(f"{report.path}: ")
-    report.add(check, error.tensor or str(named), message)
+    where = CONFIG if message.startswith(f"{CONFIG}:") else str(named)
+    report.add(check, error.tensor or where, message)
     done = {*FILE_CHECKS, "unreadable", check}
     report.skip("the artifact could not be opened", *(one for one in CHECKS if one not in done))

@@ -3,149 +3,49 @@
 Our own results carry these files byte for byte. Other tools write them anew through transformers, which writes out
 defaults, leaves them out, and renames keys. So every file goes the same way:
 
-1. Both sides are read as transformers reads them (`read_config`, `_read_generation`, `_load_tokenizer`), after which
-   spellings and defaults no longer count.
+1. Both sides are read as transformers reads them (`quantforge.verification.reading`), after which spellings and
+   defaults no longer count.
 2. `changes` compares the two trees, key by key and in both directions.
 3. The first row of `RULES` that fits a change says why it is allowed or unusual. A change that no row fits is an error:
    a loader reads something else than the source says.
-
-`check_within` needs no source: it compares the files of one model with each other and with its tensors.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain, islice
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from itertools import chain
 from typing import Any, NamedTuple
 
-from quantforge.architectures import text_config
-from quantforge.architectures.match import Role
-from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.checkpoint.reader import CONFIG, is_licence
 from quantforge.checkpoint.safetensors import TORCH_NAMES
-from quantforge.errors import InputError, IntegrityError
+from quantforge.errors import InputError
 from quantforge.formats.gguf.special import template_key
-from quantforge.formats.opening import side_data
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.loaded_files import COPIES, GENERATION, REPEATED, SETTINGS, TOKENIZER
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.quantization_keys import contradictions, doubts
+from quantforge.verification.reading import (
+    KERNELS,
+    LOAD_CODE,
+    STORAGE_KEYS,
+    SideFiles,
+    generation_keys,
+    load_tokenizer,
+    read_config,
+    read_generation,
+    read_tokenizer,
+    side_files_of,
+)
 from quantforge.verification.structure import tokens_of
-from quantforge.verification.trees import ABSENT, Change, changes, same, shorten, shown
+from quantforge.verification.trees import ABSENT, Change, changes, same
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
-from quantforge_calibration.tokenizer import quiet, raised
-from quantforge_files.roles import SETTINGS as SETTINGS_ROLE
-from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 
-STORAGE_KEYS = frozenset({"quantization_config", "quantization", "gguf_types"})
 _ERROR, _WARNING = Severity.ERROR, Severity.WARNING
 _LISTED = 12  # changes of one file that are reported one by one
-_LARGEST = 1 << 20  # a size that the source does not have; transformers builds lists of that length
 
 
-# What lies beside the weights of a model.
-
-
-@dataclass
-class SideFiles:
-    """What a model has beside its weights.
-
-    Attributes:
-        config: the configuration.
-        files: contents of the other files by name.
-        tensors: the types of the stored tensors by name.
-        documents: the files that are JSON objects, parsed.
-        damaged: what is wrong with those that should be.
-    """
-
-    config: Mapping[str, Any]
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    documents: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
-    damaged: dict[str, str] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in (name for name in sorted(self.files) if name.endswith(".json")):
-            try:
-                data = self.files[name]
-                self.documents[name] = parse_object(data, name, TOKENIZER_ROLE, loose=True)
-            except InputError as error:
-                self.damaged[name] = error.message
-
-    def document(self, name: str) -> dict[str, Any]:
-        """Return a parsed file, {} if there is none or it is damaged."""
-        return self.documents.get(name, {})
-
-
-def side_files_of(model: Artifact | Original) -> SideFiles:
-    """Read what lies beside the weights of a model; of a GGUF file what its keys say.
-
-    Raises:
-        InputError: a file cannot be read.
-    """
-    checkpoint = model.checkpoint
-    path = checkpoint.path
-    files = checkpoint.side_data() if path.is_dir() else side_data(checkpoint)
-    copies = {name for name in COPIES if (path / name).is_file()}
-    files |= {name: FILES.read(path / name, SETTINGS_ROLE, path) for name in copies}
-    tensors = {name: entry.dtype for name, entry in checkpoint.entries.items()}
-    return SideFiles(checkpoint.config, files, tensors)
-
-
-# Step 1: each file as transformers reads it.
-
-_LOAD_CODE = (
-    "auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "attn_implementation",
-    "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
-)  # fmt: skip
-_KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-
-
-def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as its class in transformers reads it: with defaults, in today's spelling.
-
-    No code of a model is run. Keys that load code are left as they are.
-
-    Returns:
-        The configuration, {} if transformers cannot read it, or if it has a large number that ``source`` lacks.
-    """
-    from transformers import PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if any(size > _LARGEST for size in _numbers(config) - _numbers(source)):
-        return {}
-    kind = config.get("model_type")
-    try:
-        known = kind in CONFIG_MAPPING
-        family = CONFIG_MAPPING[kind] if known else PretrainedConfig
-        with quiet():
-            text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
-        found: dict[str, Any] = json.loads(text)
-    except Exception:  # a library raises what it likes
-        return {}
-    return {**found, **{key: config[key] for key in _LOAD_CODE if key in config}}
-
-
-def _without_code(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        left_out = {*_LOAD_CODE, *STORAGE_KEYS}
-        return {key: _without_code(item) for key, item in value.items() if key not in left_out}
-    return [_without_code(item) for item in value] if isinstance(value, list) else value
-
-
-def _numbers(value: Any) -> frozenset[float]:
-    inner = value.values() if isinstance(value, Mapping) else value
-    if isinstance(inner, Iterable) and not isinstance(inner, str):
-        return frozenset().union(*map(_numbers, inner))
-    return frozenset({abs(value)} if isinstance(value, int | float) else ())
+# What differs, file by file.
 
 
 def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Change]:
@@ -160,103 +60,12 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
     elif not first:  # a value that no loader takes: compare at least what is stated
         first = {**second, **bare[0]}
     yield from changes(first, second, (CONFIG,))
-    rope, theta = own.get("rope_parameters"), own.get("rope_theta")
-    newer = rope.get("rope_theta") if isinstance(rope, Mapping) else None
-    if None not in (theta, newer) and not same(theta, newer):  # older loaders read the older key
-        yield Change((CONFIG, "rope_theta"), theta, newer)
-
-
-def _read_generation(side: SideFiles) -> dict[str, Any]:
-    """Return the settings of generation that do something; those of ``config.json`` if there is no file."""
-    from transformers import GenerationConfig
-
-    stated, idle = side.document(GENERATION), GenerationConfig._get_default_generation_params()
-    if GENERATION not in side.files:
-        known = _generation_keys() - {"use_cache", "transformers_version"}
-        parts = (text_config(side.config), side.config)
-        stated = {key: part[key] for part in parts for key in known & part.keys()}
-    return {
-        key: [value] if key.endswith("_token_id") and type(value) is int else value
-        for key, value in stated.items()
-        if value is not None and not same(value, idle.get(key, False))
-    }
-
-
-def _generation_keys() -> frozenset[str]:
-    from transformers import GenerationConfig
-
-    return frozenset(GenerationConfig().to_dict())
-
-
-def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without what does nothing.
-
-    That is nulls, flags that are off, a template that adds no token, and what a byte-level decoder does not read.
-
-    Raises:
-        InputError: it is not a tokenizer.
-    """
-    _tokens_of(tokenizer)
-    found = {key: value for key, value in tokenizer.items() if value not in (None, [])}
-    model = {k: v for k, v in found["model"].items() if v not in (None, "") and v is not False}
-    try:
-        model["merges"] = [
-            m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])
-        ]
-    except TypeError as error:
-        raise InputError(f"{TOKENIZER}: its merges are not pairs of tokens") from error
-    steps = found.get("post_processor")
-    if isinstance(steps, Mapping) and steps.get("type") == "TemplateProcessing":
-        parts = steps.get("single")
-        if isinstance(parts, list) and all(
-            isinstance(p, Mapping) and "Sequence" in p for p in parts
-        ):
-            del found["post_processor"]
-    decoder = found.get("decoder")
-    if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
-        found["decoder"] = {"type": "ByteLevel"}
-    added = {str(item["id"]): item for item in found.get("added_tokens", [])}
-    return {**found, "model": model, "added_tokens": added}
-
-
-def _tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    try:
-        return tokens_of(tokenizer)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{TOKENIZER}: not a tokenizer: {shown(error)}") from error
-
-
-def _load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a tokenizer that transformers loads, and its ``tokenizer.json`` as it would save it.
-
-    No code of the model is run: only copies of its tables are loaded.
-
-    Raises:
-        InputError: transformers cannot load it so.
-    """
-    from transformers import AutoTokenizer
-
-    settings, model = side.document(SETTINGS), {"model_type": side.config.get("model_type")}
-    tables = {name: side.files[name] for name in (TOKENIZER, *REPEATED) if name in side.files}
-    tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
-    tables[CONFIG] = json.dumps(model).encode()
-    try:
-        with TemporaryDirectory() as folder, quiet():
-            for name, data in tables.items():
-                save(Path(folder, name), data)
-            loaded = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        tree = read_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
-    except BaseException as error:  # a library raises what it likes, and compiled code panics
-        if not raised(error):
-            raise
-        raise InputError(f"transformers cannot load it: {shorten(str(error))}") from error
-    names = ("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces",
-             "split_special_tokens", "extra_special_tokens")  # fmt: skip
-    more = {name: getattr(loaded, name, None) for name in names}
-    code = {key: settings[key] for key in _LOAD_CODE if key in settings}
-    return {**loaded.special_tokens_map, **more, **code}, tree
+    rope = own.get("rope_parameters")
+    newer = {"rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
+             "torch_dtype": own.get("dtype")}  # fmt: skip
+    for older, value in newer.items():  # which older loaders read
+        if None not in (own.get(older), value) and not same(own[older], value):
+            yield Change((CONFIG, older), own[older], value)
 
 
 def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
@@ -275,11 +84,11 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
     settings, expected = own.document(SETTINGS), other.document(SETTINGS)
     loaded = saved = source
     try:
-        expected, saved = _load_tokenizer(other)
+        expected, saved = load_tokenizer(other)
     except InputError:  # it needs code, or another library: compared as it stands
         pass
     else:
-        settings, loaded = _load_tokenizer(own)
+        settings, loaded = load_tokenizer(own)
     place = TOKENIZER if TOKENIZER in changed else changed[0]
     found = [
         change
@@ -292,26 +101,41 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
 
 
 def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
-    """Yield the chat templates that differ of those that transformers takes, wherever it takes them from.
+    """Yield the chat templates that differ: those that transformers takes, and those of every place of the artifact.
 
+    A template that a place of the source does not have may also be the one that transformers takes of the source.
     Names count as a key of a GGUF file has them.
 
     Raises:
         SourceError: templates of one side cannot be read.
     """
-    found: list[dict[str, tuple[str, Any]]] = [{}, {}]
-    for side, templates in zip((own, other), found, strict=True):
-        chosen = chat_templates.choose(side.files, "")
-        for name, text in chosen.named.items():
-            place = f"{chat_templates.FOLDER}/{name}{chat_templates.SUFFIX}"
-            place = place if place in side.files else chosen.place
-            templates[template_key(name)] = (place, text.removesuffix("\n") or ABSENT)
-    for name in {**found[0], **found[1]}:
-        (place, text), (where, expected) = (side.get(name, ("", ABSENT)) for side in found)
-        yield from changes(text, expected, (place or where, f"chat template {name}"))
+    taken, told = _templates(other.files), set[str]()
+    for layout in ("", *chat_templates.LAYOUTS):
+        mine, theirs = (_templates(side.files, layout) for side in (own, other))
+        for name in {**mine, **theirs} if not layout else mine:
+            place, text = mine.get(name, ("", ABSENT))
+            allowed = [one[name] for one in (theirs, taken) if name in one] or [("", ABSENT)]
+            if name not in told and text not in [expected for _, expected in allowed]:
+                told.add(name)
+                where, expected = allowed[0]
+                yield Change((place or where, f"chat template {name}"), text, expected)
 
 
-# Step 3: what may differ, and why.
+def _templates(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
+    """Return the file and the text of each chat template of a layout, by default of the one that transformers takes."""
+    if layout:
+        pages = layout == chat_templates.FILE
+        files = {name: data for name, data in files.items()
+                 if name == layout or (pages and chat_templates.is_template(name))}  # fmt: skip
+    chosen, found = chat_templates.choose(files, ""), {}
+    for name, text in chosen.named.items():
+        place = f"{chat_templates.FOLDER}/{name}{chat_templates.SUFFIX}"
+        place = place if place in files else chosen.place
+        found[template_key(name)] = (place, text.removesuffix("\n") or ABSENT)
+    return found
+
+
+# What may differ, and why.
 
 
 class Rule(NamedTuple):
@@ -351,8 +175,9 @@ def _sampling_is_meant(change: Change, own: SideFiles, other: SideFiles) -> bool
 RULES: tuple[Rule, ...] = (
     Rule("*", "*", None, "a null is no value", lambda change, *_: change.added and change.own in (None, ABSENT)),
     Rule("*", "*transformers_version *_name_or_path _commit_hash _from_model_config *_autoset", None, "a note"),
-    Rule("*", "*attn_implementation*", None, "a choice of kernels", lambda change, *_: change.own in _KERNELS),
-    Rule("*", " ".join(_LOAD_CODE), _ERROR, "a loader runs code or loads kernels by it"),
+    Rule("*", "chat_template", None, "templates are compared by themselves"),
+    Rule("*", "*attn_implementation*", None, "a choice of kernels", lambda change, *_: change.own in KERNELS),
+    Rule("*", " ".join(LOAD_CODE), _ERROR, "a loader runs code or loads kernels by it"),
     Rule("*", "*pad_token *pad_token_id", None, "padding is masked", lambda change, *_: change.added),
     Rule(CONFIG, "*dtype", None, "the type that the rest is computed in", _is_stored_type),
     Rule(CONFIG, "*dtype", _WARNING, "no stored tensor has this type"),
@@ -366,10 +191,8 @@ RULES: tuple[Rule, ...] = (
     Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _sampling_is_meant),
     Rule(GENERATION, "bos_token_id pad_token_id", _WARNING, "text generation rarely uses it"),
     Rule(GENERATION, "*", _WARNING, "transformers does not know this key",
-         lambda change, *_: change.path[1] not in _generation_keys()),
+         lambda change, *_: change.path[1] not in generation_keys()),
     Rule("*processor_config.json", "*", _WARNING, "its class may have this default", lambda change, *_: change.added),
-    Rule("*processor_config.json", "chat_template", None, "another file may hold it; templates are compared",
-         lambda change, *_: change.own is ABSENT),
 )  # fmt: skip
 
 
@@ -394,7 +217,7 @@ def check_side_files(report: Report, artifact: Artifact, source: Original) -> No
         if source.checkpoint.path.is_dir():
             compare_files(report, own, other)
         else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
-            tokens, expected = (_tokens_of(side.document(TOKENIZER)) for side in (own, other))
+            tokens, expected = (tokens_of(side.document(TOKENIZER)) for side in (own, other))
             there = {token: tokens[token] for token in expected.keys() & tokens.keys()}
             found = chain(changes(there, expected, (TOKENIZER,)), template_changes(own, other))
             report_changes(report, found, own, other)
@@ -408,7 +231,7 @@ def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
     plain = both - {TOKENIZER, SETTINGS, GENERATION, *REPEATED, *COPIES}
     found = chain(
         _config_changes(own.config, other.config),
-        changes(_read_generation(own), _read_generation(other), (GENERATION,)),
+        changes(read_generation(own), read_generation(other), (GENERATION,)),
         *(changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
     )
     report_changes(report, found, own, other)
@@ -443,88 +266,3 @@ def report_changes(
             report.add(check, name, text, severity)
         if rest:
             report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
-
-
-# One model by itself.
-
-_SPECIAL = "special_tokens_map.json"
-
-
-def check_within(report: Report, artifact: Artifact) -> None:
-    """Report files of one directory that are damaged or contradict each other."""
-    if not report.path.is_dir():
-        return
-    try:
-        own = side_files_of(artifact)
-    except InputError as error:
-        report.add("unreadable", error.file or "", error.message)
-        return
-    rows = [t.stored.shape[0] for t in artifact.matched.tensors if t.role is Role.EMBEDDING]
-    find_contradictions(report, own, min(rows, default=0))
-    try:
-        for text in doubts(artifact):
-            report.warn("settings", CONFIG, text)
-    except (InputError, IntegrityError):
-        pass  # whoever reads the tensors says so
-    if report.source is not None:
-        return
-    for name, document in ((CONFIG, own.config), (SETTINGS, own.documents.get(SETTINGS, {}))):
-        for key in sorted({"auto_map", "custom_pipelines", "custom_generate"} & document.keys()):
-            report.warn(
-                "settings",
-                name,
-                f"{key} lets a loader run code of the model or of another repository",
-            )
-
-
-def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:
-    """Report files that are damaged or contradict each other; ``rows`` are those of the embedding, 0 if not known."""
-    for name, text in own.damaged.items():
-        report.add("settings", name, f"is damaged: {text}")
-    for name, text in contradictions(own.config, own.documents, own.tensors):
-        report.add("settings", name, text)
-    for name, text in _token_contradictions(own, rows):
-        report.warn("settings", name, text)
-
-
-def _token_contradictions(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
-    """Yield ids past the embedding, and tokens that ``tokenizer.json`` lacks or has under another id, with the file."""
-    documents = {**own.documents, CONFIG: text_config(own.config)}
-    for name, key, number in _named(documents, (CONFIG, GENERATION), "_token_id", int):
-        if rows and not -1 <= number < rows:
-            yield name, f"{key} = {shown(number)}, the embedding has {rows} rows"
-    try:
-        tokens = _tokens_of(own.document(TOKENIZER))
-        merges = read_tokenizer(own.document(TOKENIZER))["model"]["merges"]
-    except InputError:
-        return
-    lines = own.files.get("merges.txt", b"").decode(errors="replace").splitlines()
-    if lines and merges != [line for line in lines if line and not line.startswith("#version")]:
-        yield "merges.txt", f"the merges are not those of {TOKENIZER}"
-    for name in ("vocab.json", "added_tokens.json"):
-        found = (
-            change for change in changes(own.document(name), tokens) if change.own is not ABSENT
-        )
-        for change in islice(found, 1):
-            yield (
-                name,
-                f"{shown(change.path[0])} = {shown(change.own)}, {TOKENIZER} has {shown(change.other)}",
-            )
-    roles = {(key, text) for _, key, text in _named(documents, (SETTINGS,), "_token", str)}
-    for name, key, text in _named(documents, (SETTINGS, _SPECIAL), "_token", str):
-        if text not in tokens:
-            yield name, f"{key} = {shown(text)} is not a token of {TOKENIZER}"
-        elif (key, text) not in roles and any(key == role for role, _ in roles):
-            yield name, f"{key} = {shown(text)} is not that of {SETTINGS}"
-
-
-def _named(
-    documents: Mapping[str, Mapping[str, Any]], names: tuple[str, ...], end: str, kind: type
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield file, key and value of every key that ends so; tokens may be lists, and tables with their text."""
-    for name in names:
-        for key, value in documents.get(name, {}).items():
-            for item in value if isinstance(value, list) else [value]:
-                content = item.get("content") if isinstance(item, Mapping) else item
-                if key.endswith(end) and isinstance(content, kind):
-                    yield name, shorten(key), content

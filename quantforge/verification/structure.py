@@ -12,6 +12,7 @@ from typing import Any
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_modules import declared
@@ -21,6 +22,7 @@ from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
 from quantforge.model.transformers_loading import Loading, compare, compare_plain
+from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
 from quantforge_files.roles import TOKENIZER
@@ -51,36 +53,38 @@ def check_structure(
 
 
 def _check_quantized(report: Report, artifact: Artifact) -> None:
-    """Check that something is quantized if the configuration declares it, and that it declares what is."""
-    checkpoint = artifact.checkpoint
-    quantization = quantization_config(checkpoint.config)
-    only_cache = not artifact.layouts and quantization.get("kv_cache_scheme") is not None
-    if not artifact.layouts and not only_cache and (checkpoint.quantization or quantization):
-        text = "config.json declares a quantization, but no tensor is quantized"
+    """Check that exactly the layers are quantized that the configuration declares as quantized."""
+    config = artifact.checkpoint.config
+    stated = quantization_config(config)
+    only_cache = not artifact.layouts and stated.get("kv_cache_scheme") is not None
+    if not artifact.layouts and not only_cache and (artifact.checkpoint.quantization or stated):
+        text = f"{CONFIG} declares a quantization, but no tensor is quantized"
         report.add("nothing-quantized", report.path.name, text)
+    linears = _linears(artifact)
     try:
-        says = declared(checkpoint.config) if artifact.layouts or only_cache else None
+        says = declared(config) if artifact.layouts or only_cache else None
         if says is None:
             report.skip("the format has no list of unquantized layers", "ignore-list")
             return
-        answers = {module: says(module) for module in _linears(artifact)}
+        answers = {module: says(module) for module in linears}
     except InputError as error:
-        report.add("ignore-list", "config.json", error.message)
+        report.add("ignore-list", CONFIG, error.message)
         return
     wrong: dict[tuple[str, Severity], list[str]] = {}
-    for module, stored in _linears(artifact).items():
+    for module, stored in linears.items():
         if answers[module] - {stored is True}:
-            text = (
-                "quantized, but config.json excludes it"
-                if stored
-                else "not quantized, but config.json declares that it is"
-            )
+            text = f"not quantized, but {CONFIG} declares that it is"
+            if stored:
+                text = f"quantized, but {CONFIG} excludes it"
             # Loaders disagree on the list, or use the embedding and never look for a head.
             unsure = len(answers[module]) > 1 or stored is None
             severity = Severity.WARNING if unsure else Severity.ERROR
             wrong.setdefault((text, severity), []).append(module)
     for (text, severity), modules in wrong.items():
-        report.add("ignore-list", modules[0], f"{text}{_others(modules)}", severity)
+        rest = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+        every = f"; {len(modules)} in all: {', '.join(modules[:SHOWN])}{rest}"
+        detail = text + (every if len(modules) > 1 else "")
+        report.add("ignore-list", modules[0], detail, severity)
 
 
 def _linears(artifact: Artifact) -> dict[str, bool | None]:
@@ -91,9 +95,7 @@ def _linears(artifact: Artifact) -> dict[str, bool | None]:
         module, packed = _module(tensor), artifact.layout(tensor) is not None
         if packed or tensor.role is Role.LINEAR or module == head:
             found[module] = packed
-    if artifact.matched.tied:
-        found.setdefault(head, None)
-    return found
+    return {head: None, **found} if artifact.matched.tied else found
 
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
@@ -121,19 +123,24 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
     Models are published with added tokens beyond it, which no text contains unless it names them: a warning. A piece of
     the vocabulary beyond it is an error: the tokenizer belongs to another model.
     """
+    path = artifact.checkpoint.path
+    file = path / TOKENIZER_FILE
     try:
-        tokenizer = _tokenizer(artifact)
-    except InputError as error:
-        report.warn("vocabulary", report.path.name, f"its tokens cannot be read: {error.message}")
-        return
-    if tokenizer is None:
-        report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
-        return
-    try:
+        if path.is_dir():
+            data = FILES.read(file, TOKENIZER, path) if file.is_file() else None
+        else:  # what the keys of a GGUF file describe
+            data = side_data(artifact.checkpoint).get(TOKENIZER_FILE)
+        if data is None:
+            report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
+            return
+        tokenizer = parse_object(data, file, TOKENIZER)
         tokens = tokens_of(tokenizer)
         added = {item["content"] for item in added_tokens(tokenizer)}
-    except (InputError, ValueError, AttributeError, TypeError, KeyError):
-        report.skip(f"{TOKENIZER_FILE} cannot be read", "vocabulary")
+    except InputError as error:
+        if path.is_dir():  # `side_files` and `consistency` tell what is wrong with it
+            report.skip(f"{TOKENIZER_FILE} cannot be read", "vocabulary")
+        else:
+            report.warn("vocabulary", path.name, f"its tokens cannot be read: {error.message}")
         return
     found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
     if artifact.matched.architecture is None:  # names alone cannot tell it from tables of positions
@@ -144,76 +151,29 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
         beyond = sorted((number, text) for text, number in tokens.items() if number >= rows)
         pieces = [(number, text) for number, text in beyond if text not in added]
         if beyond:
-            shown = ", ".join(
-                f"{text!a:.60} (id {number})" for number, text in (pieces or beyond)[:3]
-            )
-            text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {shown}"
+            first = [f"{text!a:.60} (id {number})" for number, text in (pieces or beyond)[:3]]
+            text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {', '.join(first)}"
             severity = Severity.ERROR if pieces else Severity.WARNING
             report.add("vocabulary", tensor.stored.name, text, severity)
-
-
-def _tokenizer(artifact: Artifact) -> dict[str, Any] | None:
-    """Return ``tokenizer.json``, of a GGUF file that which its keys describe; None without a readable one.
-
-    Raises:
-        InputError: the keys of a GGUF file describe none.
-    """
-    path = artifact.checkpoint.path
-    file = path / TOKENIZER_FILE
-    if path.is_dir():
-        data = FILES.read(file, TOKENIZER, path) if file.is_file() else None
-    else:
-        data = side_data(artifact.checkpoint).get(TOKENIZER_FILE)
-    try:
-        return None if data is None else parse_object(data, file, TOKENIZER)
-    except InputError:
-        return None
 
 
 def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of every token of ``tokenizer.json``, including added tokens.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is not a tokenizer.
+        InputError: it is not a tokenizer.
     """
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, list):  # unigram: pieces with their scores
-        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
     try:
-        added = {item["content"]: item["id"] for item in added_tokens(tokenizer)}
-    except InputError as error:
-        raise ValueError(error.message) from error
-    tokens = {**vocabulary, **added}
-    if not all(type(number) is int for number in tokens.values()):
-        raise TypeError("an id is not a number")
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: pieces with their scores
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        tokens = {**vocabulary, **{item["content"]: item["id"] for item in added_tokens(tokenizer)}}
+        numbers = {type(number) for number in tokens.values()}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{TOKENIZER_FILE}: not a tokenizer: {error!r:.60}") from error
+    if numbers - {int}:
+        raise InputError(f"{TOKENIZER_FILE}: not a tokenizer: an id is not a number")
     return tokens
-
-
-def _check_towers(report: Report, artifact: Artifact, source: Original | None) -> None:
-    """Check that another tower, or a head for further tokens, is there whole or not at all.
-
-    Its tensors are those of the source; without a source, those that transformers expects.
-    """
-    own = {_running(tensor.name) for tensor in artifact.matched.foreign}
-    towers = {name.partition(".")[0] for name in own}
-    if source is not None:
-        expected = [tensor.name for tensor in source.matched.foreign]
-    elif any(not tensor.further for tensor in artifact.matched.foreign):
-        checkpoint = artifact.checkpoint
-        plain = [entry.stored() for entry in decoded(checkpoint).entries.values()]
-        expected = [*compare_plain(checkpoint.config, plain).missing]
-    else:
-        return
-    for name in expected:
-        if _running(name) not in own and _running(name).partition(".")[0] in towers:
-            report.add(
-                "incomplete", name, "missing, but other tensors of this part of the model are there"
-            )
-
-
-def _running(name: str) -> str:
-    """Return the name of a tensor without the prefix that some files leave out."""
-    return name.removeprefix("model.")
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
@@ -225,7 +185,9 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     name = engine if engine in about.engines else target_of(engine).judged
     loading = Loading()
     if name == TRANSFORMERS and not (about.one_file or model.draft):
-        loading = _loading(artifact)
+        checkpoint = artifact.checkpoint
+        stored = [entry.stored() for entry in checkpoint.entries.values()]
+        loading = compare(checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact))
         model = replace(model, compared=not loading.untried)
     verdict = next(item for item in judged(about, model) if item.engine == name)
     refused = verdict.reason if verdict.loads is False else ""
@@ -235,15 +197,48 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         report.skip(f"not tried: {loading.untried}", "engine")
 
 
-def _loading(artifact: Artifact) -> Loading:
-    """Return what transformers' own loader makes of the names and shapes of the tensors."""
-    checkpoint = artifact.checkpoint
-    return compare(
-        checkpoint.config,
-        [entry.stored() for entry in checkpoint.entries.values()],
-        checkpoint.read,
-        lambda: [entry.stored() for entry in decoded(checkpoint).entries.values()],
-    )
+def _check_towers(report: Report, artifact: Artifact, source: Original | None) -> None:
+    """Check that other towers are there whole or not at all, and likewise a head for further tokens.
+
+    Their tensors are those of the source; without a source, those that transformers expects.
+    """
+    foreign = artifact.matched.foreign
+    whole = any(not tensor.further for tensor in foreign)  # a model with its towers
+    own = {_short(tensor.name) for tensor in foreign}
+    towers = {_tower(name) for name in own}
+    unclear = {
+        _tower(t.stored.name) for t in artifact.matched.tensors if t.role is not Role.FOREIGN
+    }
+    if source is not None:
+        expected = {tensor.name: tensor.further for tensor in source.matched.foreign}
+        unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
+    elif whole:
+        plain = _plain(artifact)
+        expected = dict.fromkeys(compare_plain(artifact.checkpoint.config, plain).missing, False)
+    else:
+        return
+    for name, further in expected.items():
+        if _short(name) in own or _tower(name) in unclear:
+            continue
+        if _tower(name) in towers:
+            text = "missing, but other tensors of this part of the model are there"
+            report.add("incomplete", name, text)
+        elif whole and not further:
+            report.warn("incomplete", name, "missing, but other towers of the model are there")
+
+
+def _short(name: str) -> str:
+    """Return the name of a tensor without the prefix that some files leave out."""
+    return name.removeprefix("model.")
+
+
+def _tower(name: str) -> str:
+    return _short(name).partition(".")[0]
+
+
+def _plain(artifact: Artifact) -> list[StoredTensor]:
+    """Return the headers of the tensors, quantized weights as if they were plain."""
+    return [entry.stored() for entry in decoded(artifact.checkpoint).entries.values()]
 
 
 def _model_of(artifact: Artifact) -> ModelToLoad:
@@ -264,11 +259,3 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
 
 def _module(tensor: MatchedTensor) -> str:
     return tensor.stored.name.removesuffix(".weight")
-
-
-def _others(modules: list[str]) -> str:
-    """Return the modules after the first, for the end of a finding."""
-    if len(modules) == 1:
-        return ""
-    more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
-    return f"; {len(modules)} in all: {', '.join(modules[:SHOWN])}{more}"

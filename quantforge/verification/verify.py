@@ -15,6 +15,7 @@ from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import PLAIN, is_sparse
 from quantforge.recipe import Recipe, from_toml
+from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report
 from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
@@ -29,7 +30,7 @@ from quantforge.verification.opening import (
     open_artifact,
     open_source,
 )
-from quantforge.verification.side_files import check_side_files, check_within
+from quantforge.verification.side_files import check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 

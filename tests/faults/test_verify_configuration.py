@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from quantforge.verification.findings import Report
-from quantforge.verification.side_files import SideFiles, compare_files
+from quantforge.verification.reading import SideFiles
+from quantforge.verification.side_files import compare_files
 
 Document = dict[str, Any]
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "intermediate_size": 256, "hidden_size": 64,
@@ -179,6 +180,8 @@ def test_an_older_spelling_beside_the_newer_has_to_say_the_same():
     assert judged({**config, "rope_theta": 5e5}, config) == []
     assert judged({**config, "rope_scaling": scaling, "rope_theta": 5e5}, config) == []
     assert judged({**config, "rope_theta": 1e4}, config)
+    assert judged({**config, "torch_dtype": "bfloat16"}, config) == []
+    assert judged({**config, "torch_dtype": "float64"}, config)
     assert judged({**config, "rope_scaling": {**scaling, "factor": 2.0}}, config)
 
 

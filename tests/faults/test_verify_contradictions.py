@@ -24,7 +24,7 @@ UP = f"{BLOCK}mlp.up_proj"
 INT4, ASYM, INT8 = "llmc-w4a16-gptq", "llmc-w4a16-awq-asym", "llmc-w8a8-smooth"
 FP8, NVFP4, MXFP4 = "llmc-fp8", "llmc-nvfp4", "llmc-mxfp4"
 GPTQ, ORDERED, SKIPPED = "gptqmodel-v1", "gptqmodel-desc-act", "gptqmodel-3bit-skipped"
-V2, AWQ = "gptqmodel-v2-asym", "gptqmodel-awq"
+V2, AWQ, NF4 = "gptqmodel-v2-asym", "gptqmodel-awq", "bnb-nf4"
 COPY = "quantize_config.json"
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 LINEARS = [f"self_attn.{name}_proj" for name in "qkv"] + [
@@ -196,6 +196,11 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "an argument that nobody knows": (INT4, weights(zeros="x"), "weights.zeros"),
     "weights that are rounded anew": (INT4, weights(dynamic=True), "weights.dynamic"),
     "another type of scales": (NVFP4, weights(scale_dtype="torch.uint8"), "scale_dtype"),
+    "an order that nobody knows": (INT4, weights(actorder="x"), "actorder"),
+    "no status": (INT4, unsaid("quantization_status"), "quantization_status is missing"),
+    "inputs that nobody scaled": (MXFP4, inputs(dynamic=False), "input_activations.dynamic = False"),
+    "inputs of an order that nobody knows": (INT8, inputs(actorder="x"), "input_activations.actorder"),
+    "groups of no size": (FP8, inputs(strategy="group", dynamic=True), "activations of 8 bits per group"),
     "a group of no layer": (INT4, second_group("re:.*nothing"), "group_1.targets"),
     "a group of another name": (INT4, lambda m: m.quantization.update(config_groups={"W4A16": m.group}), "group_0"),
     "weights that are said to be plain": (INT4, said(quantization_status="frozen"), "quantization_status"),
@@ -204,6 +209,9 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "scales without a cache": (FP8, said(kv_cache_scheme=None), "kv_cache_scheme is missing"),
     # GPTQ and AWQ
     "desc_act, in order": (GPTQ, both(alone, said(desc_act=True)), "desc_act = true"),
+    "scattered, and nothing said": (ORDERED, both(alone, unsaid("desc_act")), "desc_act is missing"),
+    "of the second layout, and nothing said": (V2, both(alone, unsaid("checkpoint_format")), "checkpoint_format"),
+    "4 bits, and nothing said": (NF4, unsaid("load_in_4bit"), "load_in_4bit is missing"),
     "symmetric, and said to be not": (GPTQ, both(alone, said(sym=False)), "sym = False"),
     "asymmetric, and said to be not": (V2, said(sym=True), "config.json says sym"),
     "desc_act without g_idx": (GPTQ, both(alone, said(desc_act=True), without(".g_idx")), "g_idx is missing"),
@@ -220,7 +228,10 @@ PLANTED: dict[str, tuple[str, Edit, str]] = {
     "two names of the width": (AWQ, both(alone, said(w_bit=8)), "w_bit"),
     "two names of the groups": (AWQ, both(alone, said(q_group_size=64)), "q_group_size"),
     "excepted by a rule, and packed": (AWQ, both(alone, said(dynamic={"-:.*up_proj": {}})), "is packed"),
+    "an order of columns in AWQ": (AWQ, both(alone, said(desc_act=True)), "desc_act = true"),
+    "zero points that are said nothing of": (AWQ, both(alone, unsaid("zero_point")), "zero_point is missing"),
     "zero points that are denied": (AWQ, both(alone, said(zero_point=False)), "zero points differ"),
+    "a method that nobody knows": (GPTQ, both(alone, said(quant_method="x", method="x")), "is the name right"),
     # other homes of the same
     "a copy with other groups": (GPTQ, file(COPY, group_size=128), COPY),
     "a copy with another order": (GPTQ, file(COPY, desc_act=True), COPY),
@@ -249,7 +260,6 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
     "desc_act of one group": (GPTQ, both(alone, one_group, said(desc_act=True, group_size=-1))),
     "no arguments but those that are needed": (INT4, lambda m: m.group.update(
         weights={"num_bits": 4, "group_size": 32})),
-    "scattered, and nothing said": (ORDERED, both(alone, unsaid("desc_act"))),
     "rules and a list that agree": (SKIPPED, said(modules_in_block_to_quantize=[LINEARS])),
     "the list alone": (SKIPPED, both(alone, unsaid("dynamic"), said(modules_in_block_to_quantize=[LINEARS]))),
     "a list for what this model has not": (GPTQ,

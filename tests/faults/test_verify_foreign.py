@@ -31,6 +31,8 @@ PLANTED: dict[str, Severity | None] = {
     "pytorch_model.bin.index.json": Severity.ERROR,
     "config.4.0.0.json": Severity.WARNING,
     "configuration.json": Severity.WARNING,
+    "genai_config.json": Severity.WARNING,
+    "Weights.BIN": Severity.ERROR,
     "modules.json": Severity.WARNING,
     "1_Pooling/config.json": Severity.WARNING,
     "Modelfile": Severity.WARNING,

@@ -118,21 +118,23 @@ def lose(place: Path, *names: str) -> Path:
     return place
 
 
+def names_of(place: Path) -> list[str]:
+    return sorted(load_file(place / "model.safetensors"))
+
+
 @pytest.mark.parametrize("source", [True, False])
 def test_a_tensor_that_another_tower_lacks_is_an_error(source, tiny, tmp_path):
     model = tiny("gemma3-multimodal")
     out = made(model, tmp_path / "q")
-    names = [name for name in load_file(out / "model.safetensors") if "vision_tower" in name]
-    lost = next(name for name in names if name.endswith("q_proj.weight"))
+    lost = next(n for n in names_of(out) if "vision_tower" in n and n.endswith("q_proj.weight"))
     options = VerificationOptions(model if source else None, forward=False)
     assert verify(out, options).findings == []
     (item,) = verify(lose(out, lost), options).findings
     assert (item.check, item.severity) == ("incomplete", ERROR)
     assert item.where.removeprefix("model.") == lost.removeprefix("model.")
+    projector = [name for name in names_of(out) if "multi_modal" in name]
+    found = verify(lose(out, *projector), options).findings
+    assert {item.severity for item in found} == {ERROR, WARNING}
     if source:  # without its whole tower and projector, it is a model of text
-        both = [
-            name
-            for name in load_file(out / "model.safetensors")
-            if "vision" in name or "multi_modal" in name
-        ]
-        assert verify(lose(out, *both), options).findings == []
+        tower = [name for name in names_of(out) if "vision" in name]
+        assert verify(lose(out, *tower), options).findings == []

@@ -11,8 +11,10 @@ import pytest
 
 from quantforge.errors import InputError
 from quantforge.verification import side_files
+from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
-from quantforge.verification.side_files import SideFiles, compare_files, find_contradictions
+from quantforge.verification.reading import SideFiles
+from quantforge.verification.side_files import compare_files
 from tests import gguf_models
 from tests.faults.test_verify_configuration import changed, other_than, places
 
@@ -140,7 +142,7 @@ def test_every_place_of_a_tokenizer_is_compared(name, released, monkeypatch):
     def fail(side: SideFiles) -> Any:
         raise InputError("unread")
 
-    monkeypatch.setattr(side_files, "_load_tokenizer", fail)
+    monkeypatch.setattr(side_files, "load_tokenizer", fail)
     source = released(name)
     other = read(source)
     tree = json.loads(other.files[NAME])
@@ -229,6 +231,25 @@ def test_a_missing_template_is_found(released):
     assert any(
         "tool_use" in item for item in told({**files, CONFIG: json.dumps(own).encode()}, source)
     )
+
+
+PLACES = ("chat_template.jinja", "chat_template.json", "processor_config.json", CONFIG)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_template_is_compared_in_every_place(place, released):
+    """Which of several is taken depends on the loader."""
+    source = released("llama3")
+    files = read(source).files
+
+    def held(text: str) -> dict[str, bytes]:
+        if place.endswith("jinja"):
+            return {**files, place: text.encode()}
+        return edited(files, place, chat_template=text)
+
+    assert told(held("{{ messages }}"), source) == []
+    (found,) = told(held("{{ messages }}x"), source)
+    assert found.startswith(place)
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {

@@ -210,7 +210,7 @@ CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
             "quantforge.evaluation.language_model", "quantforge.results.signing",
             "quantforge_calibration.images", "quantforge_calibration.row_processor",
             "quantforge.http_api.application", "quantforge.http_api.engine_thread",  # one request, one step
-            "quantforge.verification.side_files", "quantforge_calibration.tokenizer",
+            "quantforge.verification.reading", "quantforge_calibration.tokenizer",
             "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
             "quantforge_calibration.readers", "quantforge.model.transformers_loading"}  # fmt: skip
 

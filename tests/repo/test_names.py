@@ -53,8 +53,8 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
     "verbs": ("fp8", "a kind of KV cache"),
-    "verification": ("awq compressed-tensors fp8_e4m3 gptq llama llama4 qwen2 sparsegpt",
-                     "a description of the quantization that the tensors contradict; tokenizers of one family;"
+    "verification": ("awq bnb compressed-tensors fp8_e4m3 gptq gptq_v2 llama llama4 mlx qwen2 sparsegpt",
+                     "keys of a quantization that loaders need, or that the tensors deny; tokenizers of one family;"
                      " what SparseGPT leaves as it was"),
     "formats.sources.adapter": ("magnitude", "the vector of DoRA, as PEFT calls it"),
 }  # fmt: skip

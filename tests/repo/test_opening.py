@@ -43,7 +43,7 @@ EXCEPTIONS = {
         "transformers.AutoTokenizer.from_pretrained",
     ): "likewise",
     (
-        "quantforge.verification.side_files",
+        "quantforge.verification.reading",
         "AutoTokenizer.from_pretrained",
     ): "a folder of copies of what the Opener read",
 }
