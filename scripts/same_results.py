@@ -513,8 +513,12 @@ def _stable(value: Any, *, measured: bool) -> Any:
 
 def compare(options: argparse.Namespace) -> int:
     """Run both versions, print what differs and return the exit code."""
-    lines = [line for line in commands(quick=options.quick) if options.only in line]
-    lines = with_needs(lines, commands())
+    chosen = [
+        line
+        for line in commands(quick=options.quick)
+        if not options.only or any(text in line for text in options.only)
+    ]
+    lines = with_needs(chosen, commands())
     results: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory(prefix="same-results-") as name:
         place = Path(name)
@@ -700,7 +704,9 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, help=f"a commit (default: {BEFORE})")
     parser.add_argument("--quick", action="store_true", help="one command of each kind")
     parser.add_argument(
-        "--only", default="", help="commands that contain this, with what they read"
+        "--only",
+        action="append",
+        help="commands that contain this, with what they read (repeatable)",
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes, each on one thread")
     parser.add_argument(
