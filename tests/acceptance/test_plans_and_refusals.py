@@ -1,0 +1,374 @@
+"""`plan`, `inspect`, errors as an interface, and the Python functions behind all verbs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantforge
+from tests.acceptance.support import (
+    ALONE,
+    EVALUATION,
+    ROWS,
+    Copy,
+    Make,
+    Model,
+    Start,
+    command,
+    digests,
+    document,
+    tensors,
+)
+
+RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
+GPTQ = ("--method", "gptq", "--bits", 4, *ROWS)
+
+
+# ---- plan
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama", RTN), ("mixture", RTN), ("hybrid", GPTQ), ("tower", RTN), ("gpt2", RTN),
+        ("llama", ("--method", "rtn", "--format", "mlx", "--bits", 4, "--calibration", "none")),
+        ("llama", ("--method", "rtn", "--scheme", "nf4", "--calibration", "none")),
+        ("llama", ("--method", "rtn", "--type", "Q4_0", "--calibration", "none")),
+    ],
+)  # fmt: skip
+def test_a_plan_is_what_comes_out(
+    name: str, words: tuple[object, ...], model: Model, make: Make
+) -> None:
+    """Exact bytes, and every tensor of the source exactly once."""
+    planned = document("plan", model(name), *words)
+    made = make("quantize", name, *words)
+    files = [made.path] if made.path.is_file() else [*made.path.glob("*.safetensors")]
+    assert planned["output_bytes"] == sum(path.stat().st_size for path in files)
+    assert planned["bits_per_weight"] == made.document["bits_per_weight"]
+    assert [row["name"] for row in planned["tensors"]] == sorted({*tensors(model(name))}) or {
+        row["name"] for row in planned["tensors"]
+    } >= {*tensors(model(name))}
+    assert all(row["rule"] for row in planned["tensors"])
+
+
+def test_a_plan_reads_headers_only_and_writes_nothing(
+    model: Model, copied: Copy, tmp_path: Path
+) -> None:
+    source = copied(model("demo"))
+    weights = source / "model.safetensors"
+    before = weights.read_bytes()
+    header = 8 + int.from_bytes(before[:8], "little")
+    weights.write_bytes(before[:header] + b"\xff" * (len(before) - header))  # all NaN
+    files = digests(tmp_path)
+    planned = document("plan", source, *RTN)
+    assert planned["tensors"]
+    assert digests(tmp_path) == files
+
+
+def test_a_plan_says_what_it_takes_and_who_loads_it(model: Model) -> None:
+    planned = document("plan", model("demo"), *GPTQ)
+    assert planned["peak_memory_bytes"] > 0
+    assert planned["forecast"]["total_seconds"] > 0
+    engines = {row["engine"]: row["loads"] for row in planned["engines"]}
+    assert (engines["vllm"], engines["transformers"], engines["llama.cpp"]) == (True, True, False)
+    shown = command("plan", model("demo"), *GPTQ)
+    for word in ("down_proj", "int4:g128:sym", "peak memory"):
+        assert word in shown.out
+
+
+def test_whether_a_result_fits_a_device(model: Model) -> None:
+    load = ("--context", 64, "--batch", 8)
+    small, large = (
+        document(
+            "plan",
+            model("demo"),
+            *RTN,
+            *load,
+            "--memory",
+            size,
+            "--bandwidth",
+            "1TB/s",
+            "--compute",
+            "100TFLOPS",
+        )
+        for size in ("1MB", "24GB")
+    )
+    assert json.dumps(small) != json.dumps(large)
+    fits = [found["capacity"]["fits"] for found in (small, large)]
+    assert fits == [False, True]
+    more = document("plan", model("demo"), *RTN, *load, "--cache", "int8", "--device-name", "l4")
+    assert more["capacity"]["cache_bytes"] < large["capacity"]["cache_bytes"]
+
+
+# ---- inspect
+
+
+def test_inspect_reads_headers_of_anything(model: Model, make: Make) -> None:
+    whole = document("inspect", model("demo"))
+    assert whole["weights"] == sum(weight.numel() for weight in tensors(model("demo")).values())
+    single = document("inspect", model("demo") / "model.safetensors")
+    assert single["weights"] == whole["weights"]
+    file = make("export", "demo", "--type", "Q4_K_M").path
+    assert document("inspect", file)["schemes"]["q4_k"] >= 20
+    listed = document("inspect", file, "--tensors", "*ffn_down*")
+    assert len(listed["tensors"]) == 4
+    made = document("inspect", make("quantize", "llama", *GPTQ).path)
+    assert made["provenance"]["method"] == "gptq"
+    assert made["bits_per_quantized_weight"] == pytest.approx(4.13, abs=0.01)
+
+
+def test_inspect_derives_what_reads_the_same_activation(model: Model, tmp_path: Path) -> None:
+    found = document("inspect", model("llama"), "--derive", "-o", tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())["kinds"] == found["kinds"]
+    groups = [{*group["linears"]} for kind in found["kinds"] for group in kind["inputs"]]
+    assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} in groups
+    assert {"mlp.gate_proj", "mlp.up_proj"} in groups
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (("plam", "MODEL"), 2, "plan"),
+        (("quantize", "MODEL", "--metod", "rtn"), 2, "--method"),
+        (("quantize", "MODEL", "--method", "gtpq"), 2, "gptq"),
+        (("quantize", "MODEL", "--bits", "11"), 2, "8"),
+        (("quantize", "MODEL", "--scheme", "int4:g12x"), 2, "g12x"),
+        (("quantize", "MODEL", "--format", "qptq"), 2, "gptq"),
+        (("quantize", "MODEL", "--type", "Q4_K_X"), 2, "Q4_K"),
+        (("quantize", "MODEL", "--for", "vlm", "--bits", "4"), 2, "vllm"),
+        (("quantize", "MODEL", "--bits", "4", "--scheme", "int4"), 2, "--scheme"),
+        (("quantize", "MODEL", "--bits", "4", "--format", "awq", "-o", "x.gguf"), 2, "gguf"),
+        (("quantize", "MODEL", "--bits", "4", "--modelfile"), 2, "--modelfile"),
+        (("quantize", "MODEL", "--bits", "4", "--allow", "nothing=1"), 2, "nothing"),
+        (("quantize", "MODEL", "--format", "gptq", "--scheme", "nf4"), 4, "nf4"),
+        (("quantize", "MODEL", "--method", "rtn", "--tune", "1", "--bits", "4"), 4, "tune"),
+        (("quantize", "MODEL", "--method", "rtn", "--type", "Q8_0", "--head", "int8:row"), 4, "head"),
+        (("quantize", "./absent", "--bits", "4"), 3, "absent"),
+        (("quantize", "MODEL", "--bits", "4", "--device", "cuda:99"), 3, "cuda"),
+        (("export", "MODEL", "--format", "compressed-tensors", "--source", "./absent"), 3, "absent"),
+        (("eval", "MODEL", "--report", "r.txt"), 2, ".html"),
+        (("generate", "./absent", "x"), 3, "absent"),
+        (("recipes", "vllm-4bitt"), 3, "vllm-4bit"),
+        (("inspect", "./absent"), 3, "absent"),
+        (("reproduce", "MODEL", "--source", "MODEL"), 3, "manifest"),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_a_code_and_names_what_is_wrong(
+    words: tuple[str, ...], code: int, named: str, model: Model, tmp_path: Path
+) -> None:
+    typed = [str(model("llama")) if word == "MODEL" else word for word in words]
+    ended = command(*typed, "--json", cwd=tmp_path)
+    assert ended.out == ""
+    error = ended.error
+    names = {2: "usage", 3: "input", 4: "refused"}
+    assert (ended.code, error["code"]) == (code, names[code]), error
+    assert named in f"{error['message']} {error['hint']}", error
+    assert [*tmp_path.iterdir()] == []
+    plain = command(*typed, cwd=tmp_path)
+    assert (plain.code, plain.out, "Traceback" in plain.err) == (code, "", False)
+    assert error["message"].split()[0] in plain.err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", ALONE, "formats"], stdout=writing, stderr=subprocess.PIPE, text=True,
+                          check=False)  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_help_and_plan_do_without_torch(model: Model) -> None:
+    script = (
+        "import sys, quantforge\n"
+        "assert 'torch' not in sys.modules\n"
+        "from importlib.metadata import entry_points\n"
+        "(command,) = entry_points(group='console_scripts', name='quantforge')\n"
+        "for words in (['--help'], ['quantize', '--help'], ['plan', sys.argv[1], '--bits', '4']):\n"
+        "    sys.argv[1:] = words\n"
+        "    try: command.load()()\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "    assert 'torch' not in sys.modules, words\n"
+    )
+    words = script.replace("sys.argv[1], '--bits'", f"{str(model('llama'))!r}, '--bits'")
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- import quantforge
+
+
+def test_what_the_package_offers() -> None:
+    functions = {"allocate", "capacity", "demo", "derive_declarations", "diff", "evaluate", "export", "generate",
+                 "inspect", "load", "make_imatrix", "plan", "quantize", "release", "reproduce", "serve", "sweep",
+                 "verify"}  # fmt: skip
+    classes = {"Recipe", "Rule", "Settings", "Policy", "GptqOptions", "AwqOptions", "CalibrationOptions", "Load",
+               "Plan", "Progress", "QuantForgeError", "Serving"}  # fmt: skip
+    assert functions | classes <= {*quantforge.__all__}
+    assert all(callable(getattr(quantforge, name)) for name in functions)
+    assert {*quantforge.__all__} <= {*dir(quantforge)}
+
+
+def test_functions_make_what_the_command_makes(
+    model: Model, make: Make, tmp_path: Path, capsys: Any
+) -> None:
+    source, out = model("llama"), tmp_path / "out"
+    planned = quantforge.plan(source, method="gptq", bits=4, samples=8, length=64)
+    made = quantforge.quantize(source, method="gptq", bits=4, samples=8, length=64, out=out)
+    expected = make("quantize", "llama", *GPTQ)
+    assert digests(out) == digests(expected.path)
+    assert planned.output_bytes == expected.document["output_bytes"]
+    assert Path(made.out) == out
+    assert [event.kind for event in made.events] == ["calibration-short"]
+    moved = quantforge.export(out, out=tmp_path / "x.gguf")
+    assert (moved.verdict, moved.layers) == ("exact", 14)
+    assert quantforge.verify(out, source=source).findings == []
+    rows = quantforge.evaluate(source, [out], windows=4, length=32, speed=False).rows
+    (_, row) = document("eval", source, expected.path, *EVALUATION)["models"]
+    assert rows[1]["kl_mean"] == pytest.approx(row["kl_mean"], rel=1e-6)
+    assert quantforge.diff(out, expected.path).equal
+    assert quantforge.inspect(out).schemes["int4:g128:sym:bf16"] == 14
+    assert not quantforge.reproduce(out, source=source).differing
+    assert [*capsys.readouterr()] == ["", ""]  # nothing is printed
+
+
+def test_a_recipe_and_settings_as_objects(model: Model, make: Make, tmp_path: Path) -> None:
+    shares: list[float] = []
+    recipe = quantforge.Recipe(
+        method="rtn",
+        bits=4,
+        calibration=quantforge.CalibrationOptions(source="none"),
+        rules=(quantforge.Rule("down_proj", "int8:g128:sym"),),
+    )
+    settings = quantforge.Settings(
+        threads=1,
+        policy=quantforge.Policy(strict=True),
+        progress=lambda at: shares.append(at.share),
+    )
+    quantforge.quantize(model("llama"), recipe, tmp_path / "out", settings)
+    words = (*RTN, "--rule", "down_proj=int8:g128:sym")
+    assert digests(tmp_path / "out") == digests(make("quantize", "llama", *words).path)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
+def test_errors_are_of_one_kind(model: Model, tmp_path: Path) -> None:
+    wrong: list[tuple[int, Callable[[], object]]] = [
+        (2, lambda: quantforge.plan(model("llama"), bitz=4)),
+        (2, lambda: quantforge.plan(model("llama"), method="gtpq")),
+        (2, lambda: quantforge.plan(model("llama"), bits="four")),
+        (3, lambda: quantforge.plan(tmp_path / "absent")),
+        (3, lambda: quantforge.Recipe(bits=40)),
+        (4, lambda: quantforge.plan(model("llama"), scheme="nf4", format="gptq")),
+    ]
+    for code, call in wrong:
+        with pytest.raises(quantforge.QuantForgeError) as raised:
+            call()
+        assert raised.value.exit_code == code, raised.value
+        assert raised.value.message
+
+
+def test_progress_may_stop_a_verb(model: Model, tmp_path: Path) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def stop(at: Any) -> None:
+        if at.share > 0.5:
+            raise EnoughError
+
+    settings = quantforge.Settings(progress=stop)
+    with pytest.raises(EnoughError):
+        quantforge.quantize(
+            model("llama"), method="rtn", bits=4, out=tmp_path / "out", settings=settings
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_loaded_once_and_computes(model: Model, make: Make) -> None:
+    made = make("quantize", "demo", *GPTQ).path
+    loaded = quantforge.load(made)
+    with torch.inference_mode():
+        logits = loaded.model(torch.arange(8)[None]).logits
+    assert logits.shape == (1, 8, 4096)
+    assert torch.isfinite(logits).all()
+    pieces: list[str] = []
+    found = quantforge.generate(loaded, "import os", raw=True, max_tokens=6, stream=pieces.append)
+    assert "".join(pieces) == found.text
+    assert len(found.tokens) == 6
+    told = quantforge.generate(loaded, [{"role": "user", "content": "Explain json."}], max_tokens=2)
+    assert len(told.choices) == 1
+
+
+def test_a_server_tells_when_it_listens(model: Model, start: Start) -> None:
+    told: list[Any] = []
+
+    class StopError(Exception):
+        pass
+
+    def ready(serving: Any) -> None:
+        told.append(serving)
+        raise StopError
+
+    with pytest.raises(StopError):
+        quantforge.serve(model("demo"), ready=ready, port=0)
+    assert told[0].url.startswith("http://127.0.0.1:")
+
+
+def test_importance_and_declarations(model: Model, tmp_path: Path) -> None:
+    recipe = quantforge.Recipe(calibration=quantforge.CalibrationOptions(samples=4, length=32))
+    quantforge.make_imatrix(
+        model("wide"), recipe, tmp_path / "importance.gguf", quantforge.Settings()
+    )
+    assert (tmp_path / "importance.gguf").read_bytes()[:4] == b"GGUF"
+    found = quantforge.derive_declarations(model("llama"), tmp_path / "found.json")
+    assert found is not None
+    assert json.loads((tmp_path / "found.json").read_text())["kinds"]
+
+
+def test_what_a_result_needs_under_a_load(model: Model) -> None:
+    load = quantforge.Load(context=64, batch=8, cache="int8")
+    plan, used = quantforge.capacity(model("demo"), load, method="rtn", bits=4)
+    assert used.weights_bytes > 0
+    wider = quantforge.capacity(
+        model("demo"), quantforge.Load(context=64, batch=8), method="rtn", bits=4
+    )[1]
+    assert used.cache.token_bytes < wider.cache.token_bytes
+    assert plan.output_bytes > 0
+
+
+def test_several_results_from_python(model: Model, tmp_path: Path) -> None:
+    swept = quantforge.sweep(
+        model("llama"), {"bits": [3, 4]}, tmp_path / "swept", method="rtn", calibration="none",
+        measured={"windows": 2, "length": 32},
+    )  # fmt: skip
+    assert {*swept.results} == {"bits3", "bits4"}
+    spec = tmp_path / "release.toml"
+    spec.write_text(
+        f'model = "{model("llama")}"\n[[variant]]\nname = "q8"\nmethod = "rtn"\ntype = "Q8_0"\n'
+    )
+    released = quantforge.release(spec, tmp_path / "released")
+    assert tuple(released.made) == ("q8",)
+    released.check_gates()
+    found = quantforge.allocate(
+        model("llama"),
+        "3.5bpw",
+        tmp_path / "mixed.toml",
+        candidates=("int3:g128", "int4:g128"),
+        samples=4,
+        length=32,
+    )
+    assert found.bytes > 0
+    assert (tmp_path / "mixed.toml").exists()

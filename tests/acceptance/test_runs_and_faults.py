@@ -1,0 +1,411 @@
+"""What a run promises whatever happens: all or nothing, resumed after a kill, same bytes, nothing else touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.support import (
+    ALONE,
+    ROWS,
+    Copy,
+    Make,
+    Model,
+    Running,
+    Start,
+    command,
+    digests,
+    document,
+    manifest,
+    refusal,
+)
+
+RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
+GPTQ = ("--method", "gptq", "--bits", 4, *ROWS)
+UNREPEATED = {"quantforge.manifest.json", "README.md"}
+
+
+def finished(run: Running) -> list[str]:
+    """The parts that a run with ``--json-progress`` has finished."""
+    lines = [json.loads(line) for line in run.err.splitlines() if line.endswith("}")]
+    return [line["part"] for line in lines if line.get("part")]
+
+
+def beside(out: Path) -> set[str]:
+    return {path.name for path in out.parent.iterdir()} - {out.name}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+)
+def test_a_run_that_is_stopped_goes_on(
+    number: int, code: int, model: Model, make: Make, start: Start, tmp_path: Path
+) -> None:
+    out, words = tmp_path / "out", ("quantize", model("llama"), *GPTQ)
+    run = start(*words, "-o", out, "--json-progress")
+    run.until(lambda: len(finished(run)) >= 2)
+    run.send(number)
+    assert run.ended().code == code
+    assert "Traceback" not in run.err
+    assert not out.exists()
+    made = document(*words, "-o", out)
+    assert made["resumed"] is True
+    assert digests(out) == digests(make("quantize", "llama", *GPTQ).path)
+    assert beside(out) == set()
+
+
+@pytest.fixture
+def stopped(model: Model, start: Start, tmp_path: Path) -> Path:
+    """The output of a run that was killed after its first parts."""
+    out = tmp_path / "out"
+    run = start("quantize", model("llama"), *GPTQ, "-o", out, "--json-progress")
+    run.until(lambda: len(finished(run)) >= 2)
+    run.send(signal.SIGKILL)
+    run.ended()
+    return out
+
+
+def test_a_run_does_not_go_on_with_another_recipe(stopped: Path, model: Model) -> None:
+    other = ("--method", "gptq", "--bits", 3, *ROWS)
+    said = refusal(5, "quantize", model("llama"), *other, "-o", stopped)
+    assert "bits" in said or "recipe" in said
+    assert "--overwrite" in said
+    made = document("quantize", model("llama"), *other, "-o", stopped, "--overwrite")
+    assert made["resumed"] is False
+    assert made["bits_per_weight"] < 3.5
+
+
+def test_finished_work_that_was_changed_is_found(stopped: Path, model: Model) -> None:
+    (work,) = (path for path in stopped.parent.iterdir() if path != stopped)
+    weights = max(
+        (path for path in work.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    data = bytearray(weights.read_bytes())
+    middle = next(place for place in range(200, len(data)) if data[place])
+    data[middle] ^= 255
+    weights.write_bytes(data)
+    assert command("quantize", model("llama"), *GPTQ, "-o", stopped).code == 5
+
+
+def test_an_output_has_one_writer(model: Model, make: Make, start: Start, tmp_path: Path) -> None:
+    out, words = tmp_path / "out", ("quantize", model("llama"), *GPTQ)
+    run = start(*words, "-o", out, "--json-progress")
+    run.until(lambda: len(finished(run)) >= 1)
+    run.send(signal.SIGSTOP)
+    said = refusal(75, *words, "-o", out)
+    assert str(run.pid) in said
+    run.send(signal.SIGCONT)
+    assert run.ended().code == 0
+    assert digests(out) == digests(make("quantize", "llama", *GPTQ).path)
+
+
+def test_processes_share_a_run(model: Model, make: Make, start: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    runs = [start("quantize", model("llama"), *RTN, "-o", out, "--join") for _ in range(2)]
+    assert [run.ended().code for run in runs] == [0, 0], [run.err for run in runs]
+    assert digests(out) == digests(make("quantize", "llama", *RTN).path)
+    assert beside(out) == set()
+
+
+@pytest.mark.parametrize("words", [("--threads", 2), ("--activations", "disk"), ("-q",), ("-v",)])
+def test_how_it_runs_changes_no_byte(
+    words: tuple[object, ...], model: Model, make: Make, start: Start, tmp_path: Path
+) -> None:
+    out = tmp_path / "another place"
+    run = start("quantize", model("llama"), *GPTQ, *words, "-o", out, cwd=tmp_path)
+    assert run.ended().code == 0, run.err
+    assert digests(out) == digests(make("quantize", "llama", *GPTQ).path)
+
+
+def test_a_process_of_its_own_writes_the_same_bytes(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
+    """Another process, hash seed, locale and working directory; from the installed command."""
+    words = ["quantize", model("llama"), *GPTQ, "-o", "out"]
+    surroundings = {**os.environ, "PYTHONHASHSEED": "7", "LC_ALL": "C", "TZ": "Asia/Tokyo"}
+    done = subprocess.run([sys.executable, "-c", ALONE, *map(str, words)], cwd=tmp_path, env=surroundings,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "out") == digests(make("quantize", "llama", *GPTQ).path)
+
+
+def test_nothing_of_the_machine_is_in_a_result(model: Model, make: Make) -> None:
+    made = make("quantize", "llama", *GPTQ).path
+    for word in (str(model("llama").parent), str(made.parent), os.uname().nodename):
+        for path in made.iterdir():
+            assert word.encode() not in path.read_bytes(), path.name
+
+
+def test_what_exists_is_kept(model: Model, copied: Copy, make: Make, tmp_path: Path) -> None:
+    result = copied(make("quantize", "llama", *RTN).path)
+    before = digests(result)
+    said = refusal(4, "quantize", model("llama"), *RTN[:2], "--bits", 8, "-o", result)
+    assert "--overwrite" in said
+    assert digests(result) == before
+    (result / "mine.txt").write_text("mine")
+    said = refusal(
+        4, "quantize", model("llama"), *RTN[:2], "--bits", 8, "-o", result, "--overwrite"
+    )
+    assert "mine.txt" in said
+    (result / "mine.txt").unlink()
+    document("quantize", model("llama"), *RTN[:2], "--bits", 8, "-o", result, "--overwrite")
+    assert digests(result) != before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "mine.txt").write_text("mine")
+    ended = command("quantize", model("llama"), *RTN, "-o", foreign, "--overwrite")
+    assert ended.code in {3, 4}
+    assert {path.name for path in foreign.iterdir()} == {"mine.txt"}
+
+
+def test_a_full_disk_leaves_the_old_result(
+    model: Model, copied: Copy, make: Make, start: Start
+) -> None:
+    result = copied(make("quantize", "llama", *RTN).path)
+    before = digests(result)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = ("quantize", model("llama"), *RTN[:2], "--bits", 8, "-o", result, "--overwrite")
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        ended = command(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert ended.code == 7, ended.err
+    assert digests(result) == before
+    assert command(*words).code == 0
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shown = document("quantize", model("llama"), *RTN, "-o", out, "--dry-run")
+    planned = document("plan", model("llama"), *RTN, "-o", out)
+    assert shown["tensors"] == planned["tensors"]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_progress_is_told_to_programs(model: Model, start: Start, tmp_path: Path) -> None:
+    run = start(
+        "quantize", model("llama"), *GPTQ, "-o", tmp_path / "out", "--json-progress", "--json"
+    )
+    assert run.ended().code == 0
+    lines = [json.loads(line) for line in run.err.splitlines()]
+    shares = [line["progress"] for line in lines if "progress" in line]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] == 1
+    assert json.loads(run.out)["schema"] == "quantforge.quantize/1"
+    quiet = command("quantize", model("llama"), *GPTQ, "-o", tmp_path / "quiet", "--quiet")
+    assert quiet.err == ""
+
+
+def test_times_go_to_a_log_that_is_named(model: Model, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    document("quantize", model("llama"), *RTN, "-o", tmp_path / "out", "--log", log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(lines) >= 3
+    assert not [*(tmp_path / "out").glob("*.jsonl")]
+
+
+AUDIT = """
+import sys
+FOREIGN = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="quantforge")
+report = open(sys.argv.pop(1), "w")
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and set(str(arguments[1])) & set("wax+"):
+        report.write(f"write {arguments[0]}\\n")
+    elif event in FOREIGN:
+        report.write(f"{event} {arguments}\\n")
+    elif event == "pickle.find_class":
+        report.write(f"{event} {arguments}\\n")
+sys.addaudithook(watch)
+try:
+    command.load()()
+finally:
+    report.flush()
+"""
+
+
+def test_a_run_uses_no_network_and_writes_nothing_elsewhere(model: Model, tmp_path: Path) -> None:
+    """Watched by the interpreter's own audit: no connection, no process, no pickle, no file but the output's."""
+    report, place = tmp_path / "report", tmp_path / "place"
+    place.mkdir()
+    words = ["quantize", model("llama"), *GPTQ, "-o", place / "out"]
+    done = subprocess.run([sys.executable, "-c", AUDIT, report, *map(str, words)], capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = report.read_text().splitlines()
+    allowed = (f"write {place}", "write /dev/null", "write /tmp/torchinductor", "write /dev/shm")
+    numba = os.environ.get("NUMBA_CACHE_DIR", "\0")
+    assert [line for line in lines if not line.startswith(allowed) and numba not in line] == []
+    assert any(line.startswith(f"write {place}") for line in lines)
+
+
+def test_names_of_results(model: Model, copied: Copy, tmp_path: Path) -> None:
+    """Without `-o` a result lies in the working directory, under a name that says what it is."""
+    shutil.copytree(model("llama"), tmp_path / "wren")
+    names = {
+        ("quantize", *RTN): "wren-rtn-int4",
+        (
+            "quantize",
+            "--method",
+            "rtn",
+            "--scheme",
+            "W8A8",
+            "--calibration",
+            "none",
+        ): "wren-rtn-w8a8",
+        ("quantize", *RTN, "--format", "gptq"): "wren-rtn-int4-gptq",
+        (
+            "quantize",
+            "--method",
+            "rtn",
+            "--scheme",
+            "nf4",
+            "--calibration",
+            "none",
+        ): "wren-rtn-nf4-bnb",
+        ("quantize", "--method", "gptq", "--type", "Q4_K_M", *ROWS): "wren-gptq-Q4_K_M.gguf",
+        ("export", "--type", "Q4_K_M"): "wren-Q4_K_M.gguf",
+        ("export", "--format", "plain"): "wren-plain",
+    }
+    for (verb, *words), name in names.items():
+        planned = document(verb, "wren", *words, "--dry-run", cwd=tmp_path)
+        assert Path(planned["output"]).name == name
+    document("quantize", "wren", *RTN, cwd=tmp_path)
+    assert (tmp_path / "wren-rtn-int4" / "config.json").exists()
+    document("export", "wren-rtn-int4", "--format", "gguf", cwd=tmp_path)
+    assert (tmp_path / "wren-Q4_0.gguf").exists()
+
+
+# ---- recipes, provenance, signatures
+
+
+def test_a_recipe_file_says_the_same_as_options(model: Model, make: Make, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('method = "gptq"\nbits = 4\n[calibration]\nsamples = 8\nlength = 64\n')
+    document("quantize", model("llama"), "--recipe", recipe, "-o", tmp_path / "out")
+    expected = make("quantize", "llama", *GPTQ).path
+    assert digests(tmp_path / "out") == digests(expected)
+    stated = tmp_path / "stated.toml"
+    stated.write_text(manifest(expected)["recipe"])  # what is recorded is a recipe
+    document("quantize", model("llama"), "--recipe", stated, "-o", tmp_path / "again")
+    assert digests(tmp_path / "again") == digests(expected)
+    over = document("plan", model("llama"), "--recipe", recipe, "--bits", 3)
+    assert over["bits_per_weight"] < 3.5
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [('metod = "gptq"', "method"), ("bits = 40", "bits"), ('bits = "four"', "bits"), ("bits = ", ""),
+     ("[gptq]\ndampng = 1", "damping"), ('scheme = "int4"\nbits = 4', "scheme")],
+)  # fmt: skip
+def test_a_recipe_that_says_nothing_sensible_is_refused(
+    text: str, word: str, model: Model, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(text)
+    said = refusal(3, "plan", model("llama"), "--recipe", recipe)
+    assert word in said
+
+
+@pytest.mark.parametrize(
+    "name", ["vllm-4bit", "llama.cpp-4bit", "mlx-4bit", "transformers-4bit", "fast-8bit"]
+)
+def test_a_built_in_recipe_plans(name: str, model: Model) -> None:
+    planned = document("plan", model("demo"), "--recipe", name)
+    assert planned["output_bytes"] > 0
+    refused = refusal(3, "plan", model("demo"), "--recipe", f"{name}x")
+    assert name in refused
+
+
+def test_a_result_is_made_again(model: Model, make: Make, copied: Copy, tmp_path: Path) -> None:
+    result = copied(make("quantize", "llama", *GPTQ).path)
+    kept = tmp_path / "second"
+    found = document("reproduce", result, "--source", model("llama"), "-o", kept)
+    assert found["equal"] is True
+    assert (kept / "model.safetensors").read_bytes() == (result / "model.safetensors").read_bytes()
+    stated = json.loads((result / "generation_config.json").read_text())
+    (result / "generation_config.json").write_text(json.dumps({**stated, "temperature": 0.1}))
+    found = document("reproduce", result, "--source", model("llama"), code=5)
+    assert any(
+        "generation_config.json" in str(one) for one in (*found["differing"], *found["edited"])
+    )
+    refusal(5, "reproduce", make("quantize", "llama", *GPTQ).path, "--source", model("wide"))
+
+
+def test_a_gguf_result_is_made_again(model: Model, make: Make) -> None:
+    made = make(
+        "quantize", "llama", "--method", "rtn", "--type", "Q8_0", "--calibration", "none"
+    ).path
+    assert document("reproduce", made, "--source", model("llama"))["equal"] is True
+
+
+def test_two_results_are_compared(make: Make, model: Model) -> None:
+    first, second = make("quantize", "llama", *RTN).path, make("quantize", "llama", *GPTQ).path
+    assert document("diff", first, first)["equal"] is True
+    found = document("diff", first, second, code=5)
+    assert found["equal"] is False
+    assert len([row for row in found["tensors"] if not row["equal_values"]]) == 14
+    shown = command("diff", first, second)
+    assert (shown.code, "rtn" in shown.out, "gptq" in shown.out) == (5, True, True)
+
+
+def test_statements_of_provenance(model: Model, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    document("quantize", model("llama"), *RTN, "--provenance", "-o", out)
+    statement = json.loads((out / "provenance.intoto.json").read_text())
+    subjects = {one["name"]: one["digest"]["sha256"] for one in statement["subject"]}
+    assert subjects["model.safetensors"] == digests(out)["model.safetensors"]
+    bill = json.loads((out / "bom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+
+
+def test_a_signature_by_a_key_of_ones_own(model: Model, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    for name in ("own", "other"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        (tmp_path / name).write_bytes(key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))  # fmt: skip
+        (tmp_path / f"{name}.pub").write_bytes(key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))  # fmt: skip
+    out = tmp_path / "out"
+    document("quantize", model("llama"), *RTN, "--sign", tmp_path / "own", "-o", out)
+    words = ("verify", out, "--no-forward", "--key")
+    assert command(*words, tmp_path / "own.pub").code == 0
+    assert command(*words, tmp_path / "other.pub").code == 5
+    tool = [sys.executable, "-m", "model_signing", "verify", "key", str(out), "--signature", str(out / "model.sig"),
+            "--public_key", str(tmp_path / "own.pub")]  # fmt: skip
+    assert subprocess.run(tool, check=False, capture_output=True).returncode == 0
+    (out / "config.json").write_text((out / "config.json").read_text() + " ")
+    assert command(*words, tmp_path / "own.pub").code == 5
+    refusal(
+        3, "quantize", model("llama"), *RTN, "--sign", tmp_path / "absent", "-o", tmp_path / "none"
+    )
+
+
+def test_the_card_is_for_the_hub(model: Model, make: Make, tmp_path: Path) -> None:
+    import yaml
+
+    out = tmp_path / "out"
+    document("quantize", model("demo"), *RTN, "--base-model", "org/original", "-o", out)
+    card = (out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["base_model"] in ("org/original", ["org/original"])
+    assert front["license"] == "apache-2.0"
+    assert "vllm serve" in card
+    assert 'method = "rtn"' in card

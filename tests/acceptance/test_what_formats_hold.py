@@ -1,0 +1,352 @@
+"""Every format holds what was rounded: read by a second implementation, by `export`, and moved between formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.acceptance.decoders import decode, gguf_key, gguf_types
+from tests.acceptance.support import (
+    ROWS,
+    Make,
+    Model,
+    command,
+    config,
+    document,
+    refusal,
+    relative_error,
+    tensors,
+)
+
+PLAIN = ("--method", "rtn", "--calibration", "none")
+# Format, scheme, and the largest relative error of a linear: a fact of the grid.
+STORED = [
+    ("compressed-tensors", "int4:g128:sym", 0.15),
+    ("compressed-tensors", "int3:g64:sym", 0.30),
+    ("compressed-tensors", "int4:g32:asym", 0.12),
+    ("compressed-tensors", "int8:row:sym", 0.02),
+    ("compressed-tensors", "W8A8", 0.02),
+    ("compressed-tensors", "FP8_DYNAMIC", 0.04),
+    ("compressed-tensors", "FP8_BLOCK", 0.04),
+    ("compressed-tensors", "nvfp4", 0.12),
+    ("gptq", "int4:g128:sym", 0.15),
+    ("gptq", "int8:g64:sym", 0.02),
+    ("gptq", "int2:g64:asym", 0.50),
+    ("gptq_v2", "int4:g64:asym", 0.15),
+    ("awq", "int4:g128:asym", 0.15),
+    ("bnb", "nf4:g64:sym", 0.12),
+    ("bnb", "nf4:g64:sym:double", 0.12),
+    ("bnb", "int8:row:sym", 0.02),
+    ("fp8", "fp8:128x128", 0.04),
+    ("mlx", "int4:g64:min", 0.13),
+    ("mlx", "int8:g32:min", 0.02),
+    ("gguf", "q4_0", 0.13),
+    ("gguf", "q8_0", 0.02),
+]
+
+
+def linears(model: Path) -> dict[str, torch.Tensor]:
+    """The weights of the linears in the blocks of a plain model."""
+    return {
+        name.removesuffix(".weight"): weight.float()
+        for name, weight in tensors(model).items()
+        if "_proj" in name
+    }
+
+
+@pytest.mark.parametrize(("form", "scheme", "error"), STORED)
+def test_a_file_holds_the_rounded_weights(
+    form: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
+) -> None:
+    """Codes, scales and zero points mean what the format says; `export --format plain` gives the same numbers."""
+    made = make("quantize", "llama", *PLAIN, "--format", form, "--scheme", scheme).path
+    found, source = decode(made), linears(model("llama"))
+    assert (
+        {*found} >= {*source} if form != "fp8" else {*found} < {*source}
+    )  # of shapes that tiles divide
+    for name in {*found} & {*source}:
+        assert 0 < relative_error(found[name], source[name]) < error, name
+    plain = document("export", made, "--format", "plain", "-o", tmp_path / "plain")
+    assert plain["verdict"] == "exact"
+    stored = linears(tmp_path / "plain")
+    assert {*stored} == {*source}
+    for name in {*found} & {*source}:
+        torch.testing.assert_close(stored[name], found[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+# What moves where: made as, moved into, and what the export says of it.
+MOVED = [
+    (("compressed-tensors", "int4:g128:sym"), "mlx", "exact"),
+    (("compressed-tensors", "int4:g128:sym"), "gptq", "exact"),
+    (("compressed-tensors", "int8:row:sym"), "bnb", "exact"),
+    (("gptq", "int8:g64:sym"), "gptq_v2", "exact"),
+    (("gptq", "int8:g64:sym"), "gguf", "exact"),
+    (("gptq_v2", "int4:g64:asym"), "awq", "exact"),
+    (("awq", "int4:g128:asym"), "gptq_v2", "exact"),
+    (("awq", "int4:g128:asym"), "compressed-tensors", "exact"),
+    (("fp8", "fp8:128x128"), "compressed-tensors", "exact"),
+    (("gguf", "q4_0"), "gptq", "exact"),
+    (("gguf", "q8_0"), "compressed-tensors", "exact"),
+]
+
+
+@pytest.mark.parametrize(("stored", "form", "verdict"), MOVED)
+def test_a_conversion_keeps_every_value(
+    stored: tuple[str, str], form: str, verdict: str, make: Make
+) -> None:
+    made = make("quantize", "llama", *PLAIN, "--format", stored[0], "--scheme", stored[1]).path
+    moved = make("export", made, "--format", form)
+    assert (moved.document["verdict"], moved.document["events"]) == (verdict, [])
+    before, after = decode(made), decode(moved.path)
+    assert {*before} == {*after}
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=1e-7, msg=name)
+    same = document("diff", made, moved.path)
+    assert all(row["equal_values"] for row in same["tensors"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "form"),
+    [
+        (("compressed-tensors", "int4:g128:sym"), "bnb"),
+        (("compressed-tensors", "nvfp4"), "gguf"),
+        (("bnb", "nf4:g64:sym"), "gptq"),
+        (("fp8", "fp8:128x128"), "awq"),
+    ],
+)
+def test_what_a_format_does_not_hold_is_refused(
+    stored: tuple[str, str], form: str, make: Make, tmp_path: Path
+) -> None:
+    made = make("quantize", "llama", *PLAIN, "--format", stored[0], "--scheme", stored[1]).path
+    said = refusal(4, "export", made, "--format", form, "-o", tmp_path / "out")
+    assert form in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_rounding_of_scales_is_asked_for(make: Make, tmp_path: Path) -> None:
+    """MLX's minima in bfloat16 are no zero points of GPTQ: refused, or rounded as an event."""
+    made = make("quantize", "llama", *PLAIN, "--format", "mlx", "--scheme", "int4:g64:min").path
+    said = refusal(4, "export", made, "--format", "gguf", "-o", tmp_path / "x.gguf")
+    assert "--allow-inexact" in said
+    words = ("--format", "gguf", "--allow-inexact", "-o", tmp_path / "x.gguf")
+    moved = document("export", made, *words)
+    assert {event["kind"] for event in moved["events"]} == {"inexact"}
+    for name, weight in decode(tmp_path / "x.gguf").items():
+        assert 0 < relative_error(weight, decode(made)[name]) < 0.01, name
+
+
+def test_formats_tells_the_truth(make: Make) -> None:
+    """The table of conversions is the one that `export` follows."""
+    table = {(row["format"], row["scheme"]): row for row in document("formats")["conversions"]}
+    row = table["compressed-tensors", "int4:g128:sym:bf16"]
+    assert json.dumps(row).count("exact") >= 1
+
+
+def test_a_tied_embedding_is_rounded_as_the_tool_of_the_format_does(
+    make: Make, model: Model
+) -> None:
+    made = make("quantize", "tied", *PLAIN, "--bits", 4).path
+    moved = make("export", made, "--format", "gguf")
+    assert moved.document["verdict"] == "exact but for the embedding"
+    assert {event["kind"] for event in moved.document["events"]} == {"embedding-rounded"}
+    assert gguf_types(moved.path)["token_embd.weight"] == "Q8_0"
+    kept = make("export", made, "--format", "gguf", "--embedding", "keep")
+    assert (kept.document["verdict"], kept.document["events"]) == ("exact", [])
+    assert gguf_types(kept.path)["token_embd.weight"] == "F16"
+    refusal(4, "export", made, "--format", "gguf", "--strict", "-o", moved.path.with_name("y.gguf"))
+
+
+def test_a_plain_export_may_be_of_another_type(make: Make, tmp_path: Path) -> None:
+    made = make(
+        "quantize", "llama", *PLAIN, "--format", "compressed-tensors", "--scheme", "int4:g128:sym"
+    ).path
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    document("export", made, "--format", "plain", "-o", whole)
+    rounded = document("export", made, "--format", "plain", "--type", "F16", "-o", half)
+    weights = tensors(whole), tensors(half)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (weights[0][name].dtype, weights[1][name].dtype) == (torch.float32, torch.float16)
+    assert torch.equal(weights[1][name], weights[0][name].half())
+    assert {event["kind"] for event in rounded["events"]} <= {"inexact"}
+
+
+def test_a_quantized_model_is_quantized_again_on_demand(
+    model: Model, make: Make, tmp_path: Path
+) -> None:
+    made = make("quantize", "llama", *PLAIN, "--bits", 4).path
+    refusal(4, "quantize", made, *PLAIN, "--bits", 3, "-o", tmp_path / "no")
+    again = document(
+        "quantize", made, *PLAIN, "--bits", 3, "--requantize", "-o", tmp_path / "again"
+    )
+    assert again["event_counts"]["requantized"] >= 1
+    words = ("--format", "gguf", "--type", "Q8_0", "-o", tmp_path / "q8.gguf")
+    said = refusal(4, "export", made, *words)
+    assert "--source" in said
+    document("export", made, *words, "--source", model("llama"))
+    source = linears(model("llama"))
+    for name, weight in decode(tmp_path / "q8.gguf").items():  # of the source, not of 4 bits
+        assert relative_error(weight, source[name]) < 0.02, name
+
+
+def test_an_engine_chooses_the_format(model: Model, make: Make, tmp_path: Path) -> None:
+    chosen = {
+        engine: document("plan", model("llama"), "--for", engine, "--bits", 4, "--method", "rtn")[
+            "format"
+        ]
+        for engine in ("vllm", "llama.cpp", "mlx", "transformers", "lmdeploy", "ollama")
+    }
+    assert chosen == {"vllm": "compressed-tensors", "llama.cpp": "gguf", "mlx": "mlx", "lmdeploy": "awq",
+                      "transformers": chosen["transformers"], "ollama": "gguf"}  # fmt: skip
+    refusal(4, "plan", model("llama"), "--for", "llama.cpp", "--bits", 4, "--format", "awq")
+    made = make(
+        "quantize", "llama", *PLAIN, "--format", "compressed-tensors", "--scheme", "int4:g128:sym"
+    ).path
+    moved = document("export", made, "--for", "mlx", "-o", tmp_path / "mlx")
+    assert moved["format"] == "mlx"
+    served = command("plan", model("llama"), "--for", "vllm", "--bits", 4)
+    assert "vllm serve" in served.out + served.err
+
+
+# ---- GGUF
+
+TYPES = {
+    "F16": 0.001, "BF16": 0.004, "Q8_0": 0.02, "Q6_K": 0.04, "Q5_K_M": 0.06, "Q4_K_M": 0.12, "Q4_0": 0.13,
+    "Q4_1": 0.12, "Q5_0": 0.07, "Q3_K_M": 0.22, "Q2_K": 0.45, "IQ4_NL": 0.12, "IQ4_XS": 0.12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_mixture_of_ggml_types(name: str, model: Model, make: Make) -> None:
+    made = make("export", "demo", "--type", name).path
+    source, found = linears(model("demo")), decode(made)
+    assert {*found} == {*source}
+    for module, weight in found.items():
+        assert 0 <= relative_error(weight, source[module]) < TYPES[name], module
+    types = gguf_types(made)
+    stored = name.removesuffix("_M")
+    assert types["blk.1.ffn_up.weight"] == stored
+    assert types["output_norm.weight"] == "F32"
+    assert document("verify", made, "--source", model("demo"))["ok"] is True
+
+
+def test_a_mixture_gives_more_bits_where_llama_cpp_does(make: Make) -> None:
+    types = gguf_types(make("export", "demo", "--type", "Q4_K_M").path)
+    assert types["token_embd.weight"] == "Q6_K"  # tied: it is the output
+    assert {types[f"blk.{block}.ffn_down.weight"] for block in range(4)} == {"Q4_K", "Q6_K"}
+    assert {types[f"blk.{block}.attn_q.weight"] for block in range(4)} == {"Q4_K"}
+
+
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ3_S"])
+def test_types_of_lattices_need_an_importance(
+    name: str, model: Model, make: Make, tmp_path: Path
+) -> None:
+    words = ("--method", "rtn", "--type", name)
+    if name == "IQ2_XXS":
+        said = refusal(
+            4, "quantize", model("wide"), *words, "--calibration", "none", "-o", tmp_path / "x.gguf"
+        )
+        assert "--imatrix" in said or "--calibration" in said
+    made = make("quantize", "wide", *words, *ROWS).path
+    source, found = linears(model("wide")), decode(made)
+    assert name in {*gguf_types(made).values()}
+    for module, weight in found.items():
+        assert relative_error(weight, source[module]) < 0.6, module
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0"])
+def test_reference_scales_are_the_bytes_of_the_reference(
+    name: str, model: Model, make: Make
+) -> None:
+    """`--scales reference` writes what llama.cpp's own package makes of the same numbers."""
+    import gguf
+    from gguf.quants import quantize
+
+    made = make("export", "llama", "--type", name, "--scales", "reference").path
+    weight = tensors(model("llama"))["model.layers.0.mlp.up_proj.weight"].float().numpy()
+    (stored,) = (one for one in gguf.GGUFReader(made).tensors if one.name == "blk.0.ffn_up.weight")
+    expected = quantize(weight, gguf.GGMLQuantizationType[name])
+    assert stored.data.tobytes() == expected.tobytes()
+
+
+def test_a_gguf_file_says_what_the_model_is(model: Model, make: Make) -> None:
+    made = make("export", "demo", "--type", "Q4_K_M").path
+    stated = config(model("demo"))
+    expected = {
+        "general.architecture": "llama",
+        "llama.block_count": stated["num_hidden_layers"],
+        "llama.embedding_length": stated["hidden_size"],
+        "llama.attention.head_count_kv": stated["num_key_value_heads"],
+        "llama.context_length": stated["max_position_embeddings"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.chat_template": (model("demo") / "chat_template.jinja").read_text(),
+    }
+    assert {name: gguf_key(made, name) for name in expected} == expected
+    vocabulary = json.loads((model("demo") / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = gguf_key(made, "tokenizer.ggml.tokens")
+    assert [tokens[number] for number in vocabulary.values()] == [*vocabulary]
+
+
+def test_a_gguf_file_is_a_model_again(model: Model, make: Make, tmp_path: Path) -> None:
+    """Quantized from a plain file it has the bytes of the directory's own result; the tokenizer comes back too."""
+    from transformers import AutoTokenizer
+
+    whole = make("export", "llama", "--type", "BF16").path
+    again = make("export", whole, "--format", "compressed-tensors", "--bits", 4).path
+    direct = make("export", "llama", "--format", "compressed-tensors", "--bits", 4).path
+    assert document("diff", again, direct)["tensors"] is not None
+    for name, weight in decode(direct).items():
+        torch.testing.assert_close(decode(again)[name], weight, rtol=0, atol=0)
+    text = "the weights of the model\n\tdef f(x): 12"
+    read = [
+        AutoTokenizer.from_pretrained(place)(text)["input_ids"] for place in (again, model("llama"))
+    ]
+    assert read[0] == read[1]
+
+
+def test_importance_comes_from_a_file(model: Model, make: Make, tmp_path: Path) -> None:
+    """Made where it is missing, then read; another importance gives other bytes."""
+    file = tmp_path / "importance.gguf"
+    words = ("--method", "rtn", "--type", "Q4_K_M", "--imatrix", file)
+    document("quantize", model("wide"), *words, *ROWS, "-o", tmp_path / "x.gguf")
+    assert gguf_key(file, "general.type") == "imatrix"
+    assert document("inspect", file)["schema"] == "quantforge.inspect/1"
+    document("quantize", model("wide"), *words, "-o", tmp_path / "y.gguf")
+    plain = make("export", "wide", "--type", "Q4_K_M").path
+    found = [
+        decode(path)["model.layers.0.mlp.up_proj"]
+        for path in (tmp_path / "x.gguf", tmp_path / "y.gguf", plain)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_large_files_are_cut_into_parts(make: Make, model: Model) -> None:
+    made = make("export", "llama", "--type", "Q8_0", "--max-shard-bytes", 200_000)
+    parts = sorted(made.path.parent.glob("*-of-*.gguf"))
+    assert len(parts) > 1
+    assert [path.name.split("-")[-3] for path in parts] == [
+        f"{n:05}" for n in range(1, len(parts) + 1)
+    ]
+    assert document("verify", parts[0], "--source", model("llama"))["ok"] is True
+
+
+def test_a_file_for_ollama(make: Make) -> None:
+    made = make("export", "llama", "--type", "Q8_0", "--modelfile").path
+    lines = made.with_suffix(".Modelfile").read_text()
+    assert f"FROM ./{made.name}" in lines
+
+
+def test_a_tower_goes_into_a_file_of_its_own(make: Make, model: Model, tmp_path: Path) -> None:
+    made = make("export", "tower", "--type", "Q8_0", "--mmproj").path
+    (tower,) = made.parent.glob("mmproj-*-F16.gguf")
+    assert gguf_key(tower, "general.architecture") == "clip"
+    assert {*gguf_types(tower).values()} == {"F16", "F32"}
+    assert not any("vision" in name or name.startswith("v.") for name in gguf_types(made))
+    assert document("verify", made, "--source", model("tower"))["ok"] is True
+    said = refusal(
+        4, "export", model("llama"), "--type", "Q8_0", "--mmproj", "-o", tmp_path / "x.gguf"
+    )
+    assert "tower" in said

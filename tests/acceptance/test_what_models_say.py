@@ -1,0 +1,277 @@
+"""`generate` and `serve`: what a model says, how tokens are chosen, what a server answers and refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.acceptance.support import ROWS, Make, Model, Running, ask, command, document
+
+PROMPT = "import os, json, json, json"
+GPTQ = ("--method", "gptq", "--bits", 4, *ROWS)
+
+
+@pytest.fixture(scope="module")
+def result(make: Make) -> Path:
+    return make("quantize", "demo", *GPTQ).path
+
+
+def answer(model: Path, *words: object) -> Any:
+    (found,) = document("generate", model, PROMPT, "--raw", *words)["answers"]
+    return found
+
+
+def test_log_probabilities_are_those_of_transformers(model: Model) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = answer(model("demo"), "--max-tokens", 4, "--logprobs", 3)
+    (choice,) = made["choices"]
+    ids = AutoTokenizer.from_pretrained(model("demo"))(PROMPT, return_tensors="pt")["input_ids"]
+    network = AutoModelForCausalLM.from_pretrained(model("demo"), dtype=torch.float32)
+    whole = torch.cat((ids, torch.tensor([choice["tokens"]])), 1)
+    with torch.inference_mode():
+        logs = network(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    for told, log in zip(choice["logprobs"], logs, strict=True):
+        assert told["logprob"] == pytest.approx(float(log[told["id"]]), abs=0.05)
+        assert told["id"] == int(log.argmax())
+        assert told["top_logprobs"][0]["id"] == told["id"]
+        assert len(told["top_logprobs"]) == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--draft", "ngram"), ("--draft", "lookahead"), ("--draft", "int4"), ("--draft", "DEMO"),
+     ("--draft", "int4", "--draft-tree", "2x1")],
+    ids=lambda words: "-".join(words[1::2]),
+)  # fmt: skip
+def test_speculation_changes_no_token(words: tuple[str, ...], model: Model, result: Path) -> None:
+    plain = answer(result, "--max-tokens", 24)
+    guessed = answer(
+        result,
+        "--max-tokens",
+        24,
+        *(str(model("demo")) if word == "DEMO" else word for word in words),
+    )
+    assert guessed["tokens"] == plain["tokens"]
+    assert guessed["speculation"] is not None
+    assert plain["speculation"] is None
+
+
+def test_sampling_follows_its_seed(result: Path) -> None:
+    words = ("--temperature", 1.5, "--max-tokens", 16)
+    first, again, other = (answer(result, *words, "--seed", seed)["tokens"] for seed in (3, 3, 4))
+    assert first == again != other
+    several = answer(result, *words, "--seed", 3, "-n", 2)
+    assert len(several["choices"]) == 2
+    assert several["choices"][0]["tokens"] != several["choices"][1]["tokens"]
+    greedy = answer(result, "--max-tokens", 16)["tokens"]
+    assert answer(result, *words, "--top-k", 1)["tokens"] == greedy
+    assert answer(result, *words, "--top-p", 0.0001)["tokens"] == greedy
+    assert answer(result, *words, "--min-p", 1)["tokens"] == greedy
+
+
+def test_tokens_are_banned_and_texts_end_an_answer(result: Path) -> None:
+    plain = answer(result, "--max-tokens", 16)
+    banned = answer(result, "--max-tokens", 16, "--logit-bias", f"{plain['tokens'][0]}=-100")
+    assert banned["tokens"][0] != plain["tokens"][0]
+    text = plain["text"].strip()[2:4]
+    stopped = answer(result, "--max-tokens", 16, "--stop", text)
+    assert (stopped["stopped"], stopped["choices"][0]["stop"]) == ("stop", text)
+    assert plain["text"].startswith(stopped["text"])
+    assert text not in stopped["text"]
+    included = answer(result, "--max-tokens", 16, "--stop", text, "--include-stop")
+    assert included["text"] == stopped["text"] + text
+
+
+def test_penalties_change_what_is_repeated(result: Path) -> None:
+    plain = answer(result, "--max-tokens", 24)["tokens"]
+    for words in (
+        ("--repetition-penalty", 2),
+        ("--frequency-penalty", 2),
+        ("--presence-penalty", 2),
+    ):
+        assert answer(result, "--max-tokens", 24, *words)["tokens"] != plain, words
+
+
+def test_beams_find_a_likelier_text(result: Path) -> None:
+    words = ("--max-tokens", 8, "--logprobs", 0, "--length-penalty", 0)
+    likely = [answer(result, *words[:4]), answer(result, *words, "--beams", 4)]
+    sums = [sum(told["logprob"] for told in found["choices"][0]["logprobs"]) for found in likely]
+    assert sums[1] >= sums[0] - 0.05
+    assert likely[1]["choices"][0]["score"] is not None
+
+
+def test_others_answer_too_and_a_prompt_may_be_piped(model: Model, result: Path) -> None:
+    both = document(
+        "generate", result, PROMPT, "--raw", "--max-tokens", 4, "--compare", model("demo")
+    )["answers"]
+    assert [found["model"] for found in both] == [result.name, "demo"] or len(both) == 2
+    piped = command("generate", result, "--raw", "--max-tokens", 4, "--json", stdin=PROMPT)
+    assert piped.document["answers"][0]["tokens"] == both[0]["tokens"]
+
+
+def test_a_chat_model_sees_the_template(result: Path) -> None:
+    chat = document("generate", result, "Explain json.", "--max-tokens", 4)["answers"][0]
+    raw = document("generate", result, "Explain json.", "--max-tokens", 4, "--raw")["answers"][0]
+    assert (chat["templated"], raw["templated"]) == (True, False)
+    assert chat["prompt_tokens"] > raw["prompt_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "k=int8,v=int4"])
+def test_a_cache_in_fewer_bits_says_nearly_the_same(kind: str, result: Path) -> None:
+    plain, smaller = (
+        answer(result, "--max-tokens", 4, "--logprobs", 0, *words)["choices"][0]
+        for words in ((), ("--cache", kind))
+    )
+    told = [found["logprobs"][0]["logprob"] for found in (plain, smaller)]
+    assert told[0] == pytest.approx(told[1], abs=0.2)
+
+
+@pytest.mark.parametrize("family", ["hybrid", "mixture", "gpt2"])
+def test_every_kind_of_family_generates(family: str, model: Model) -> None:
+    found = document("generate", model(family), "the weights", "--raw", "--max-tokens", 4)[
+        "answers"
+    ][0]
+    assert len(found["tokens"]) == 4 or found["stopped"] == "end"
+
+
+def test_what_has_no_meaning_is_refused(result: Path) -> None:
+    for words in (("--temperature", -1), ("--top-p", 0), ("--logit-bias", "x=1"), ("--cache", "int5"),
+                  ("--beams", 2, "--temperature", 1), ("--draft", "./absent")):  # fmt: skip
+        ended = command("generate", result, PROMPT, *words)
+        assert ended.code in {2, 3}, words
+        assert words[0].removeprefix("--") in ended.err or str(words[1]) in ended.err, words
+
+
+# ---- the server
+
+
+@pytest.fixture(scope="module")
+def server(result: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    words = ("--port", 0, "--served-name", "mine", "--max-body", 1, "--draft", "ngram", "--json")
+    running = Running(tmp_path_factory.mktemp("server"), "serve", result, *words)
+    try:
+        running.until(lambda: running.out.endswith("}\n"))
+        yield json.loads(running.out)
+    finally:
+        running.kill()
+
+
+def test_a_server_tells_what_it_serves(server: Any) -> None:
+    assert (server["model"], server["chat"], server["context"]) == ("mine", True, 1024)
+    status, listed = ask(f"{server['url']}/v1/models")
+    assert (status, [one["id"] for one in listed["data"]]) == (200, ["mine"])
+    assert ask(f"{server['url']}/v1/models/mine")[0] == 200
+    assert ask(f"{server['url']}/health")[0] == 200
+    status, figures = ask(f"{server['url']}/metrics")
+    assert status == 200
+    assert "# TYPE" in figures
+
+
+def test_a_completion_is_what_generate_says(server: Any, result: Path) -> None:
+    alone = answer(result, "--max-tokens", 12)
+    asked = {"model": "mine", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    status, found = ask(f"{server['url']}/v1/completions", asked)
+    (choice,) = found["choices"]
+    assert (status, choice["text"], choice["finish_reason"]) == (200, alone["text"], "length")
+    assert found["usage"]["completion_tokens"] == 12
+    assert len(choice["logprobs"]["token_logprobs"]) == 12
+    both = ask(f"{server['url']}/v1/completions", {**asked, "prompt": [PROMPT, PROMPT], "n": 2})[1]
+    assert [one["text"] for one in both["choices"]] == [alone["text"]] * 4
+
+
+def test_a_chat_and_a_stream(server: Any) -> None:
+    said = [{"role": "user", "content": "Explain json."}]
+    asked = {"model": "mine", "messages": said, "max_tokens": 8, "temperature": 0}
+    status, whole = ask(f"{server['url']}/v1/chat/completions", asked)
+    message = whole["choices"][0]["message"]
+    assert (status, message["role"]) == (200, "assistant")
+    status, text = ask(f"{server['url']}/v1/chat/completions", {**asked, "stream": True})
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert (status, events[-1]) == (200, "[DONE]")
+    pieces = [
+        json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]
+    ]
+    assert "".join(pieces) == message["content"]
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+PLAIN = {"model": "mine", "prompt": "x", "max_tokens": 2}
+REFUSED: list[tuple[int, str, object, str]] = [
+    (400, COMPLETIONS, b"{", ""),
+    (400, COMPLETIONS, {**PLAIN, "temperature": -1}, "temperature"),
+    (400, COMPLETIONS, {**PLAIN, "unheard_of": 1}, "unheard_of"),
+    (400, COMPLETIONS, {**PLAIN, "suffix": "y"}, "suffix"),
+    (400, COMPLETIONS, {**PLAIN, "prompt": "x " * 2000}, ""),
+    (
+        400,
+        CHATS,
+        {"model": "mine", "messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+        "tools",
+    ),
+    (404, COMPLETIONS, {**PLAIN, "model": "other"}, ""),
+    (404, "/v1/nothing", PLAIN, ""),
+    (405, COMPLETIONS, None, ""),
+    (413, COMPLETIONS, {**PLAIN, "prompt": "x" * 2_000_000}, ""),
+]
+
+
+@pytest.mark.parametrize(("status", "path", "body", "param"), REFUSED)
+def test_a_request_is_refused_with_a_document(
+    status: int, path: str, body: object, param: str, server: Any
+) -> None:
+    found, told = ask(f"{server['url']}{path}", body)
+    assert found == status
+    assert told["error"]["message"]
+    assert (told["error"]["param"] or "") == param or not param
+
+
+def test_a_page_in_a_browser_cannot_ask(server: Any) -> None:
+    headers = {"Content-Type": "text/plain"}
+    assert ask(f"{server['url']}{COMPLETIONS}", PLAIN, **headers)[0] == 415
+
+
+def test_bench_measures_a_server(server: Any, result: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"at": 0.01 * number, "prompt_tokens": 8, "new_tokens": 3} for number in range(4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "--url",
+        f"{server['url']}/v1",
+        "--trace",
+        trace,
+        "--slo",
+        "ttft=60s,tpot=60s",
+        "--price",
+        "2/h",
+    )
+    (row,) = document("bench", result, *words)["rows"]
+    figures = row["figures"]
+    assert (figures["requests"], figures["failed"], figures["new_tokens"]) == (4, 0, 12)
+    assert figures["kept"] == 1.0
+    assert figures["cost"] > 0
+
+
+def test_a_server_that_is_gone_is_told(result: Path) -> None:
+    ended = command("bench", result, "--url", "http://127.0.0.1:9/v1", "--requests", 1)
+    assert ended.code in {3, 5}
+
+
+def test_a_request_under_way_ends_before_the_server_does(result: Path, tmp_path: Path) -> None:
+    running = Running(tmp_path, "serve", result, "--port", 0)
+    try:
+        running.until(lambda: "http://" in running.out)
+        running.send(signal.SIGINT)
+        assert running.ended().code == 0
+    finally:
+        running.kill()
+
+
+def test_what_the_own_decoder_does_not_compute_is_not_served(model: Model) -> None:
+    assert command("serve", model("hybrid"), "--port", 0).code == 4

@@ -1,0 +1,204 @@
+"""`verify`: silent on what is sound, and exit 5 with the place of what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.acceptance.support import Copy, Ended, Make, Model, command, config, tensors
+
+RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
+MANIFEST = "quantforge.manifest.json"
+SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+PACKED = "model.layers.0.self_attn.q_proj.weight_packed"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.fixture
+def result(make: Make, copied: Copy) -> Path:
+    return copied(make("quantize", "llama", *RTN).path)
+
+
+def looked_at(result: Path, *words: object) -> Ended:
+    return command("verify", result, *words, "--json")
+
+
+def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change tensors of a result, and take the manifest away that would notice any change."""
+    stored = tensors(result)
+    change(stored)
+    save_file(stored, result / "model.safetensors", {"format": "pt"})
+    (result / MANIFEST).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("compressed-tensors", "int4:g32:asym"), ("gptq", "int4:g128:sym"), ("awq", "int4:g128:asym"),
+        ("bnb", "nf4:g64:sym"), ("fp8", "fp8:128x128"), ("mlx", "int4:g64:min"), ("gguf", "q4_0"),
+    ],
+)  # fmt: skip
+def test_sound_results_of_every_format(form: str, scheme: str, model: Model, make: Make) -> None:
+    words = ("--method", "rtn", "--calibration", "none", "--format", form, "--scheme", scheme)
+    made = make("quantize", "llama", *words).path
+    for beside in ((), ("--source", model("llama"))):
+        found = looked_at(made, *beside, "--strict")
+        assert (found.code, found.document["ok"]) == (0, True), found.out
+
+
+def test_a_damaged_file_is_found_by_its_digest(result: Path) -> None:
+    weights = result / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 1
+    weights.write_bytes(data)
+    found = looked_at(result, "--no-forward")
+    assert (found.code, found.document["ok"]) == (5, False)
+    assert any("model.safetensors" in one["where"] for one in found.document["findings"])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_missing_and_an_added_file_are_found(name: str, result: Path) -> None:
+    (result / name).unlink()
+    assert looked_at(result, "--no-forward").code in {3, 5}
+    (result / name).write_text("{}")
+    assert looked_at(result, "--no-forward").code in {3, 5}
+
+
+def test_an_added_file_is_found(result: Path) -> None:
+    (result / "modeling_own.py").write_text("print(1)")
+    found = looked_at(result, "--no-forward")
+    assert found.code == 5
+    assert any("modeling_own.py" in one["where"] for one in found.document["findings"])
+
+
+DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a scale that is no number": (lambda stored: stored[SCALE].fill_(float("nan")), SCALE),
+    "a negative scale": (lambda stored: stored[SCALE].neg_(), "up_proj"),
+    "scales of half their size": (lambda stored: stored[SCALE].mul_(0.5), "up_proj"),
+    "codes of another tensor": (
+        lambda stored: stored.update({PACKED: stored[PACKED.replace(".0.", ".1.")].clone()}), "q_proj"
+    ),
+    "rows in another order": (lambda stored: stored.update({PACKED: stored[PACKED].flip(0).contiguous()}), "q_proj"),
+    "a norm of other values": (lambda stored: stored[NORM][::2].mul_(3), "layernorm"),
+    "a tensor that is missing": (lambda stored: stored.pop(SCALE), "up_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_an_error_where_it_lies(
+    defect: str, model: Model, result: Path
+) -> None:
+    change, where = DEFECTS[defect]
+    rewrite(result, change)
+    found = looked_at(result, "--source", model("llama"))
+    assert (found.code, found.document["ok"]) == (5, False)
+    errors = [one for one in found.document["findings"] if one["severity"] == "error"]
+    assert any(where in one["where"] for one in errors), errors
+
+
+def test_a_sound_result_needs_no_manifest(model: Model, result: Path) -> None:
+    rewrite(result, lambda stored: None)
+    found = looked_at(result, "--source", model("llama"), "--strict")
+    assert (found.code, found.document["ok"]) == (0, True), found.out
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rms_norm_eps", 0.1), ("rope_theta", 5.0), ("num_attention_heads", 2)]
+)
+def test_another_configuration_than_the_source_has(
+    key: str, value: object, model: Model, result: Path
+) -> None:
+    (result / MANIFEST).unlink()
+    stated = config(result)
+    stated[key] = value
+    if key == "rope_theta":
+        stated["rope_parameters"] = {"rope_type": "default", "rope_theta": value}
+    (result / "config.json").write_text(json.dumps(stated))
+    found = looked_at(result, "--source", model("llama"))
+    assert (found.code, found.document["ok"]) == (5, False)
+
+
+def test_another_tokenizer_than_the_source_has(model: Model, result: Path) -> None:
+    (result / MANIFEST).unlink()
+    file = result / "tokenizer.json"
+    stated = json.loads(file.read_text())
+    vocabulary = stated["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(stated))
+    found = looked_at(result, "--source", model("llama"))
+    assert found.code == 5
+    assert any("tokenizer" in one["where"] for one in found.document["findings"])
+
+
+def test_a_second_description_that_contradicts(result: Path) -> None:
+    (result / MANIFEST).unlink()
+    stated = {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False}
+    (result / "quantize_config.json").write_text(json.dumps(stated))
+    found = looked_at(result)
+    assert found.code == 5
+    assert any("quantize_config.json" in str(one) for one in found.document["findings"])
+
+
+def test_code_beside_the_weights_is_an_error_without_a_source_a_warning_at_most(
+    model: Model, result: Path
+) -> None:
+    (result / MANIFEST).unlink()
+    (result / "modeling_llama.py").write_text("import os")
+    assert looked_at(result, "--source", model("llama")).code == 5
+    alone = looked_at(result)
+    assert alone.code == 0
+    assert looked_at(result, "--strict").code == 5
+    assert {one["severity"] for one in alone.document["findings"]} == {"warning"}
+
+
+def test_another_source_is_told(model: Model, result: Path, copied: Copy) -> None:
+    other = copied(model("llama"))
+    stored = tensors(other)
+    stored[NORM] = stored[NORM] * 2
+    save_file(stored, other / "model.safetensors", {"format": "pt"})
+    assert looked_at(result, "--source", other).code == 5
+
+
+def test_a_gguf_key_that_the_source_does_not_have(model: Model, make: Make, copied: Copy) -> None:
+    made = copied(
+        make("quantize", "llama", "--method", "rtn", "--type", "Q8_0", "--calibration", "none").path
+    )
+    Path(f"{made}.quantforge.json").unlink()
+    assert looked_at(made, "--source", model("llama")).code == 0
+    data = made.read_bytes()
+    at = data.index(b"llama.context_length") + len("llama.context_length") + 4
+    made.write_bytes(data[:at] + (64).to_bytes(4, "little") + data[at + 4 :])
+    found = looked_at(made, "--source", model("llama"))
+    assert found.code == 5
+    assert any("context_length" in str(one) for one in found.document["findings"])
+
+
+def test_whether_an_engine_loads_it(model: Model, make: Make, result: Path) -> None:
+    assert looked_at(result, "--no-forward", "--for", "vllm").code == 0
+    assert looked_at(result, "--no-forward", "--for", "llama.cpp").code == 5
+    assert looked_at(result, "--no-forward", "--for", "nothing").code == 2
+
+
+def test_a_file_that_is_not_read_is_not_judged(result: Path) -> None:
+    (result / MANIFEST).unlink()
+    stated = config(result)
+    stated["quantization_config"] = {"quant_method": "unheard-of", "bits": 4}
+    (result / "config.json").write_text(json.dumps(stated))
+    assert looked_at(result).code == 4
+
+
+def test_plain_words_end_with_a_verdict(model: Model, result: Path) -> None:
+    sound = command("verify", result, "--source", model("llama"))
+    assert sound.code == 0
+    assert sound.out.splitlines()[-1].startswith("verified")
+    shutil.rmtree(result)
+    refused = command("verify", result)
+    assert refused.code == 3
+    assert result.name in refused.err
