@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.acceptance import models
-from tests.acceptance.support import Copy, Made, Make, Model, Running, Start, command
+from tests.acceptance.support import Copy, Made, Make, Model, Running, Start, command, typed
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -44,18 +44,20 @@ def make(tmp_path_factory: pytest.TempPathFactory, model: Model) -> Make:
     """Return a function that runs ``VERB MODEL OPTIONS`` once in a session; nobody writes into what it made."""
 
     @cache
-    def made(verb: str, source: str | Path, *options: object) -> Made:
-        words = [*map(str, options)]
+    def once(verb: str, source: str | Path, *words: str) -> Made:
         place = tmp_path_factory.mktemp("made") / f"result{_suffix(words)}"
         found = model(source) if isinstance(source, str) else source
-        ended = command(verb, found, *words, "-o", place, "--json")
+        ended = command(verb, found, words, "-o", place, "--json")
         assert ended.code == 0, ended.err
         return Made(place, ended.document)
+
+    def made(verb: str, source: str | Path, *options: object) -> Made:
+        return once(verb, source, *typed(*options))
 
     return made
 
 
-def _suffix(words: list[str]) -> str:
+def _suffix(words: tuple[str, ...]) -> str:
     return ".gguf" if {"--type", "gguf"} & {*words} and "plain" not in words else ""
 
 

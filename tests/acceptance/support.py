@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -29,8 +30,12 @@ from safetensors import safe_open
 (COMMAND,) = entry_points(group="console_scripts", name="quantforge")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A calibration that takes a moment; random weights need no more.
-ROWS = ("--samples", 8, "--length", 64)
-EVALUATION = ("--windows", 4, "--length", 32, "--no-speed")
+ROWS = "--samples 8 --length 64"
+RTN = "--method rtn --bits 4 --calibration none"
+GPTQ = f"--method gptq --bits 4 {ROWS}"
+# Enough for the trained model of the package to gain by it.
+DEMO_GPTQ = "--method gptq --bits 4 --samples 32 --length 128"
+EVALUATION = "--windows 4 --length 32 --no-speed"
 PATIENCE = 120  # seconds to wait for what takes a few
 # A process of its own: the arguments after it are those of the command.
 ALONE = (
@@ -64,6 +69,19 @@ class Ended:
         return {(found["check"], found["severity"]) for found in self.document["findings"]}
 
 
+def typed(*arguments: object) -> list[str]:
+    """Return arguments as a shell would: options in one text are split, tuples are flattened."""
+    words: list[str] = []
+    for argument in arguments:
+        if isinstance(argument, tuple | list):
+            words += typed(*argument)
+        elif isinstance(argument, str) and argument.startswith("-"):
+            words += shlex.split(argument)
+        else:
+            words.append(str(argument))
+    return words
+
+
 def command(*arguments: object, cwd: Path | None = None, stdin: str = "") -> Ended:
     """Run the command in this process."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
@@ -92,16 +110,16 @@ def refusal(code: int, *arguments: object, cwd: Path | None = None) -> str:
 
 @contextmanager
 def _as_typed(arguments: tuple[object, ...], cwd: Path | None, stdin: str) -> Iterator[None]:
-    place, typed, piped = Path.cwd(), sys.argv, sys.stdin
+    place, before, piped = Path.cwd(), sys.argv, sys.stdin
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    sys.argv = ["quantforge", *map(str, arguments)]
-    sys.stdin = io.StringIO(stdin)
+    sys.argv = ["quantforge", *typed(*arguments)]
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")
     os.chdir(cwd or place)
     try:
         yield
     finally:
         os.chdir(place)
-        sys.argv, sys.stdin = typed, piped
+        sys.argv, sys.stdin = before, piped
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

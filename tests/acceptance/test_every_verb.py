@@ -11,18 +11,27 @@ from typing import Any
 
 import pytest
 
-from tests.acceptance.support import EVALUATION, ROWS, Make, Model, Start, ask, command, document
+from tests.acceptance.support import (
+    DEMO_GPTQ,
+    EVALUATION,
+    ROWS,
+    Make,
+    Model,
+    Start,
+    ask,
+    command,
+    document,
+)
 
 VERBS = (
     "plan", "quantize", "allocate", "export", "release", "sweep", "eval", "bench", "generate", "serve", "verify",
     "reproduce", "diff", "inspect", "formats", "recipes", "demo", "doctor",
 )  # fmt: skip
-GPTQ = ("--method", "gptq", "--bits", 4, *ROWS)
 
 
 @pytest.fixture(scope="module")
 def result(make: Make) -> Any:
-    return make("quantize", "demo", *GPTQ)
+    return make("quantize", "demo", DEMO_GPTQ)
 
 
 def test_demo_copies_a_model_and_a_text(tmp_path: Path) -> None:
@@ -35,7 +44,7 @@ def test_demo_copies_a_model_and_a_text(tmp_path: Path) -> None:
 
 
 def test_plan_and_quantize_agree(model: Model, result: Any) -> None:
-    planned = document("plan", model("demo"), *GPTQ)
+    planned = document("plan", model("demo"), DEMO_GPTQ)
     assert planned["schema"] == "quantforge.plan/1"
     files = sum(path.stat().st_size for path in result.path.glob("*.safetensors"))
     assert planned["output_bytes"] == result.document["output_bytes"] == files
@@ -45,22 +54,22 @@ def test_plan_and_quantize_agree(model: Model, result: Any) -> None:
 
 def test_allocate_writes_a_recipe_of_a_size(model: Model, tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.toml"
-    words = ("--candidates", "int3:g128,int4:g128", *ROWS)
-    made = document("allocate", model("llama"), "--target", "3.5bpw", "-o", recipe, *words)
+    words = f"--candidates int3:g128,int4:g128 {ROWS}"
+    made = document("allocate", model("llama"), "--target 3.5bpw -o", recipe, words)
     assert 3.1 < made["bits_per_weight"] <= 3.5
     planned = document("plan", model("llama"), "--recipe", recipe)
     assert planned["bits_per_weight"] == pytest.approx(made["bits_per_weight"])
 
 
 def test_export_moves_it_into_a_gguf_file(make: Make, result: Any) -> None:
-    made = make("export", result.path, "--format", "gguf")
+    made = make("export", result.path, "--format gguf")
     assert made.document["verdict"] == "exact but for the embedding"
     assert made.path.read_bytes()[:4] == b"GGUF"
 
 
 def test_eval_says_which_is_closer(model: Model, make: Make, result: Any) -> None:
-    plain = make("quantize", "demo", "--method", "rtn", "--bits", 4, "--calibration", "none")
-    found = document("eval", model("demo"), plain.path, result.path, *EVALUATION)
+    plain = make("quantize", "demo", "--method rtn --bits 4 --calibration none")
+    found = document("eval", model("demo"), plain.path, result.path, EVALUATION)
     reference, rounded, better = found["models"]
     assert reference["kl_mean"] is None
     assert 0 < better["kl_mean"] < rounded["kl_mean"] < 0.1
@@ -76,29 +85,29 @@ def test_verify_diff_inspect_and_reproduce(model: Model, result: Any) -> None:
 
 
 def test_generate_continues_a_text(result: Any) -> None:
-    words = ("import os\n", "--raw", "--max-tokens", 12)
-    made = document("generate", result.path, *words)
+    words = ("import os\n", "--raw --max-tokens 12")
+    made = document("generate", result.path, words)
     (answer,) = made["answers"]
     assert len(answer["tokens"]) == 12
-    assert command("generate", result.path, *words, "-q").out.strip() == answer["text"].strip()
+    assert command("generate", result.path, words, "-q").out.strip() == answer["text"].strip()
 
 
 def test_serve_answers_over_http_and_stops_at_a_signal(result: Any, start: Start) -> None:
-    server = start("serve", result.path, "--port", 0, "--json")
+    server = start("serve", result.path, "--port 0 --json")
     server.until(lambda: server.out.endswith("}\n"))
     told = json.loads(server.out)
     asked = {"model": told["model"], "prompt": "import os\n", "max_tokens": 12, "temperature": 0}
     status, answer = ask(f"{told['url']}/v1/completions", asked)
-    words = ("import os\n", "--raw", "--max-tokens", 12)
-    (alone,) = document("generate", result.path, *words)["answers"]
+    words = ("import os\n", "--raw --max-tokens 12")
+    (alone,) = document("generate", result.path, words)["answers"]
     assert (status, answer["choices"][0]["text"]) == (200, alone["text"])
     server.send(signal.SIGTERM)
     assert server.ended().code == 0
 
 
 def test_bench_sends_a_stream_of_requests(result: Any) -> None:
-    words = ("--requests", 3, "--prompt-tokens", "8..20", "--new-tokens", "3..6")
-    (row,) = document("bench", result.path, *words)["rows"]
+    words = "--requests 3 --prompt-tokens 8..20 --new-tokens 3..6"
+    (row,) = document("bench", result.path, words)["rows"]
     assert (row["figures"]["requests"], row["figures"]["failed"]) == (3, 0)
     assert 9 <= row["figures"]["new_tokens"] <= 18
 
@@ -114,17 +123,14 @@ def test_release_and_sweep_make_several(model: Model, tmp_path: Path) -> None:
         ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "made", check=False
     )
     assert checked.returncode == 0
-    words = ("--over", "bits=3,4", "--method", "rtn", "--calibration", "none")
+    words = "--over bits=3,4 --method rtn --calibration none"
     swept = document(
         "sweep",
         model("llama"),
-        *words,
+        words,
         "-o",
         tmp_path / "swept",
-        "--windows",
-        2,
-        "--window-length",
-        32,
+        "--windows 2 --window-length 32",
     )
     assert {*swept["results"]} == {"bits3", "bits4"}
     assert {path.name for path in (tmp_path / "swept").iterdir() if path.is_dir()} == {

