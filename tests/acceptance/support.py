@@ -34,7 +34,7 @@ ROWS = "--samples 8 --length 64"
 RTN = "--method rtn --bits 4 --calibration none"
 GPTQ = f"--method gptq --bits 4 {ROWS}"
 # Enough for the trained model of the package to gain by it.
-DEMO_GPTQ = "--method gptq --bits 4 --samples 32 --length 128"
+DEMO_GPTQ = "--method gptq --bits 4 --samples 16 --length 128"
 EVALUATION = "--windows 4 --length 32 --no-speed"
 PATIENCE = 120  # seconds to wait for what takes a few
 # A process of its own: the arguments after it are those of the command.
@@ -95,7 +95,9 @@ def document(*arguments: object, cwd: Path | None = None, code: int = 0) -> Any:
     """Run the command with ``--json``, and return the document after it ended with ``code``."""
     ended = command(*arguments, "--json", cwd=cwd)
     assert ended.code == code, ended.err
-    return ended.document
+    found = ended.document
+    assert found["schema"].startswith("quantforge.")
+    return found
 
 
 def refusal(code: int, *arguments: object, cwd: Path | None = None) -> str:
@@ -148,6 +150,8 @@ class Running:
     def _child(self, arguments: tuple[object, ...], cwd: Path | None) -> None:
         code = 70
         try:
+            for number in SIGNALS:  # whatever this process was started with
+                signal.signal(number, signal.SIG_DFL)
             for number, file in enumerate(self._files, 1):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))

@@ -164,6 +164,7 @@ def test_help_lists_the_options_of_a_verb(verb: str) -> None:
     shown = command(verb, "--help")
     assert (shown.code, shown.err) == (0, "")
     assert f"quantforge {verb}" in shown.out
+    assert "Example:" in shown.out or verb in {"formats", "recipes", "doctor"}
     assert command("help", verb).out == shown.out
 
 

@@ -81,24 +81,19 @@ def test_a_plan_says_what_it_takes_and_who_loads_it(model: Model) -> None:
 
 
 def test_whether_a_result_fits_a_device(model: Model) -> None:
-    load = "--context 64 --batch 8"
+    planned = ("plan", model("demo"), RTN, "--context 64 --batch 8")
+    device = "--bandwidth 1TB/s --compute 100TFLOPS --price 2.5/h"
     small, large = (
-        document(
-            "plan",
-            model("demo"),
-            RTN,
-            load,
-            "--memory",
-            size,
-            "--bandwidth 1TB/s --compute 100TFLOPS",
-        )
-        for size in ("1MB", "24GB")
+        document(*planned, f"--memory {size} {device}")["capacity"] for size in ("1MB", "24GB")
     )
-    assert json.dumps(small) != json.dumps(large)
-    fits = [found["capacity"]["fits"] for found in (small, large)]
-    assert fits == [False, True]
-    more = document("plan", model("demo"), RTN, load, "--cache int8 --device-name l4")
-    assert more["capacity"]["cache_bytes"] < large["capacity"]["cache_bytes"]
+    assert [found["cards"][0]["fits"] for found in (small, large)] == [False, True]
+    assert large["needed_bytes"] > large["weights_bytes"] + large["cache_bytes"] > 0
+    assert large["cards"][0]["cost_per_million"] > 0
+    # Two numbers of 16 bits for each of two heads of 64 columns in four blocks.
+    assert large["cache_token_bytes"] == 2 * 2 * 2 * 64 * 4
+    known = document(*planned, "--cache int8 --device-name l4")["capacity"]
+    assert known["cache_bytes"] < 0.6 * large["cache_bytes"]
+    assert known["cards"][0]["name"] == "l4"
 
 
 # ---- inspect
@@ -362,5 +357,5 @@ def test_several_results_from_python(model: Model, tmp_path: Path) -> None:
         samples=4,
         length=32,
     )
-    assert found.bytes > 0
+    assert found.nbytes > 0
     assert (tmp_path / "mixed.toml").exists()

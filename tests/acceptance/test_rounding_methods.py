@@ -54,6 +54,18 @@ def test_methods_with_data_lose_less_than_plain_rounding(model: Model, make: Mak
     assert max(lost[name] for name in ("gptq", "awq+gptq", "guided")) < lost["rtn"] / 2, lost
 
 
+def test_tuning_learns_scales_and_norms(model: Model, make: Make) -> None:
+    words = "--method gptq --bits 3 --samples 32 --length 128"
+    plain, tuned = (make("quantize", "llama", words, f"--tune {epochs}").path for epochs in (0, 1))
+    before, after = tensors(plain), tensors(tuned)
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert any(name.endswith("weight_scale") for name in changed)
+    assert not any("lm_head" in name or "embed_tokens" in name for name in changed)
+    assert document("verify", tuned, "--source", model("llama"))["ok"] is True
+    rows = document("eval", model("llama"), plain, tuned, EVALUATION)["models"][1:]
+    assert rows[1]["kl_mean"] < 1.05 * rows[0]["kl_mean"]
+
+
 def test_plain_rounding_takes_the_nearest_code(model: Model, make: Make) -> None:
     made = make("quantize", "llama", RTN, "--scales absmax")
     scale, found = tensors(made.path), decode(made.path)
@@ -105,14 +117,15 @@ def test_an_option_changes_the_bytes(
 
 
 def test_layers_are_chosen_by_patterns(make: Make) -> None:
-    words = ("--ignore re:.*k_proj --rule down_proj=int8:g128:sym --rule *.1.mlp.*=int3:g128:sym",)
+    words = "--ignore re:.*k_proj --rule down_proj=int8:g128:sym --rule *.1.mlp.*=int3:g128:sym"
     made = make("quantize", "llama", RTN, words, "--head int8:g128:sym").path
     schemes = document("inspect", made)["schemes"]
     assert schemes["int8:g128:sym:bf16"] == 3  # both down_proj and the head: the first rule wins
     assert schemes["int3:g128:sym:bf16"] == 2
-    assert schemes["int4:g128:sym:bf16"] == 2 * 7 - 2 - 2 - 2
+    assert schemes["int4:g128:sym:bf16"] == 4  # both o_proj; gate and up of the first block
     stored = tensors(made)
-    assert "model.layers.0.self_attn.k_proj.weight" in stored
+    for part in "qkv":  # engines join them, so they stay together
+        assert f"model.layers.0.self_attn.{part}_proj.weight" in stored
     assert "lm_head.weight_packed" in stored
 
 

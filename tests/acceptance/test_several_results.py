@@ -71,7 +71,7 @@ def test_a_release_is_laid_out_to_be_published(released: tuple[Path, Path, Any])
     assert checked.returncode == 0
     listed = {line.split("  ")[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
     assert listed == {*digests(out)} - {"SHA256SUMS"}
-    assert subprocess.run(["sh", "-n upload.sh"], cwd=out, check=False).returncode == 0
+    assert subprocess.run(["sh", "-n", "upload.sh"], cwd=out, check=False).returncode == 0
     assert "hf upload" in (out / "upload.sh").read_text()
     figures = {row["name"]: row["figures"]["kl_mean"] for row in found["variants"]}
     assert figures["int4"] > figures["q8"] > 0

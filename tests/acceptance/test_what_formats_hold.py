@@ -70,7 +70,7 @@ def test_a_file_holds_the_rounded_weights(
     form: str, scheme: str, error: float, model: Model, make: Make, tmp_path: Path
 ) -> None:
     """Codes, scales and zero points mean what the format says; `export --format plain` gives the same numbers."""
-    made = make("quantize", "llama", *stored_as(form, scheme)).path
+    made = make("quantize", "llama", stored_as(form, scheme)).path
     found, source = decode(made), linears(model("llama"))
     assert (
         {*found} >= {*source} if form != "fp8" else {*found} < {*source}
@@ -105,7 +105,7 @@ MOVED = [
 def test_a_conversion_keeps_every_value(
     stored: tuple[str, str], form: str, verdict: str, make: Make
 ) -> None:
-    made = make("quantize", "llama", *stored_as(*stored)).path
+    made = make("quantize", "llama", stored_as(*stored)).path
     moved = make("export", made, "--format", form)
     assert moved.document["verdict"] == verdict
     assert {event["kind"] for event in moved.document["events"]} <= {"coverage"}
@@ -128,7 +128,7 @@ def test_a_conversion_keeps_every_value(
 def test_what_a_format_does_not_hold_is_refused(
     stored: tuple[str, str], form: str, make: Make, tmp_path: Path
 ) -> None:
-    made = make("quantize", "llama", *stored_as(*stored)).path
+    made = make("quantize", "llama", stored_as(*stored)).path
     said = refusal(4, "export", made, "--format", form, "-o", tmp_path / "out.gguf")
     assert form in said.lower()
     assert not (tmp_path / "out.gguf").exists()
@@ -136,7 +136,7 @@ def test_what_a_format_does_not_hold_is_refused(
 
 def test_rounding_of_scales_is_asked_for(make: Make, tmp_path: Path) -> None:
     """Scales in float32 are no float16 numbers: refused, or rounded as an event."""
-    made = make("quantize", "llama", *stored_as("compressed-tensors", "int4:g128:sym:f32")).path
+    made = make("quantize", "llama", stored_as("compressed-tensors", "int4:g128:sym:f32")).path
     out = tmp_path / "gptq"
     said = refusal(4, "export", made, "--format gptq -o", out)
     assert "--allow-inexact" in said
@@ -145,6 +145,19 @@ def test_rounding_of_scales_is_asked_for(make: Make, tmp_path: Path) -> None:
     before = decode(made)
     for name, weight in decode(out).items():
         assert 0 < relative_error(weight, before[name]) < 0.001, name
+
+
+def test_the_table_of_conversions_is_what_export_does() -> None:
+    """Of what `test_a_conversion_keeps_every_value` and the refusals above try."""
+    rows = document("formats")["conversions"]
+    table = {(row["from"], row["scheme"], row["to"]): row["verdict"] for row in rows}
+    assert table["compressed-tensors", "int4:g128:sym:bf16", "mlx"] == "exact"
+    assert table["compressed-tensors", "int8:row:sym:bf16", "bnb"] == "exact"
+    assert table["gguf", "q8_0", "gptq"] == "exact"
+    assert table["compressed-tensors", "int4:g128:sym:bf16", "bnb"] == "no"
+    assert table["compressed-tensors", "nvfp4", "gguf"] == "no"
+    assert table["bnb", "nf4:g64:sym:f32", "gptq"] == "no"
+    assert all(row["reason"] for row in rows if row["verdict"] == "no")
 
 
 def test_a_tied_embedding_is_rounded_as_the_tool_of_the_format_does(
@@ -287,20 +300,21 @@ def test_a_gguf_file_says_what_the_model_is(model: Model, make: Make) -> None:
     assert [tokens[number] for number in vocabulary.values()] == [*vocabulary]
 
 
-def test_a_gguf_file_is_a_model_again(model: Model, make: Make, tmp_path: Path) -> None:
-    """Quantized from a plain file it has the bytes of the directory's own result; the tokenizer comes back too."""
+def test_a_gguf_file_is_a_model_again(model: Model, make: Make) -> None:
+    """Weights come back as they were, and the tokenizer is rebuilt from the keys of the file."""
     from transformers import AutoTokenizer
 
     whole = make("export", "llama", "--type BF16").path
-    again = make("export", whole, "--format compressed-tensors --bits 4").path
-    direct = make("export", "llama", "--format compressed-tensors --bits 4").path
-    for name, weight in decode(direct).items():
-        torch.testing.assert_close(decode(again)[name], weight, rtol=0, atol=0)
+    again = make("export", whole, "--format plain").path
+    found = tensors(again)
+    for name, weight in tensors(model("llama")).items():
+        assert torch.equal(found[name].float(), weight.float()), name
     text = "the weights of the model\n\tdef f(x): 12"
     read = [
         AutoTokenizer.from_pretrained(place)(text)["input_ids"] for place in (again, model("llama"))
     ]
     assert read[0] == read[1]
+    refusal(3, "quantize", make("export", "llama", "--type Q8_0").path, PLAIN, "--bits 4")
 
 
 def test_importance_comes_from_a_file(model: Model, make: Make, tmp_path: Path) -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
+import shlex
 import signal
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.acceptance.support import DEMO_GPTQ, Make, Model, Running, ask, command, document
+from tests.acceptance.support import (
+    DEMO_GPTQ,
+    PATIENCE,
+    Make,
+    Model,
+    Running,
+    Start,
+    ask,
+    command,
+    document,
+)
 
 PROMPT = "import os, json, json, json"
 
@@ -21,7 +37,7 @@ def result(make: Make) -> Path:
     return make("quantize", "demo", DEMO_GPTQ).path
 
 
-def answer(model: Path, words: object) -> Any:
+def answer(model: Path, *words: object) -> Any:
     (found,) = document("generate", model, PROMPT, "--raw", words)["answers"]
     return found
 
@@ -256,14 +272,43 @@ def test_a_server_that_is_gone_is_told(result: Path) -> None:
     assert ended.code in {3, 5}
 
 
-def test_a_request_under_way_ends_before_the_server_does(result: Path, tmp_path: Path) -> None:
-    running = Running(tmp_path, "serve", result, "--port 0")
-    try:
-        running.until(lambda: "http://" in running.out)
-        running.send(signal.SIGINT)
-        assert running.ended().code == 0
-    finally:
-        running.kill()
+def stream(url: str, tokens: int) -> Any:
+    """Ask for a long answer in pieces, and return the connection when the first one has come."""
+    asked = {**PLAIN, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}{COMPLETIONS}", json.dumps(asked).encode(), headers)
+    answer = urllib.request.urlopen(request, timeout=PATIENCE)
+    assert answer.readline().startswith(b"data: ")
+    return answer
+
+
+def test_an_answer_under_way_ends_before_the_server_does(result: Path, start: Start) -> None:
+    """What is printed says where it listens, and a command that asks it."""
+    server = start("serve", result, "--port 0 --served-name mine")
+    server.until(lambda: server.out.count("\n") >= 2)
+    first, second = server.out.splitlines()[:2]
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+", first)
+    words = shlex.split(second)
+    assert words[0] == "curl"
+    assert ask(words[1], json.loads(words[-1]))[0] == 200
+    with stream(url, 40) as answer:
+        server.send(signal.SIGTERM)
+        pieces = [line for line in answer.read().splitlines() if line]
+    assert pieces[-1] == b"data: [DONE]"
+    assert server.ended().code == 0
+
+
+def test_a_second_signal_does_not_wait(result: Path, start: Start) -> None:
+    server = start("serve", result, "--port 0 --served-name mine --json")
+    server.until(lambda: server.out.endswith("}\n"))
+    url = json.loads(server.out)["url"]
+    with stream(url, 1000) as answer:
+        server.send(signal.SIGINT)
+        time.sleep(0.1)
+        server.send(signal.SIGINT)
+        with suppress(OSError, http.client.HTTPException):  # the connection may be cut
+            assert b"[DONE]" not in answer.read()
+    assert server.ended().code == 0
 
 
 def test_what_the_own_decoder_does_not_compute_is_not_served(model: Model) -> None:

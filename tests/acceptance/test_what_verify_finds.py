@@ -24,7 +24,7 @@ def result(make: Make, copied: Copy) -> Path:
     return copied(make("quantize", "llama", RTN).path)
 
 
-def looked_at(result: Path, words: object) -> Ended:
+def looked_at(result: Path, *words: object) -> Ended:
     return command("verify", result, words, "--json")
 
 

@@ -91,52 +91,7 @@ for arguments in json.loads(sys.stdin.read()):
     assert {path.name for path in tmp_path.iterdir()} == {"taken", "damaged"}
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_an_example(capsys, verb):
-    result = command(capsys, verb, "--help")
-    assert result.code == 0
-    assert result.err == ""
-    assert f"quantforge {verb}" in result.out
-    assert "Example:" in result.out or verb in {"formats", "recipes", "doctor"}
-
-
-def test_without_arguments_it_shows_the_help(capsys):
-    assert command(capsys).out == command(capsys, "--help").out
-
-
-# ---- documents
-
-
-@pytest.mark.parametrize(
-    ("arguments", "schema"),
-    [
-        (["plan", "MODEL"], "quantforge.plan/1"),
-        (["plan", "MODEL", "-q", "--tensors"], "quantforge.plan/1"),
-        (["inspect", "MODEL"], "quantforge.inspect/1"),
-        (["inspect", "MODEL/model.safetensors"], "quantforge.inspect/1"),
-        (["verify", "MODEL", "--no-forward"], "quantforge.verify/1"),
-        (["diff", "MODEL", "MODEL"], "quantforge.diff/1"),
-        (["formats"], "quantforge.formats/1"),
-        (["recipes"], "quantforge.recipes/2"),
-        (["recipes", "fast-8bit"], "quantforge.recipe/1"),
-        (["doctor"], "quantforge.doctor/1"),
-    ],
-)
-def test_json_is_one_document_with_a_schema(model, capsys, arguments, schema):
-    result = command(capsys, *(word.replace("MODEL", str(model)) for word in arguments), "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["schema"] == schema
-    assert result.err == ""
-
-
-def test_an_error_as_json_is_an_object_on_stderr(model, tmp_path, capsys):
-    out = tmp_path / "out"
-    result = command(capsys, "quantize", model, "--method", "x", "-o", out, "--json")
-    assert result.out == ""
-    error = json.loads(result.err)["error"]
-    assert error["code"] == "usage"
-    assert error["message"]
-    assert error["hint"]
+# ---- stdout and stderr
 
 
 def test_stdout_has_the_path_and_stderr_the_progress(model, tmp_path, capsys):
@@ -344,17 +299,6 @@ def test_memory_that_runs_out_is_no_bug(model, capsys, monkeypatch):
     result = command(capsys, "plan", model)
     assert result.code == 7
     assert "hint: " in result.err
-
-
-def test_a_closed_pipe_is_no_bug(model):
-    script = Path(sys.executable).with_name("quantforge")
-    reading, writing = os.pipe()
-    os.close(reading)
-    result = subprocess.run([script, "plan", model], stdout=writing, stderr=subprocess.PIPE, text=True,
-                            check=False)  # fmt: skip
-    os.close(writing)
-    assert result.returncode == 141
-    assert result.stderr == ""
 
 
 def test_arguments_that_are_no_utf_8_are_refused_before_the_work(capsys):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,78 +36,6 @@ def started(*arguments: object, module: str = "quantforge") -> subprocess.Popen[
         *map(str, arguments),
     ]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def open_door(url: str) -> bool:
-    """Whether a server accepts requests."""
-    try:
-        return requests.get(f"{url}/health", timeout=60).status_code == 200
-    except requests.RequestException:
-        return False
-
-
-def test_it_tells_where_it_is_and_stops_at_a_signal() -> None:
-    with started("--concurrent", 3, "--cache", "int8", "--served-name", "mine") as server:
-        assert server.stdout is not None
-        first, second = server.stdout.readline(), server.stdout.readline()
-        url = re.fullmatch(r"serving mine at (http://127\.0\.0\.1:\d+)\n", first)
-        assert url, first
-        assert shlex.split(second)[1] == f"{url[1]}/v1/chat/completions"
-        body = json.loads(shlex.split(second)[-1])
-        found = requests.post(shlex.split(second)[1], json={**body, "max_tokens": 3}, timeout=60)
-        assert found.status_code == 200
-        assert found.json()["usage"]["completion_tokens"] <= 3
-        # One answer is under way when it is asked to stop, and ends.
-        asked = {
-            "model": "mine",
-            "prompt": "import",
-            "max_tokens": 40,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        with requests.post(
-            f"{url[1]}/v1/completions", json=asked, stream=True, timeout=60
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == b"data: [DONE]"
-        out, err = server.communicate(timeout=120)
-    assert (server.returncode, out) == (0, "")
-    assert "3 answers at a time, 1024 tokens each at most, 3072 in all" in err
-    assert err.endswith("stopped\n")
-
-
-def test_two_signals_do_not_wait_and_a_document_is_one() -> None:
-    with started("--json") as server:
-        assert server.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            text += server.stdout.readline()
-        told = json.loads(text)
-        assert told["schema"] == "quantforge.serve/1"
-        assert (told["model"], told["chat"], told["context"]) == ("demo", True, 1024)
-        asked = {
-            "model": "demo",
-            "prompt": "import",
-            "max_tokens": 1000,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        with requests.post(
-            f"{told['url']}/v1/completions", json=asked, stream=True, timeout=60
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.send_signal(signal.SIGINT)
-            while open_door(told["url"]):
-                time.sleep(0.02)
-            server.send_signal(signal.SIGINT)
-            with suppress(requests.RequestException):  # the connection may be cut
-                assert b"data: [DONE]" not in list(lines)
-        out, err = server.communicate(timeout=120)
-    assert (server.returncode, out, err) == (0, "", "")
 
 
 @pytest.mark.tokens

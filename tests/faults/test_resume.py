@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 
 from quantforge import verbs
 from quantforge.checkpoint.disk import writing
-from quantforge.cli.app import main
 from quantforge.errors import (
     DeniedError,
     IntegrityError,
@@ -31,7 +29,6 @@ from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from tests.runs import (
     CALIBRATION,
-    ROWS,
     StopError,
     command,
     copied,
@@ -102,57 +99,6 @@ def plain(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain") / "out"
     verbs.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
     return tree(out)
-
-
-@pytest.mark.parametrize(
-    ("number", "codes"),
-    [
-        (signal.SIGINT, {130}),
-        (signal.SIGTERM, {143}),
-        (signal.SIGHUP, {129}),
-        ((signal.SIGINT, signal.SIGINT), {130, -signal.SIGINT}),  # the second one ends it at once
-    ],
-)
-def test_a_signal_stops_it_and_the_same_command_goes_on(model, out, number, codes, plain, capsys):
-    numbers = number if isinstance(number, tuple) else (number,)
-    arguments = (
-        "quantize",
-        model,
-        "--method",
-        "gptq",
-        *ROWS,
-        "--log",
-        out.parent / "log",
-        "-o",
-        out,
-    )
-
-    def run() -> None:
-        for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
-        sys.argv = ["quantforge", *map(str, arguments)]
-        main()
-
-    errors = out.parent / "m"
-    child = forked(run, errors)
-    log = out.parent / "log"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (log.exists() and "block 0" in log.read_text()):
-        time.sleep(0.005)
-    for one in numbers:
-        os.kill(child, one)
-    start = time.monotonic()
-    code = ended(child)
-    assert code in codes, errors.read_text()
-    assert time.monotonic() - start < 60
-    assert "Traceback" not in errors.read_text()
-    assert code < 0 or "same command" in errors.read_text()
-    assert not out.exists()
-    result = command(capsys, *arguments, "--json")
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["resumed"] is True
-    assert tree(out) == plain
-    assert leftovers(out) == {"out", "log"}
 
 
 PARTS = ["outer", "block 0", "block 1", "head"]
