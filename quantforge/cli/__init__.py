@@ -46,5 +46,5 @@ In this folder:
     typed_paths         Paths and options as they were typed
     usage_errors        Refusals of the parser of the command line
     verb                A verb as it is shown and completed: its options in named groups
-    verify              ``quantforge verify``: look at a finished artifact, ours or anyone's
+    verify              ``quantforge verify``: check a quantized model, whoever made it
 """

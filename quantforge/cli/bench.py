@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.checkpoint.disk import check_new, save
 from quantforge.cli import draft_flags, options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.errors import UsageError
 from quantforge.evaluation.columns import fitting, left_out
 from quantforge.planning import quantities
 from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
@@ -34,11 +32,6 @@ def _engine(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="Engine", **more)
 
 
-Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE.html", help="Also write a page (pip install 'quantforge[report]')."),
-]  # fmt: skip
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that exists.")]
 Models = Annotated[
     list[str],
     typer.Argument(
@@ -137,8 +130,6 @@ def bench(
     served_name: ServedName = "",
     slo: Limits = None,
     price: Price = None,
-    report: Report = None,
-    overwrite: Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -164,13 +155,13 @@ def bench(
         rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static", ladder=ladder,
         chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, drafts=drafts,
     )  # fmt: skip
-    _check_report(report, overwrite=overwrite)
     settings = Settings(
         device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
     )  # fmt: skip
     found = _measured(console, models, settings, asked)
     _show(console, found, wide=wide)
-    _write(report, found, overwrite=overwrite)
+    if any(row.figures.failed for row in found.rows):
+        raise typer.Exit(FAILED)
 
 
 def _measured(
@@ -180,30 +171,6 @@ def _measured(
 
     with console.watch():
         return measure(models, settings, asked)
-
-
-def _check_report(path: Path | None, *, overwrite: bool) -> None:
-    """Check a report before the work: its kind, and whether it can be drawn and written."""
-    if path is None:
-        return
-    if path.suffix != ".html":
-        raise UsageError(
-            f"--report {path}: unknown kind", "end it in .html; --json has the figures"
-        )
-    check_new(path, "--report", overwrite=overwrite)
-    from quantforge.evaluation.report_page.drawing import check_drawing
-
-    check_drawing()
-
-
-def _write(path: Path | None, found: LoadFound, *, overwrite: bool) -> None:
-    """Write the report, if there is to be one, and end with `FAILED` where requests failed."""
-    if path is not None:
-        from quantforge.evaluation.report_page.load_page import assemble_load
-
-        save(path, assemble_load(found).encode(), overwrite=overwrite)
-    if any(row.figures.failed for row in found.rows):
-        raise typer.Exit(FAILED)
 
 
 def _show(console: Console, found: LoadFound, *, wide: bool) -> None:

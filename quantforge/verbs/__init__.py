@@ -49,7 +49,7 @@ In this folder:
     sized_recipe         The recipe of a result of a given size: candidates are measured
     sweep_recipes        Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
     upload_script        Finished variants of a release, the repositories of the hub that they go to
-    verify_artifact      Verify: whether a finished artifact, ours or anyone's, is what it says it is
+    verify_artifact      `verify`: check a quantized model, whoever made it
 """
 
 from quantforge.errors import QuantForgeError

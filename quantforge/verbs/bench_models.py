@@ -67,10 +67,8 @@ def bench(
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
         names = [str(name) for name in models]
         if options.url:
-            found = _server(paths[0], text, options)
-        else:
-            found = (_ladder if options.ladder else _each)(names, paths, text, settings, options)
-    return replace(found, models=tuple(names), input_bits=settings.input_bits)
+            return _server(paths[0], text, options)
+        return (_ladder if options.ladder else _each)(names, paths, text, settings, options)
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:

@@ -69,10 +69,9 @@ def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixtu
 
 
 def test_ladder_shows_a_row_for_each_technique(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    page = tmp_path / "ladder.html"
-    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8", "--report", page)
+    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8")
     words += ("--slo", "ttft=60s", "--price", "2/h", "--draft", "ngram")
     result = command(capsys, "bench", DEMO, DEMO, *words)
     assert result.code == 0, result.err
@@ -94,13 +93,6 @@ def test_ladder_shows_a_row_for_each_technique(
         "speculation (ngram)",
     ):
         assert any(technique in line for line in lines), technique
-        assert technique in page.read_text()
-    assert str(Path(DEMO).parent) not in page.read_text()
-    for figure in ("goodput/s", "cost/M"):  # of all rungs that serve the stream
-        assert figure in page.read_text()
-    refused = command(capsys, "bench", DEMO, *words)  # before anything is measured
-    assert refused.code != 0
-    assert "--overwrite" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -115,7 +107,6 @@ def test_ladder_shows_a_row_for_each_technique(
         (("--rows", "0"), "1 to"),
         (("--prompt-tokens", "1020"), "positions"),
         (("--trace", "absent.jsonl"), "absent.jsonl"),
-        (("--report", "bench.pdf"), ".html"),
         (("--url", "localhost:8000"), "http://"),
         (("--url", "http://127.0.0.1:9/v1", "--ladder"), "one server"),
     ],

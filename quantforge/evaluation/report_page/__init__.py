@@ -8,7 +8,6 @@ In this folder:
     differing_words  Words of a text that another does not have in their place
     drawing          Drawing of charts: a specification of Vega-Lite becomes SVG
     front_chart      Size against divergence, with the Pareto front: names stand beside the plot
-    load_page        The page of a bench: the rate of every technique or model as a picture, all figures as a table
     rendering        Rendering of a page: its template, with the style and the script that every page holds itself
     sections         Sections of the page beside its charts: tables, answers side by side
 """

@@ -10,7 +10,7 @@ In this folder:
     ladder               The ladder: techniques added one at a time, each measured on the same requests
     latency_figures      Waiting of requests: percentiles of latencies, throughput, goodput and cost
     load_options         Options and findings of a bench, as data
-    load_tables          Findings of a bench as columns and lines, for a terminal and a page
+    load_tables          Findings of a bench as columns and lines for a terminal
     on_engine            A stream of requests on an engine in this process, in real time
     on_server            A stream of requests to an OpenAI-compatible server, in real time
     stream_of_requests   A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for

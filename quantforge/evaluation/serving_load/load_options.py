@@ -78,15 +78,11 @@ class LoadFound:
         rows: one for each model or technique.
         forecast: what batching can bring at best.
         options: what was asked for.
-        models: as they were named.
-        input_bits: to which products round activations.
     """
 
     rows: list[LoadRow]
     forecast: dict[str, float]
     options: LoadOptions
-    models: tuple[str, ...] = ()
-    input_bits: int = 16
 
     def document(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
