@@ -33,7 +33,7 @@ PACKAGES = {
 LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 # From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
 ORDER = (
-    "__main__", "cli", "verbs", "http_api", "verification", "evaluation", "execution", "runtime", "planning",
+    "__main__", "cli", "verbs", "serving", "verification", "evaluation", "execution", "runtime", "planning",
     "results", "formats", "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics",
     "architectures", "plans", "notation", "scheme", "grids", "events", "errors", *LEAVES, "",
 )  # fmt: skip

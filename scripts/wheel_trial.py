@@ -22,7 +22,7 @@ from pathlib import Path
 PROGRAM = Path(sys.executable).with_name("quantforge")
 HEAVY = {"torch", "transformers", "numba", "pydantic"}
 DIFFERS = 5  # exit code of `diff`, of whose two files of the example one is of another format
-LACKS = 2  # starlette and uvicorn, which an extra brings
+LACKS = 2  # pydantic, starlette and uvicorn, which an extra brings
 WORDS = {"q": "quantize", "quantize --method aw": "awq", "plan --recipe vllm-": "vllm-8bit"}
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from quantforge.http_api.application import application
-from quantforge.http_api.served_model import ServedModel
-from quantforge.http_api.server_limits import ServerLimits
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.text_side import TextSide
+from quantforge.serving.routes import application
+from quantforge.serving.served_model import ServedModel, ServerLimits
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.fake_decoder import VOCABULARY, FakeDecoder
@@ -130,13 +129,14 @@ class Client:
 
 
 @asynccontextmanager
-async def served(decoder=None, *, template=None, limits=None, **options):
+async def served(
+    decoder=None, *, template=None, waiting=64, body_bytes=4 << 20, seconds=600.0, **options
+):
     """A client of a server that has given back every page when it ends."""
     options = {"rows": 4, "tokens": 300, "token_budget": 64, **options}
     engine = ServingEngine(decoder or FakeDecoder(), EngineOptions(**options))
-    model = ServedModel(
-        NAME, fake_side(template), engine, options["rows"], limits or ServerLimits()
-    )
+    limits = ServerLimits(waiting, body_bytes, seconds)
+    model = ServedModel(NAME, fake_side(template), engine, options["rows"], limits)
     model.engine.start()
     try:
         yield Client(model)

@@ -1,4 +1,4 @@
-"""``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to."""
+"""``quantforge serve``: a model behind OpenAI's API over HTTP."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ import typer
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import draft_flags, options
 from quantforge.cli.console import Console
-from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
-from quantforge.verbs.serve_model import (
-    CACHE_GIB,
-    CONCURRENT,
-    HOST,
-    PORT,
-    ListeningServer,
-    ServeOptions,
-)
+from quantforge.verbs.serve_model import DEFAULTS, ListeningServer, ServeOptions
 
 EXAMPLE = "Example: quantforge serve demo-gptq-int4"
 LOCAL = ("127.", "::1", "localhost")
@@ -43,36 +35,36 @@ CacheGib = Annotated[
 ]
 Context = Annotated[
     int | None, typer.Option("--context", metavar="N", min=1,
-                             help="Most tokens of a prompt and its answer (default: as many as the model sees)."),
+                             help="Most tokens of a prompt and its completion (default: as many as the model sees)."),
 ]  # fmt: skip
 Concurrent = Annotated[
-    int, typer.Option("--concurrent", metavar="N", min=1, help="Answers that are computed at a time.")
+    int, typer.Option("--concurrent", metavar="N", min=1, help="Completions computed at a time.")
 ]  # fmt: skip
 Waiting = Annotated[
-    int, typer.Option("--waiting", metavar="N", min=0, help="Answers that may wait; more are refused (429).")
+    int, typer.Option("--waiting", metavar="N", min=0, help="Completions that may wait; more are refused (429).")
 ]  # fmt: skip
 MaxBody = Annotated[
     int, typer.Option("--max-body", metavar="MIB", min=1, help="Largest request (413 beyond it).")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="From a request to the end of its answers.")
+    float, typer.Option("--timeout", metavar="SECONDS", help="Most time from a request to the end of its completions.")
 ]  # fmt: skip
 
 
 def serve(
     model: options.Model,
-    host: Host = HOST,
-    port: Port = PORT,
+    host: Host = DEFAULTS["host"],
+    port: Port = DEFAULTS["port"],
     served_name: ServedName = "",
     cache: Cache = "",
-    cache_memory: CacheGib = CACHE_GIB,
+    cache_memory: CacheGib = DEFAULTS["cache_gib"],
     context: Context = None,
-    concurrent: Concurrent = CONCURRENT,
-    waiting: Waiting = 64,
-    max_body: MaxBody = 4,
-    timeout: Timeout = 600.0,
+    concurrent: Concurrent = DEFAULTS["concurrent"],
+    waiting: Waiting = DEFAULTS["waiting"],
+    max_body: MaxBody = DEFAULTS["max_body"],
+    timeout: Timeout = DEFAULTS["timeout"],
     draft: draft_flags.StepDraft = None,
-    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
+    draft_tokens: draft_flags.DraftTokens = DEFAULTS["draft_tokens"],
     draft_tree: draft_flags.DraftTree = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -103,17 +95,17 @@ def serve(
         device=device, threads=threads, offline=offline, input_bits=input_bits, note=console.note
     )
 
-    def ready(told: ListeningServer) -> None:
+    def ready(server: ListeningServer) -> None:
         if as_json:
-            console.document({"schema": "quantforge.serve/1", **told.document()})
+            console.document({"schema": "quantforge.serve/1", **server.document()})
             return
-        console.text(f"serving {told.model} at {told.url}")
-        console.text(example(told))
+        console.text(f"serving {server.model} at {server.url}")
+        console.text(example(server))
         if not host.startswith(LOCAL):
             console.note(f"whoever reaches {host} may use it: there is no password")
         console.note(
-            f"{told.concurrent} answers at a time, {told.context} tokens each at most, "
-            f"{told.cache_tokens} in all; Ctrl-C stops"
+            f"{server.concurrent} completions at a time, {server.context} tokens each at most, "
+            f"{server.cache_tokens} in all; Ctrl-C stops"
         )
         console.flush()
 
@@ -121,12 +113,12 @@ def serve(
     console.note("stopped")
 
 
-def example(told: ListeningServer) -> str:
+def example(server: ListeningServer) -> str:
     """Return a command that asks the server for an answer."""
-    body: dict[str, object] = {"model": told.model, "max_tokens": 64, "temperature": 0}
-    if told.chat:
+    body: dict[str, object] = {"model": server.model, "max_tokens": 64, "temperature": 0}
+    if server.chat:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Explain json."}]
     else:
         path, body["prompt"] = "completions", "import json"
-    said = shlex.quote(json.dumps(body))
-    return f"curl {told.url}/v1/{path} -H 'Content-Type: application/json' -d {said}"
+    data = shlex.quote(json.dumps(body))
+    return f"curl {server.url}/v1/{path} -H 'Content-Type: application/json' -d {data}"

@@ -1,4 +1,4 @@
-"""Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API, until it is stopped."""
+"""Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.errors import RefusedError, UsageError
-from quantforge.http_api.server_limits import MIB, ServerLimits
+from quantforge.runtime.sampling_options import Range
 from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
-from quantforge.verbs.argument_types import check_choices
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, guesses_of, loaded_to_answer
 from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
-    from quantforge.http_api.served_model import ServedModel
     from quantforge.runtime.cache_layout import CacheLayout
     from quantforge.runtime.load import Loaded
+    from quantforge.serving.served_model import ServedModel
 
-HOST, PORT = "127.0.0.1", 8000
-CONCURRENT = 16
-CACHE_GIB = 4.0  # where all answers at their full length would take more
-PACKAGES = ("starlette", "uvicorn")
+PACKAGES = ("pydantic", "starlette", "uvicorn")
+COUNT = Range("a whole number from 1 on", 1, whole=True)
+RANGES = {
+    "port": Range("a whole number from 0 to 65535 (0: a free one)", 0, 65535, whole=True),
+    "cache_gib": Range("a number of GiB above 0", 0, 1e6, above=True),
+    "context": COUNT,
+    "concurrent": COUNT,
+    "waiting": Range("a whole number from 0 on", whole=True),
+    "max_body": COUNT,
+    "timeout": Range("a number of seconds", 0, 1e9),
+}
 
 
 class ServeOptions(TypedDict, total=False):
-    """Where a server listens, how much it computes at a time, and what it accepts."""
+    """Where a server listens, how much it computes at a time, and what it accepts; see `DEFAULTS`."""
 
     host: str
     port: int  # 0 takes a free one
@@ -39,12 +45,28 @@ class ServeOptions(TypedDict, total=False):
     cache_gib: float  # most memory of the cache
     draft: str  # who guesses tokens that the model then checks together; nobody when left out
     draft_tokens: int  # guesses in a row at most
-    draft_tree: str  # guesses behind each token, place by place
-    context: int  # most tokens of a prompt and its answer; what the model sees when left out
-    concurrent: int  # answers that are computed at a time
-    waiting: int  # answers that may wait; more are refused
+    draft_tree: str  # guesses after each token, place by place
+    context: int  # most tokens of a prompt and its completion; what the model sees when left out
+    concurrent: int  # completions that are computed at a time
+    waiting: int  # completions that may wait; more are refused
     max_body: int  # MiB of a request
-    timeout: float  # seconds from a request to the end of its answers
+    timeout: float  # seconds from a request to the end of its completions
+
+
+DEFAULTS: ServeOptions = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "served_name": "",
+    "cache": "",
+    "cache_gib": 4.0,  # where all completions at their full length would take more
+    "draft": "",
+    "draft_tokens": DRAFT_TOKENS,
+    "draft_tree": "",
+    "concurrent": 16,
+    "waiting": 64,
+    "max_body": 4,
+    "timeout": 600.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +77,8 @@ class ListeningServer:
         url: where.
         model: name by which requests ask for it.
         chat: whether it has a chat template.
-        context: most tokens of a prompt and its answer.
-        concurrent: answers that are computed at a time.
+        context: most tokens of a prompt and its completion.
+        concurrent: completions that are computed at a time.
         cache_tokens: that the cache has room for.
     """
 
@@ -90,17 +112,17 @@ def serve(
         options: see `ServeOptions`.
 
     Raises:
-        UsageError: a value that means nothing here, or starlette and uvicorn are not installed.
+        UsageError: a value that means nothing here, or a package of the extra `serve` is not installed.
         InputError: the model or its tokenizer cannot be used, or the address cannot be had.
         RefusedError: a family that the own decoder does not compute.
         ResourceError: a GPU has no room for the model or the cache.
     """
-    settings, limits = settings or Settings(), _checked(options)
-    from quantforge.http_api.run_server import listen, server_of, url_of
+    settings, wanted = settings or Settings(), complete(options)
+    from quantforge.serving.server import listen, server_of, url_of
 
-    listening = listen(options.get("host", HOST), options.get("port", PORT))
+    listening = listen(wanted["host"], wanted["port"])
     try:
-        served = served_model(model, settings, limits, options)
+        served = served_model(model, settings, wanted)
         serving = ListeningServer(
             url=url_of(listening),
             model=served.name,
@@ -118,22 +140,23 @@ def serve(
 
 
 def served_model(
-    model: str | Path | Loaded, settings: Settings, limits: ServerLimits, options: ServeOptions
+    model: str | Path | Loaded, settings: Settings, options: ServeOptions
 ) -> ServedModel:
-    """Return a model that is ready to be served; errors as `serve`."""
-    check_drafts(model, _drafts(options), settings, steps=True)
+    """Return a model that is ready to be served, by options that `complete` has checked; errors as `serve`."""
+    drafts = _drafts(options)
+    check_drafts(model, drafts, settings, steps=True)
     loaded, name = loaded_to_answer(model, settings)
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     import torch
 
-    from quantforge.http_api.served_model import ServedModel
     from quantforge.runtime.cache_layout import CacheLayout
     from quantforge.runtime.computed import supports
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.serving.engine import ServingEngine
     from quantforge.runtime.serving.engine_options import EngineOptions
     from quantforge.runtime.text_side import text_side
+    from quantforge.serving.served_model import ServedModel, ServerLimits
 
     if not supports(loaded.model):
         raise RefusedError(
@@ -143,11 +166,11 @@ def served_model(
     side = text_side(loaded.path, loaded.config)
     for note in side.template.notes if side.template else ():
         settings.note(note)
-    guesses = guesses_of(loaded, _drafts(options), settings)
+    guesses = guesses_of(loaded, drafts, settings)
     decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
-    kind = options.get("cache") or ("fp8" if loaded.kv_scales else "")
+    kind = options["cache"] or ("fp8" if loaded.kv_scales else "")
     context = options.get("context") or min(decoder.positions, side.positions)
-    rows = options.get("concurrent", CONCURRENT)
+    rows = options["concurrent"]
     wanted = EngineOptions(
         rows=rows,
         tokens=context,
@@ -155,14 +178,16 @@ def served_model(
         token_budget=max(EngineOptions().token_budget, rows),
     )
     layout = CacheLayout(decoder.cache_shape(kind), context, wanted.ahead)
-    pages = _pages(layout, rows, options.get("cache_gib", CACHE_GIB))
+    pages = _pages(layout, rows, options["cache_gib"])
     engine = ServingEngine(decoder, replace(wanted, pages=pages), guesses)
 
-    def begin() -> None:
+    def prepare() -> None:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
-    return ServedModel(options.get("served_name") or _name(name), side, engine, rows, limits, begin)
+    limits = ServerLimits(options["waiting"], options["max_body"] << 20, options["timeout"])
+    named = options["served_name"] or _name(name)
+    return ServedModel(named, side, engine, rows, limits, prepare)
 
 
 def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
@@ -186,11 +211,7 @@ def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
 
 
 def _drafts(options: ServeOptions) -> DraftOptions:
-    return DraftOptions(
-        options.get("draft", ""),
-        options.get("draft_tokens", DRAFT_TOKENS),
-        options.get("draft_tree", ""),
-    )
+    return DraftOptions(options["draft"], options["draft_tokens"], options["draft_tree"])
 
 
 def _name(name: str) -> str:
@@ -198,34 +219,19 @@ def _name(name: str) -> str:
     return Path(name).resolve().name if Path(name).exists() else name.partition("@")[0]
 
 
-def _checked(options: ServeOptions) -> ServerLimits:
-    """Check options that do not depend on the model, and return the limits.
-
-    Raises:
-        UsageError: a name or a value that means nothing, or a package is missing.
-    """
-    check_choices(ServeOptions, options)
-    if kind := options.get("cache"):
-        kinds_of(kind)
+def complete(given: ServeOptions) -> ServeOptions:
+    """Return options with the defaults of those left out, after checks that need no model; errors as `serve`."""
+    options: ServeOptions = {**DEFAULTS, **given}
+    if options["cache"]:
+        kinds_of(options["cache"])
     _drafts(options)
-    port, gib = options.get("port", PORT), options.get("cache_gib", CACHE_GIB)
-    if type(port) is not int or not 0 <= port < 1 << 16:
-        raise UsageError(f"port = {port!a:.60}", "a whole number from 0 to 65535 (0: a free one)")
-    if type(gib) not in (int, float) or not 0 < gib < 1e6:
-        raise UsageError(f"cache_gib = {gib!a:.60}", "a number of GiB above 0")
-    for name in ("context", "concurrent", "max_body"):
-        value = options.get(name, 1)
-        if type(value) is not int or value < 1:
-            raise UsageError(f"{name} = {value!a:.60}", "a whole number from 1 on")
-    lacking = [name for name in PACKAGES if find_spec(name) is None]
-    if lacking:
+    for name, value in options.items():
+        if name in RANGES:
+            RANGES[name].check(name, value)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
         raise UsageError(
-            f"serving needs {' and '.join(lacking)}, not installed here",
+            f"serving needs {' and '.join(missing)}, not installed here",
             "pip install 'quantforge[serve]'",
         )
-    usual = ServerLimits()
-    return ServerLimits(
-        waiting=options.get("waiting", usual.waiting),
-        body_bytes=options["max_body"] * MIB if "max_body" in options else usual.body_bytes,
-        seconds=options.get("timeout", usual.seconds),
-    )
+    return options

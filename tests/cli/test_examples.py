@@ -15,10 +15,10 @@ import quantforge
 from quantforge.cli.app import app
 from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
-from quantforge.http_api import run_server
-from quantforge.http_api.run_server import ModelServer, listen
 from quantforge.planning import candidates
 from quantforge.recipe import CalibrationOptions
+from quantforge.serving import server
+from quantforge.serving.server import ModelServer, listen
 from quantforge.verbs import bench_models, evaluate_models
 from quantforge.verbs.scored_text import OWN
 from tests.runs import command, first_blocks
@@ -61,7 +61,7 @@ def test_examples_run_as_written(
     drawn = bench_models._requests
     monkeypatch.setattr(bench_models, "_requests", lambda *given: drawn(*given)[:4])
     monkeypatch.setattr(ModelServer, "on_tick", begun)
-    monkeypatch.setattr(run_server, "listen", lambda host, _: listen(host, 0))
+    monkeypatch.setattr(server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)
     release = ROOT / "docs/examples/release.toml"
     (tmp_path / release.name).write_bytes(release.read_bytes())

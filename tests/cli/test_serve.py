@@ -14,7 +14,6 @@ import requests
 
 import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.http_api.server_limits import ServerLimits
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
 from tests.conftest import Tiny
@@ -67,7 +66,8 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
     for arguments, code, said in (
         (["--port", "99999"], UsageError.exit_code, "--port 99999"),
         (["--concurrent", "0"], UsageError.exit_code, "--concurrent 0"),
-        (["--timeout", "-1"], UsageError.exit_code, "seconds = -1"),
+        (["--waiting", "-1"], UsageError.exit_code, "--waiting -1"),
+        (["--timeout", "-1"], UsageError.exit_code, "--timeout -1"),
         (["--cache", "int3"], UsageError.exit_code, "'int3' is no kind of cache"),
         (["--cache-memory", "0.000001"], UsageError.exit_code, "cache of 1e-06 GiB"),
         (["--draft-tree", "2x2"], UsageError.exit_code, "add --draft"),
@@ -81,8 +81,8 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
 
 
 def test_names_and_room() -> None:
-    options: serve_model.ServeOptions = {"concurrent": 2, "context": 100, "cache_gib": 0.0005}
-    served = serve_model.served_model(str(DEMO), Settings(), ServerLimits(), options)
+    options = serve_model.complete({"concurrent": 2, "context": 100, "cache_gib": 0.0005})
+    served = serve_model.served_model(str(DEMO), Settings(), options)
     assert (served.name, served.rows, served.room) == ("demo", 2, 100)
     assert served.cache_tokens % 32 == 0
     assert (

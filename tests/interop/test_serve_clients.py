@@ -16,7 +16,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import Loaded, load
 from quantforge.settings import Settings
-from quantforge.verbs.serve_model import ServerLimits, served_model
+from quantforge.verbs.serve_model import complete, served_model
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -33,12 +33,11 @@ def demo() -> Loaded:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The demo model on a port of this machine."""
-    from quantforge.http_api.run_server import listen, server_of, url_of
+    from quantforge.serving.server import listen, server_of, url_of
 
     listening = listen("127.0.0.1", 0)
-    served = served_model(
-        demo(), Settings(), ServerLimits(), {"served_name": "demo", "concurrent": 8}
-    )
+    options = complete({"served_name": "demo", "concurrent": 8})
+    served = served_model(demo(), Settings(), options)
     server = server_of(served)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
@@ -152,7 +151,7 @@ def test_errors_are_the_classes_of_the_client(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.BadRequestError, match="stop") as found:
         client.completions.create(model="demo", prompt="a", stop="x" * (1 << 20))
-    assert (found.value.param, found.value.code) == ("stop", "string_too_long")
+    assert (found.value.param, found.value.code) == ("stop", "invalid_value")
     with pytest.raises(openai.BadRequestError, match="room for 1024"):
         client.completions.create(model="demo", prompt="a", max_tokens=2000)
     with pytest.raises(openai.APIStatusError) as large:

@@ -209,7 +209,7 @@ def test_modules_say_what_they_are_and_do_not_print():
 CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
             "quantforge.evaluation.language_model", "quantforge.results.signing",
             "quantforge_calibration.images", "quantforge_calibration.row_processor",
-            "quantforge.http_api.application", "quantforge.http_api.engine_thread",  # one request, one step
+            "quantforge.serving.engine_thread",  # one command, one step
             "quantforge.verification.reading", "quantforge_calibration.tokenizer",
             "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
             "quantforge_calibration.readers", "quantforge.model.transformers_loading"}  # fmt: skip

@@ -1,7 +1,7 @@
-"""The engine on a thread of its own: commands go in by a queue, what happens comes back into the loop of asyncio.
+"""The engine on a thread of its own: commands go in through a queue, and events come back to the event loop.
 
-The thread alone touches the engine. Between two steps it works off commands; without requests it sleeps. What a step
-tells is handed to the loop in one call, and there to whoever asked.
+Only this thread touches the engine. Between two steps it carries out commands; without requests it sleeps. The events
+of a step are handed to the loop in one call, which puts each into the queue of the request over HTTP that it is for.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar
 
 from quantforge.errors import QuantForgeError
-from quantforge.http_api.api_error import ApiError, refusal
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.generation_requests import (
@@ -24,40 +24,39 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     Happening,
 )
+from quantforge.serving.api_error import ApiError
 
 T = TypeVar("T")
-Told = asyncio.Queue[Happening]
+Events = asyncio.Queue[Happening]
 LOG = logging.getLogger(__name__)
 BROKEN = "the engine has failed; the log of the server has the reason"
 
 
 class EngineThread:
-    """An engine that is fed from asyncio. All methods but `stop` are called in its loop.
+    """An engine for coroutines. All methods but `stop` are called in the event loop.
 
     Args:
-        engine: it.
+        engine: the engine.
         most: requests at a time, running and waiting ones.
-        begin: is called on the thread before anything else.
+        prepare: is called on the thread before anything else.
 
     Attributes:
         broken: nothing can be computed any more.
     """
 
     def __init__(
-        self, engine: ServingEngine, most: int, begin: Callable[[], object] = lambda: None
+        self, engine: ServingEngine, most: int, prepare: Callable[[], object] = lambda: None
     ) -> None:
-        self._engine = engine
-        self._most = most
-        self._begin = begin
-        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._told: dict[str, Told] = {}
-        self._inside: set[str] = set()  # the thread's own account of what the engine has
+        self._engine, self._most, self._prepare = engine, most, prepare
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._events: dict[str, Events] = {}  # of requests that have not ended; the loop's
+        self._inside: set[str] = set()  # requests that the engine has; the thread's
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.broken = False
 
     def start(self) -> None:
-        """Begin, for the running loop."""
+        """Start the thread, for the running loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -70,10 +69,12 @@ class EngineThread:
     @property
     def open(self) -> int:
         """Return the number of requests that have not ended."""
-        return len(self._told)
+        return len(self._events)
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> Told:
-        """Queue requests, all or none; return the queue in which what happens to them comes.
+    async def submit(self, requests: Sequence[GenerationRequest]) -> Events:
+        """Queue all of these requests or none, and return the queue of their events.
+
+        Who ends before they do, even while waiting here, has to `cancel` them.
 
         Raises:
             ApiError: the engine refuses one of them, or there is no room.
@@ -82,68 +83,56 @@ class EngineThread:
             raise ApiError(BROKEN, 503, code="engine_failed")
         if len(requests) > self._most:
             raise ApiError(
-                f"{len(requests)} answers are asked for, this server takes {self._most} at a time: send them in parts",
+                f"{len(requests)} completions are asked for, and this server takes {self._most} at a time: "
+                "send several requests",
                 code="too_many_answers",
             )
-        if len(self._told) + len(requests) > self._most:
+        if self.open + len(requests) > self._most:
             raise full()
-        told: Told = asyncio.Queue()
-        self._told |= dict.fromkeys((one.id for one in requests), told)
+        events: Events = asyncio.Queue()
+        ids = [one.id for one in requests]
+        self._events |= dict.fromkeys(ids, events)
         try:
             await self._call(lambda: self._submit(requests))
         except QuantForgeError as error:
-            for one in requests:
-                self._told.pop(one.id, None)
-            raise refusal(error) from error
-        except asyncio.CancelledError:
-            self.cancel(one.id for one in requests)
-            raise
-        return told
+            for one in ids:
+                del self._events[one]
+            raise ApiError(f"{error.message} ({error.hint})") from error
+        return events
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """End requests, those that have not ended; their pages are free before the next step."""
-        left = [one for one in ids if one in self._told]
+        """End those of these requests that have not ended; their pages are free before the next step."""
+        left = [one for one in ids if one in self._events]
         if left:
             self._commands.put(lambda: self._cancel(left))
 
     def cancel_all(self) -> None:
         """End every request."""
-        self.cancel([*self._told])
+        self.cancel([*self._events])
 
     async def counters(self) -> Counters:
         """Return the counts of the engine between two steps."""
         return await self._call(lambda: self._engine.counters)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        assert self._loop is not None
-        loop = self._loop
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: T | None, error: Exception | None) -> None:
-            if not future.cancelled():
-                if error is None:
-                    future.set_result(value)  # type: ignore[arg-type]
-                else:
-                    future.set_exception(error)
+        """Return what work gives on the thread; it is done even if nobody waits for it any more."""
+        future: Future[T] = Future()
 
         def command() -> None:
-            value: T | None = None
-            error: Exception | None = None
             try:
-                value = work()
-            except Exception as caught:  # goes to whoever asked
-                error = caught
-            loop.call_soon_threadsafe(settle, value, error)
+                future.set_result(work())
+            except Exception as error:  # goes to the caller
+                future.set_exception(error)
 
         self._commands.put(command)
-        return await future
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
         for number, one in enumerate(requests):
             try:
                 self._engine.submit(one)
             except QuantForgeError:
-                self._cancel([earlier.id for earlier in requests[:number]])
+                self._cancel([before.id for before in requests[:number]])
                 raise
             self._inside.add(one.id)
 
@@ -152,34 +141,34 @@ class EngineThread:
             self._engine.cancel(one)
 
     def _run(self) -> None:
-        self._begin()
+        self._prepare()
         while self._obey():
             self._step()
         self._cancel(self._inside)
         self._step()
 
     def _obey(self) -> bool:
-        """Work off commands, waiting for one where there is nothing else to do; return whether to go on."""
+        """Carry out commands, waiting for one where there is nothing to compute; return False at the end."""
         while self.broken or self._engine.idle or not self._commands.empty():
             command = self._commands.get()
             if command is None:
                 return False
             try:
                 command()
-            except Exception:
+            except Exception:  # of a cancellation: others may follow
                 LOG.exception("a command to the engine failed")
         return True
 
     def _step(self) -> None:
         try:
-            happened = self._engine.step()
+            events = self._engine.step()
         except Exception as error:  # of one step: all of its requests end, others may follow
             LOG.exception("a step of the engine failed")
-            happened = self._end_all(f"{BROKEN} ({type(error).__name__})")
-        self._inside -= {one.id for one in happened if isinstance(one, Finished)}
-        if happened and self._loop is not None:
+            events = self._end_all(f"{BROKEN} ({type(error).__name__})")
+        self._inside -= {one.id for one in events if isinstance(one, Finished)}
+        if events and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._tell, happened)
+                self._loop.call_soon_threadsafe(self._hand_out, events)
 
     def _end_all(self, error: str) -> list[Happening]:
         ids = [*self._inside]
@@ -191,13 +180,12 @@ class EngineThread:
             self.broken = True
         return [Finished(one, FinishReason.ERROR, (), error) for one in ids]
 
-    def _tell(self, happened: Iterable[Happening]) -> None:
-        for one in happened:
-            told = self._told.get(one.id)
-            if told is not None:
-                told.put_nowait(one)
-                if isinstance(one, Finished):
-                    del self._told[one.id]
+    def _hand_out(self, events: Iterable[Happening]) -> None:
+        for event in events:
+            ended = isinstance(event, Finished)
+            queue = self._events.pop(event.id, None) if ended else self._events.get(event.id)
+            if queue is not None:
+                queue.put_nowait(event)
 
 
 def full() -> ApiError:

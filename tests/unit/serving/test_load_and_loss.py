@@ -10,10 +10,9 @@ import time
 import pytest
 import torch
 
-from quantforge.http_api.server_limits import ServerLimits
 from tests.fake_decoder import VOCABULARY, FakeDecoder
 from tests.http_client import LETTERS, NAME, letters, served
-from tests.unit.http_api.test_answers import plain
+from tests.unit.serving.test_answers import plain
 
 PATH = "/v1/completions"
 
@@ -45,9 +44,7 @@ def test_a_thousand_requests_of_which_some_are_given_up_lose_no_page():
     assert 20 < sum(bool(lost) for *_, lost in asked) < 90
 
     async def work():
-        async with served(
-            rows=12, pages=24, limits=ServerLimits(waiting=1000), token_budget=96
-        ) as client:
+        async with served(rows=12, pages=24, waiting=1000, token_budget=96) as client:
             gate = asyncio.Semaphore(40)
 
             async def one(prompt, count, stream, lost):
@@ -132,7 +129,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_prompt_frees_pages(stream):
 
 def test_too_many_requests_are_told_to_come_again():
     async def work():
-        async with served(Slow(), rows=2, limits=ServerLimits(waiting=1)) as client:
+        async with served(Slow(), rows=2, waiting=1) as client:
             many = [
                 asyncio.ensure_future(client.post(PATH, body("abc", max_tokens=9)))
                 for _ in range(3)
@@ -153,7 +150,7 @@ def test_too_many_requests_are_told_to_come_again():
 @pytest.mark.parametrize("stream", [False, True])
 def test_time_runs_out(stream):
     async def work():
-        async with served(Slow(), limits=ServerLimits(seconds=0.2)) as client:
+        async with served(Slow(), seconds=0.2) as client:
             found = await client.post(
                 PATH, body("abc", max_tokens=200, ignore_eos=True, stream=stream)
             )
@@ -168,10 +165,13 @@ def test_time_runs_out(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_stops_ends_answers_with_an_error(stream):
+@pytest.mark.parametrize(
+    "more", [{}, {"prompt": "abcd" * 20, "echo": True, "logprobs": 0}], ids=str
+)
+def test_a_server_that_stops_ends_answers_with_an_error(stream, more):
     async def work():
-        async with served(Slow()) as client:
-            asked = body("abc", max_tokens=200, ignore_eos=True, stream=stream)
+        async with served(Slow(), token_budget=8, chunk=8) as client:
+            asked = body("abc", max_tokens=200, ignore_eos=True, stream=stream) | more
             going = asyncio.ensure_future(client.post(PATH, asked))
             await asyncio.sleep(0.1)
             client.model.engine.cancel_all()

@@ -1,7 +1,7 @@
-"""Running the server: it listens, tells where, and stops cleanly when it is asked to.
+"""The server: it listens, says where, and stops cleanly when it is asked to.
 
-The first signal (SIGINT, SIGTERM, SIGHUP) closes the door: requests under way have some seconds to end, then the engine
-ends them, each with an error document. A second signal does not wait.
+After the first signal (SIGINT, SIGTERM, SIGHUP) requests are refused, and those under way have some seconds to end;
+then the engine ends them, each with an error document. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from types import FrameType
 import uvicorn
 
 from quantforge.errors import InputError
-from quantforge.http_api.application import application
-from quantforge.http_api.served_model import ServedModel
+from quantforge.serving.routes import application
+from quantforge.serving.served_model import ServedModel
 from quantforge_files import system
 
 BACKLOG = 512
-UNFINISHED = 5.0  # seconds beside those that answers have: for clients that do not read
+UNREAD_SECONDS = 5.0  # for clients that do not read, after the seconds that completions have
 
 
 class ModelServer(uvicorn.Server):
-    """A server that ends by itself after a signal, and says when it listens."""
+    """A server that ends by itself after a signal, and reports when it listens."""
 
     def __init__(
         self, config: uvicorn.Config, model: ServedModel, ready: Callable[[], object]
@@ -43,12 +43,12 @@ class ModelServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at a signal, which then counts as answered."""
+        """Stop at a signal, which uvicorn does not raise again afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [one for one in system.stopping() if signal.getsignal(one) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle_exit) for number in heard}
+        caught = [one for one in system.stopping() if signal.getsignal(one) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in caught}
         try:
             yield
         finally:
@@ -56,15 +56,15 @@ class ModelServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (uvicorn's)
-        """Take a signal."""
+        """Stop, at the second signal at once."""
         if self.should_exit:
             self.force_exit = True
             self._model.engine.cancel_all()
         self.should_exit = self._model.stopping = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, for a while."""
-        self._model.stopping = True  # also where no signal has asked for it
+        """Let requests end, for a while, also where no signal has asked for it."""
+        self._model.stopping = True
         engine = self._model.engine
         late = asyncio.get_running_loop().call_later(
             self._model.limits.stopping_seconds, engine.cancel_all
@@ -81,23 +81,15 @@ def listen(host: str, port: int) -> socket.socket:
         InputError: the address cannot be had.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(BACKLOG)
-        except OSError:
-            found.close()
-            raise
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, OverflowError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"cannot listen on {host} port {port}: {why}", "choose another --port or --host"
         ) from error
-    return found
 
 
 def url_of(listening: socket.socket) -> str:
@@ -106,8 +98,8 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _not_ended(record: logging.LogRecord) -> bool:
-    """Return whether a record is of more than a request that was ended."""
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """Return whether a record is about more than a request that was cancelled at the end."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -121,7 +113,7 @@ def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) ->
         ws="none",
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(model.limits.stopping_seconds + UNFINISHED),
+        timeout_graceful_shutdown=int(model.limits.stopping_seconds + UNREAD_SECONDS),
     )
-    logging.getLogger("uvicorn.error").addFilter(_not_ended)
+    logging.getLogger("uvicorn.error").addFilter(_worth_logging)
     return ModelServer(config, model, ready)

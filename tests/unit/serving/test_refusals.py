@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantforge.http_api.request_fields import CHAT, COMPLETION, MEANINGLESS, REFUSED
-from quantforge.http_api.server_limits import ServerLimits
+from quantforge.serving.request_bodies import CommonBody
 from tests.http_client import NAME, served
 
 COMPLETE, TALK = "/v1/completions", "/v1/chat/completions"
@@ -38,49 +36,50 @@ WRONG = [
     (COMPLETE, {**GOOD, "prompt": [1, True]}, 400, "prompt", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": [-1]}, 400, "prompt", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": [61]}, 400, "prompt", None),
-    (COMPLETE, {**GOOD, "prompt": [1 << 70]}, 400, "prompt", None),
-    (COMPLETE, {**GOOD, "prompt": "\ud800"}, 400, "prompt", "invalid_value"),
+    (COMPLETE, {**GOOD, "prompt": [1 << 70]}, 400, None, "invalid_json"),
+    (COMPLETE, {**GOOD, "prompt": "\ud800"}, 400, None, "invalid_json"),
     (COMPLETE, {**GOOD, "prompt": "a" * 400}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {**GOOD, "max_tokens": 298}, 400, "max_tokens", "context_length_exceeded"),
     (COMPLETE, {**GOOD, "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
     (COMPLETE, {**GOOD, "max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
-    (COMPLETE, {**GOOD, "max_tokens": "many"}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "max_tokens": "5"}, 400, "max_tokens", "invalid_value"),
+    (COMPLETE, {**GOOD, "max_tokens": True}, 400, "max_tokens", "invalid_value"),
     (COMPLETE, {**GOOD, "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
     (COMPLETE, {**GOOD, "n": 0}, 400, "n", "invalid_value"),
     (COMPLETE, {**GOOD, "n": 129}, 400, "n", "invalid_value"),
     (COMPLETE, {**GOOD, "prompt": ["a"] * 129}, 400, "prompt", "too_many_answers"),
     (COMPLETE, {**GOOD, "temperature": -0.1}, 400, "temperature", "invalid_value"),
-    (COMPLETE, b'{"model": "fake", "prompt": "a", "temperature": 1e999}', 400, "temperature", "invalid_value"),
+    (COMPLETE, b'{"model": "fake", "prompt": "a", "temperature": 1e999}', 400, None, "invalid_json"),
     (COMPLETE, {**GOOD, "top_p": 0}, 400, "top_p", "invalid_value"),
     (COMPLETE, {**GOOD, "frequency_penalty": -3}, 400, "frequency_penalty", "invalid_value"),
     (COMPLETE, {**GOOD, "presence_penalty": "x"}, 400, "presence_penalty", "invalid_value"),
     (COMPLETE, {**GOOD, "repetition_penalty": -1}, 400, "repetition_penalty", "invalid_value"),
     (COMPLETE, {**GOOD, "seed": -1}, 400, "seed", "invalid_value"),
-    (COMPLETE, {**GOOD, "logit_bias": {"5": 101}}, 400, "logit_bias[5]", "invalid_value"),
+    (COMPLETE, {**GOOD, "logit_bias": {"5": 101}}, 400, "logit_bias", "invalid_value"),
     (COMPLETE, {**GOOD, "logit_bias": {"five": 1}}, 400, "logit_bias", "invalid_value"),
     (COMPLETE, {**GOOD, "logit_bias": {"61": 1}}, 400, "logit_bias", None),
     (COMPLETE, {**GOOD, "logprobs": 21}, 400, "logprobs", "invalid_value"),
     (COMPLETE, {**GOOD, "logprobs": True}, 400, "logprobs", "invalid_value"),
-    (COMPLETE, {**GOOD, "stop": MEGABYTE}, 400, "stop", "string_too_long"),
+    (COMPLETE, {**GOOD, "stop": MEGABYTE}, 400, "stop", "invalid_value"),
     (COMPLETE, {**GOOD, "stop": ""}, 400, "stop", "invalid_value"),
     (COMPLETE, {**GOOD, "stop": ["a"] * 65}, 400, "stop", "invalid_value"),
     (COMPLETE, {**GOOD, "stop": [1]}, 400, "stop", "invalid_value"),
     (COMPLETE, {**GOOD, "stream": "yes"}, 400, "stream", "invalid_value"),
-    (COMPLETE, {**GOOD, "stream_options": {"more": 1}}, 400, "stream_options", "not_supported"),
+    (COMPLETE, {**GOOD, "stream_options": {"more": 1}}, 400, "stream_options.more", "not_supported"),
     (COMPLETE, {**GOOD, "suffix": "x"}, 400, "suffix", "not_supported"),
     (COMPLETE, {**GOOD, "best_of": 2}, 400, "best_of", "not_supported"),
-    (COMPLETE, {**GOOD, "temprature": 1}, 400, "temprature", "unknown_field"),
-    (TALK, {**GOOD}, 400, "prompt", "unknown_field"),
-    (TALK, {"model": NAME}, 400, "messages", "invalid_value"),
+    (COMPLETE, {**GOOD, "temprature": 1}, 400, "temprature", "not_supported"),
+    (TALK, {**GOOD}, 400, "prompt", "not_supported"),
+    (TALK, {"model": NAME}, 400, "messages", "missing"),
     (TALK, {**CHATTING, "messages": []}, 400, "messages", "invalid_value"),
-    (TALK, {**CHATTING, "messages": ["hi"]}, 400, "messages[0]", "invalid_value"),
+    (TALK, {**CHATTING, "messages": ["hi"]}, 400, "messages", "invalid_value"),
     (TALK, {**CHATTING, "messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
-    (TALK, {**CHATTING, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "not_supported"),
-    (TALK, {**CHATTING, "messages": [{"role": "user"}]}, 400, "messages[0].content", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "user"}]}, 400, "messages[0].content", "missing"),
     (TALK, {**CHATTING, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-     400, "messages", "not_supported"),
-    (TALK, {**CHATTING, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, 400, "messages",
-     "not_supported"),
+     400, "messages[0].content", "invalid_value"),
+    (TALK, {**CHATTING, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, 400,
+     "messages[0].tool_calls", "not_supported"),
     (TALK, {**CHATTING, "tools": [{"type": "function"}]}, 400, "tools", "not_supported"),
     (TALK, {**CHATTING, "documents": {"text": "x"}}, 400, "documents", "invalid_value"),
     (TALK, {**CHATTING, "documents": ["x"]}, 400, "documents", "invalid_value"),
@@ -102,14 +101,14 @@ def check_error(found, status):
     error = found.document["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert 10 < len(error["message"]) < 500
-    for word in ("pydantic", "Traceback", "starlette"):
+    for word in ("pydantic", "Traceback", "starlette", "Input should"):
         assert word not in error["message"]
     return error
 
 
 def test_what_is_wrong_is_said():
     async def work():
-        async with served(template=TEMPLATE, limits=ServerLimits(body_bytes=3 << 20)) as client:
+        async with served(template=TEMPLATE, body_bytes=3 << 20) as client:
             for path, body, status, param, code in WRONG:
                 error = check_error(await client.post(path, body), status)
                 assert (error["param"], error["code"]) == (param, code), (body, error)
@@ -150,19 +149,14 @@ def test_tokens_past_the_embedding_are_refused_by_name():
 
 
 def test_nothing_that_changes_an_answer_is_passed_over():
-    for name in {*COMPLETION, *CHAT}:
-        assert name not in REFUSED
-        assert name not in MEANINGLESS
-    assert not MEANINGLESS & REFUSED.keys()
-
     async def work():
         async with served(template=TEMPLATE) as client:
             wanted = (await client.complete(prompt="abc")).text()
-            for name, values in REFUSED.items():
+            for name, neutral in {**CommonBody.neutral, "audio": [], "guided_json": ""}.items():
                 check_error(await client.complete(prompt="abc", **{name: {"some": 1}}), 400)
-                for value in (None, *values):
+                for value in (None, neutral):
                     assert (await client.complete(prompt="abc", **{name: value})).text() == wanted
-            for name in MEANINGLESS:
+            for name in CommonBody.ignored:
                 assert (await client.complete(prompt="abc", **{name: "x"})).text() == wanted
 
     asyncio.run(work())
@@ -170,11 +164,9 @@ def test_nothing_that_changes_an_answer_is_passed_over():
 
 def test_large_bodies_other_types_and_other_paths():
     async def work():
-        async with served(limits=ServerLimits(body_bytes=1000)) as client:
+        async with served(body_bytes=1000) as client:
             large = {**GOOD, "user": "x" * 1000}
             assert check_error(await client.post(COMPLETE, large), 413)["code"] == "body_too_large"
-            stated = await client.post(COMPLETE, b"{}", {"content-length": "1001"})
-            assert check_error(stated, 413)["code"] == "body_too_large"
             for headers in ({"content-type": "text/plain"}, {"content-encoding": "gzip"}):
                 check_error(await client.post(COMPLETE, GOOD, headers), 415)
             check_error(await client.post("/v1/embeddings", GOOD), 404)
@@ -245,13 +237,3 @@ def test_any_body_gets_an_answer_or_an_error_document(asked):
                     assert not any("error" in event for event in found.events)
 
     asyncio.run(work())
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"waiting": -1}, {"body_bytes": 0}, {"seconds": -1}, {"seconds": "long"}]
-)
-def test_limits_are_checked(wrong):
-    from quantforge.errors import UsageError
-
-    with pytest.raises(UsageError, match=next(iter(wrong))):
-        ServerLimits(**wrong)

@@ -1,0 +1,17 @@
+"""A served model behind OpenAI's API over HTTP.
+
+A request passes through `routes`: `request_bodies` checks it, `completions` makes requests to the engine of it,
+`engine_thread` computes them together with those of others, `completions` makes text of the tokens, `documents` sends.
+
+In this folder:
+
+    api_error       Refusals of a request, as the error documents of OpenAI's API that its clients read
+    completions     Completions while they are computed
+    documents       Documents of responses, as OpenAI's API has them: whole ones, and the chunks of a stream
+    engine_thread   The engine on a thread of its own
+    metrics         Figures of a server in the text format of Prometheus (version 0.0.4)
+    request_bodies  Bodies of requests as OpenAI's API has them
+    routes          The routes of the HTTP interface
+    served_model    A model as it is served
+    server          The server: it listens, says where, and stops cleanly when it is asked to
+"""
