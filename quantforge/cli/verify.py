@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from quantforge.verification.findings import Finding, Report
 
 EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
-FAILED, UNJUDGED = 5, 4
+FAILED, UNSUPPORTED = 5, 4
 SHOWN = 5  # findings of a check
 # What to look at where a check finds something in many places.
-_ANOTHER = "is --source the model that it was made from? A model that was quantized twice looks like this too"
 ADVICE = {
     "manifest": "fetch or make it again",
     "unreadable": "the files are damaged or incomplete: fetch them again",
     "incomplete": "is a file missing, or config.json that of another model?",
     "not-finite": "numbers overflowed or the file is damaged: make it again",
-    **dict.fromkeys(("kept-changed", "noise", "groups", "swapped"), _ANOTHER),
 }
+WITH_SOURCE = dict.fromkeys(
+    ("kept-changed", "noise", "groups", "swapped"),
+    "is --source the model that it was made from? A model that was quantized twice looks like this too",
+)
 
 
 def verify(
@@ -89,14 +91,14 @@ def verify(
         _show(console, report, strict=strict)
     if report.failed(strict=strict):
         raise typer.Exit(FAILED)
-    if report.unjudged:
-        raise typer.Exit(UNJUDGED)
+    if report.unsupported:
+        raise typer.Exit(UNSUPPORTED)
 
 
 def _show(console: Console, report: Report, *, strict: bool) -> None:
     """Print the findings, the main figures, what was not checked, and the verdict."""
     console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
-    for line in _listed(report.findings):
+    for line in _listed(report.findings, ADVICE | WITH_SOURCE if report.source else ADVICE):
         (console.wrapped if console.terminal else console.text)(line)
     if report.tensors:
         worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
@@ -128,26 +130,26 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     console.text(_verdict(report, strict=strict))
 
 
-def _listed(findings: Sequence[Finding]) -> Iterator[str]:
+def _listed(findings: Sequence[Finding], advice: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each finding, errors first; of a check with many, `SHOWN` places and the number of the rest."""
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for item in sorted(findings, key=lambda item: [*Severity].index(item.severity)):
         groups.setdefault((item.severity, item.check), []).append(item)
     for (severity, check), items in groups.items():
-        shown = items
-        if len(items) > SHOWN:
-            places = {item.where: item for item in reversed(items)}  # the first finding of each
-            shown = [*reversed(places.values())][:SHOWN]
+        places: dict[str, Finding] = {}
+        for item in items:
+            places.setdefault(item.where, item)
+        shown = items if len(items) <= SHOWN else [*places.values()][:SHOWN]
         for item in shown:
             yield f"{severity}: {item.where}: {item.detail}"
         if len(items) > len(shown):
-            advice = f"; {ADVICE[check]}" if check in ADVICE else ""
             more = f"{len(items) - len(shown)} more like these, {len(places)} places in all"
-            yield f"{severity}: {more} ({check}; --json lists all){advice}"
+            then = f"; {advice[check]}" if check in advice else ""
+            yield f"{severity}: {more} ({check}; --json lists all){then}"
 
 
 def _verdict(report: Report, *, strict: bool) -> str:
-    """Return the last line: verified, failed, or not judged."""
+    """Return the last line: verified, failed, or not verified."""
     counts = [
         f"{count} {severity}{'s' * (count != 1)}"
         for severity in Severity
@@ -155,7 +157,7 @@ def _verdict(report: Report, *, strict: bool) -> str:
     ]
     if report.failed(strict=strict):
         return f"{', '.join(counts)}: failed"
-    if report.unjudged:
-        return f"not judged: {report.unjudged}"
+    if report.unsupported:
+        return f"not verified: {report.unsupported}"
     extent = ": structure only" if report.structure_only else ""
     return f"verified{extent}{f', with {counts[0]}' if counts else ''}"

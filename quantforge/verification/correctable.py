@@ -92,7 +92,7 @@ def open_correctable(source: Path, base: Path, adapter: Path | None, rank: int) 
     check_adapter(document, source, adapter)
     artifact = open_artifact(report, derive=True)
     if artifact is None:
-        raise InputError(f"{base}: {report.unjudged or report.findings[0].detail}")
+        raise InputError(f"{base}: {report.unsupported or report.findings[0].detail}")
     if check_source(report, artifact, document, source) is not SourceMatch.COMPARABLE:
         raise IntegrityError(f"{base}: {report.findings[-1].detail}", "name what it was made from")
     if any(tensor.expert >= 0 for tensor in artifact.matched.tensors):

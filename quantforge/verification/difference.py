@@ -11,7 +11,6 @@ all others, the signal-to-noise ratio of the second against the first is given. 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.recipe_toml import read_toml
 from quantforge.execution.progress import tell
@@ -28,11 +26,11 @@ from quantforge.formats.opening import side_data
 from quantforge.results import manifest
 from quantforge.verification.opening import Original, open_source
 from quantforge.verification.reading import STORAGE_KEYS
-from quantforge_files.roles import WEIGHTS
 
 SCHEMA = "quantforge.diff/1"
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
-_CHUNK = 1 << 20
+# Entries of a configuration on how weights are stored, of which the tensors themselves tell.
+STORAGE = STORAGE_KEYS | {"dtype", "torch_dtype"}
 _STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
 
 
@@ -99,38 +97,37 @@ class Difference:
 def difference(first: Path, second: Path) -> Difference:
     """Compare two models of any format that is read; errors as `open_source`."""
     one, other = open_source(first, one_by_one=True), open_source(second, one_by_one=True)
-    names = one.matched.by_name.keys(), other.matched.by_name.keys()
+    names = [model.matched.by_name.keys() for model in (one, other)]
     common = sorted(names[0] & names[1])
-    values = {}
+    tensors = {}
     for done, name in enumerate(common):
         tell(name, done, len(common))
         if not _alike(one, other, name):
-            values[name] = _snr(one.weight(name), other.weight(name))
-    found = [_contents(model) for model in (one, other)]
-    everything = found[0].keys() | found[1].keys()
-    both = found[0].keys() & found[1].keys()
-    uncompared = _uncompared(one.checkpoint, other.checkpoint, everything, both)
-    found = [{name: side[name] for name in side.keys() - uncompared} for side in found]
-    everything -= uncompared
+            tensors[name] = _snr(one.weight(name), other.weight(name))
+    files = [_side_files(model.checkpoint) for model in (one, other)]
+    uncompared: set[str] = set()
+    if one.checkpoint.path.is_dir() != other.checkpoint.path.is_dir():
+        both = files[0].keys() & files[1].keys()
+        uncompared = (files[0].keys() | files[1].keys()) - (both & {TEMPLATE})
+        files = [{name: side[name] for name in side.keys() - uncompared} for side in files]
+    differing = {name for name in files[0] | files[1] if files[0].get(name) != files[1].get(name)}
     entries = [_entries(model) for model in (one, other)]
     return Difference(
         first=first,
         second=second,
         stated=_stated(*entries),
-        only={"first": sorted(names[0] - names[1]), "second": sorted(names[1] - names[0])},
-        tensors={name: value for name, value in values.items() if value is not None},
-        files=sorted(
-            {name for name in everything if found[0].get(name) != found[1].get(name)}
-            | {*_own_files(one.checkpoint, other.checkpoint)}
-        ),
+        only=_alone(*names),
+        tensors=tensors,
+        files=sorted({*differing, *_own_files(one.checkpoint, other.checkpoint)}),
         compared=len(common),
-        alone={
-            "first": sorted(found[0].keys() - found[1].keys()),
-            "second": sorted(found[1].keys() - found[0].keys()),
-        },
+        alone=_alone(*(side.keys() for side in files)),
         unstated={"first": _unstated(entries[0]), "second": _unstated(entries[1])},
         uncompared=sorted(uncompared),
     )
+
+
+def _alone(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
+    return {"first": sorted(first - second), "second": sorted(second - first)}
 
 
 def _alike(one: Original, other: Original, name: str) -> bool:
@@ -147,10 +144,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
-    """Return the ratio of the first to its difference from the second, in decibels; None if one is missing."""
-    if first is None or second is None:
-        return None
+def _snr(first: Tensor | None, second: Tensor | None) -> float:
+    """Return the ratio of the first to its difference from the second, in decibels; see `Difference.tensors`."""
+    assert first is not None
+    assert second is not None  # both models have a tensor of this name
     if first.shape != second.shape:
         return math.nan
     signal = float(first.double().square().sum())
@@ -160,15 +157,8 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float | None:
     return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
 
 
-# Entries of a configuration on how weights are stored, of which the tensors themselves tell.
-STORAGE = STORAGE_KEYS | {"dtype", "torch_dtype"}
-
-
-def _uncompared(one: Checkpoint, other: Checkpoint, names: Set[str], both: Set[str]) -> Set[str]:
-    """Return the files that a GGUF file restates or has no place for, where one of two models is such a file."""
-    if one.path.is_dir() == other.path.is_dir():
-        return set()
-    return names - ({TEMPLATE} & both)
+def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    return checkpoint.side_data() if checkpoint.path.is_dir() else side_data(checkpoint)
 
 
 def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
@@ -182,22 +172,8 @@ def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
         if first != second:
             yield CONFIG
     elif not any(folders):
-        for number, file in enumerate(other.shards):
-            if len(one.shards) != len(other.shards) or not _same_bytes(one.shards[number], file):
-                yield file.name
-
-
-def _same_bytes(first: Path, second: Path) -> bool:
-    with (
-        FILES.opened(first, WEIGHTS, None) as one,
-        FILES.opened(second, WEIGHTS, None) as other,
-    ):
-        if os.fstat(one).st_size != os.fstat(other).st_size:
-            return False
-        while data := os.read(one, _CHUNK):
-            if data != os.read(other, _CHUNK):
-                return False
-    return True
+        held = {manifest.sha256(file, None) for file in one.shards}
+        yield from (file.name for file in other.shards if manifest.sha256(file, None) not in held)
 
 
 def _stated(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -218,10 +194,3 @@ def _entries(model: Original) -> dict[str, Any]:
     origin = f"{model.checkpoint.path}: the recipe of its manifest"
     recipe = read_toml(str(document.get("recipe", "")), origin)
     return found | {f"recipe.{key}": value for key, value in recipe.items()}
-
-
-def _contents(model: Original) -> dict[str, bytes]:
-    checkpoint = model.checkpoint
-    if not checkpoint.path.is_dir():
-        return side_data(checkpoint)
-    return checkpoint.side_data()

@@ -6,7 +6,7 @@ Every check is made, made in part, or skipped with a reason, so that a missing f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ CHECKS: Mapping[str, str] = {
     "engine": "the engine named with --for loads the files",
 }
 FILE_CHECKS = ("manifest", "signature")  # need no format to be read
-NUMBERS = ("not-finite", "scale", "zero-convention")
 COMPARED = ("source", "configuration", "keys", "side-files", "fold", "noise")  # need a source
 # What these checks look at without a source.
 WITHOUT_SOURCE: Mapping[str, str] = {
@@ -77,15 +76,6 @@ class Finding:
         if self.check not in CHECKS:
             raise ValueError(f"unknown check {self.check!r}")
 
-    def to_json(self) -> dict[str, str]:
-        """Return the finding as plain data."""
-        return {
-            "check": self.check,
-            "severity": self.severity.value,
-            "where": self.where,
-            "detail": self.detail,
-        }
-
 
 @dataclass(slots=True)
 class Report:
@@ -104,7 +94,7 @@ class Report:
         tensors: figures of each quantized tensor.
         figures: of the forward pass.
         unrecorded_factors: modules whose factors cancel out and are in no manifest, for information only.
-        unjudged: why artifacts of this kind cannot be judged; "" if they can.
+        unsupported: why artifacts of this kind cannot be verified; "" if they can.
     """
 
     path: Path
@@ -119,7 +109,7 @@ class Report:
     tensors: list[dict[str, Any]] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     unrecorded_factors: list[str] = field(default_factory=list)
-    unjudged: str = ""
+    unsupported: str = ""
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
         """Record a finding; unprintable characters, which a hostile file may contain, are escaped."""
@@ -156,10 +146,10 @@ class Report:
             "source": None if self.source is None else str(self.source),
             "format": self.format,
             "model_type": self.model_type,
-            "ok": not self.failed(strict=strict) and not self.unjudged,
-            "unjudged": self.unjudged,
+            "ok": not self.failed(strict=strict) and not self.unsupported,
+            "unsupported": self.unsupported,
             "structure_only": self.structure_only,
-            "findings": [item.to_json() for item in self.findings],
+            "findings": [asdict(item) for item in self.findings],
             "checked": [c for c in CHECKS if c not in self.skipped and c not in self.partial],
             "partial": self.partial,
             "skipped": self.skipped,

@@ -25,6 +25,7 @@ from torch import Tensor
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
+from quantforge.evaluation.perplexity import Estimate
 from quantforge.evaluation.windows import cut
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded
@@ -52,6 +53,11 @@ _NOT_COMPUTED = {
     "quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version",
     "_name_or_path",
 }  # fmt: skip
+# Models that are run beside the artifact and the source, as a note names one that cannot be.
+_WITH_SOURCE = {
+    "decoded": "the artifact's weights under the source's configuration",
+    "rounded": "the source's weights, rounded plainly",
+}
 
 Values = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
 
@@ -70,6 +76,11 @@ class Inputs:
     shared: dict[str, str] = field(default_factory=dict)
     caches: dict[int, CachePeaks] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Let go of what layers read; the caches stay."""
+        self.statistics.clear()
+        self.shared.clear()
+
     def of(self, module: str) -> Tensor | None:
         """Return inputs ``[tokens, in]`` of a linear, each with a root mean square of 1; None where none were seen."""
         x = self.raw(module)
@@ -79,13 +90,16 @@ class Inputs:
 
     def raw(self, module: str) -> Tensor | None:
         """Return inputs of a linear as they were."""
-        found = self.statistics.get(self.shared.get(module, module))
-        return None if found is None else found.sample
+        found = self._of(module)
+        return found.sample if found else None
 
     def peaks(self, module: str) -> Tensor | None:
         """Return the largest magnitude of each column that a linear read, ``[in]``."""
-        found = self.statistics.get(self.shared.get(module, module))
-        return None if found is None else found.peaks
+        found = self._of(module)
+        return found.peaks if found else None
+
+    def _of(self, module: str) -> Statistics | None:
+        return self.statistics.get(self.shared.get(module, module))
 
 
 class ChangedWeights:
@@ -146,26 +160,27 @@ class ForwardPass:
         self._device, self._values, self._at_head = device, stored, False
         if not run:
             return
-        if source is not None and len(source.matched.layers) != len(artifact.matched.layers):
-            text = f"the source has {len(source.matched.layers)} blocks, the artifact {len(artifact.matched.layers)}"
-            report.skip(text, "logits")
-            return
-        if source is not None:
-            self._ids = windows_of(source)
-            self._open("source", source.checkpoint, source.matched)
-            if "source" not in self._streams:
-                return
-        else:
-            self._ids = spread(artifact.matched)
         own = decoded(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
-        self._open("artifact", ChangedWeights(own, artifact.matched, stored), artifact.matched)
-        if source is not None:
-            if not _same_configuration(artifact, source):
-                weights = ChangedWeights(source.checkpoint, source.matched, self._stored)
-                self._open("decoded", weights, source.matched)
-            if artifact.layouts:
-                weights = ChangedWeights(source.checkpoint, source.matched, plain)
-                self._open("rounded", weights, source.matched)
+        weights = ChangedWeights(own, artifact.matched, stored)
+        if source is None:
+            self._ids = spread(artifact.matched)
+            self._open("artifact", weights, artifact.matched)
+            return
+        own_blocks, blocks = len(artifact.matched.layers), len(source.matched.layers)
+        if own_blocks != blocks:
+            report.skip(f"the source has {blocks} blocks, the artifact {own_blocks}", "logits")
+            return
+        self._ids = windows_of(source)
+        self._open("source", source.checkpoint, source.matched)
+        if "source" not in self._streams:
+            return
+        self._open("artifact", weights, artifact.matched)
+        if not _same_configuration(artifact, source):
+            weights = ChangedWeights(source.checkpoint, source.matched, self._stored)
+            self._open("decoded", weights, source.matched)
+        if artifact.layouts:
+            weights = ChangedWeights(source.checkpoint, source.matched, plain)
+            self._open("rounded", weights, source.matched)
 
     def begin(self) -> None:
         """Embed the tokens."""
@@ -174,7 +189,7 @@ class ForwardPass:
 
     def source_block(self, index: int) -> None:
         """Run a block of the source and note what its layers read, in place of what the block before read."""
-        self._forget_inputs()
+        self.inputs.forget()
         self._try("source", lambda stream: self._observed(stream, index))
 
     def other_blocks(self, index: int) -> None:
@@ -185,52 +200,43 @@ class ForwardPass:
 
     def end_source(self) -> None:
         """Compute the source's last hidden states and record them as the input of its head."""
-        self._forget_inputs()
+        self.inputs.forget()
         self._try("source", self._ended)
 
     def finish(self) -> None:
         """Compute the logits of all models and report what is wrong with them."""
         self._at_head = True
-        reference, own = self._logits("source"), self._logits("artifact")
+        own, name = self._logits("artifact"), self._report.path.name
         if own is None:
             return
-        name = self._report.path.name
         if not bool(torch.isfinite(own).all()):
             self._report.add("logits", name, "the logits of the model are not finite")
             return
-        if reference is None:
+        if (same := self._logits("decoded")) is not None and same.shape == own.shape:
+            self._check_configuration(own, same)
+        del same
+        if (reference := self._logits("source")) is None:
             return
         if own.shape != reference.shape:
             text = f"logits for {own.shape[-1]} tokens, the source has {reference.shape[-1]}"
             self._report.add("logits", name, text)
             return
-        if (same := self._logits("decoded")) is not None:
-            self._check_configuration(own, same)
-            del same
         found = divergence(reference, own)
         self._report.figures = {
             "tokens": self._ids.numel(),
-            "kl_mean": float(found.mean()),
-            "kl_error": _error(found),
+            "kl_mean": Estimate.of(found).mean,
+            "kl_error": Estimate.of(found).error,
             "top1_agreement": float((own.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
         del own
         if (plain := self._logits("rounded")) is not None:
             self._check_divergence(found, divergence(reference, plain))
 
-    def _forget_inputs(self) -> None:
-        self.inputs.statistics.clear()
-        self.inputs.shared.clear()
-
     def _stored(self, name: str) -> Tensor | None:
-        """Return a weight of the artifact; of a head that is not tied any more its own, where the source's is."""
-        architecture, own = self._artifact.matched.architecture, self._artifact.matched
-        untied = (
-            architecture is not None and not own.tied and name == f"{architecture.embedding}.weight"
-        )
-        if self._at_head and untied and architecture is not None:
-            head = self._values(f"{architecture.head}.weight")
-            return self._values(name) if head is None else head
+        """Return a weight of the artifact: its head in place of the embedding where only the source ties the two."""
+        own, family = self._artifact.matched, self._artifact.matched.architecture
+        if self._at_head and family and not own.tied and name == f"{family.embedding}.weight":
+            name = f"{family.head}.weight"
         return self._values(name)
 
     def close(self) -> None:
@@ -245,20 +251,20 @@ class ForwardPass:
             self._report.add(
                 "logits",
                 self._report.path.name,
-                f"under the source's configuration the same weights give other logits (they differ by"
-                f" {apart / size:.2g} of their spread): the configuration of the artifact is not the source's",
+                f"under the source's configuration the same weights give other logits (they differ by {apart:.2g}, the"
+                f" standard deviation of logits is {size:.2g}): the configuration of the artifact is not the source's",
             )
 
     def _check_divergence(self, found: Tensor, plain: Tensor) -> None:
-        self._report.figures["kl_plain"] = float(plain.mean())
-        limit = AS_PLAIN * float(plain.mean()) + LEAST
-        beyond = found - AS_PLAIN * plain
-        if float(found.mean()) > limit and float(beyond.mean()) > ERRORS * _error(beyond):
+        own, rounded = Estimate.of(found), Estimate.of(plain)
+        beyond = Estimate.of(found - AS_PLAIN * plain)
+        self._report.figures["kl_plain"] = rounded.mean
+        if own.mean > AS_PLAIN * rounded.mean + LEAST and beyond.mean > ERRORS * beyond.error:
             self._report.warn(
                 "logits",
                 self._report.path.name,
-                f"{float(found.mean()):.3g} nats per token from the source; rounding its weights plainly to the same"
-                f" types loses {float(plain.mean()):.3g}",
+                f"{own.mean:.3g} nats per token from the source; rounding its weights plainly to the same types loses"
+                f" {rounded.mean:.3g}",
             )
 
     def _open(self, name: str, weights: TensorSource, matched: Matched) -> None:
@@ -291,17 +297,19 @@ class ForwardPass:
         elif name in {"artifact", "source"}:
             self._report.skip(error.message, "logits")
         else:
-            self._report.notes.append(f"logits: the {name} weights were not run: {error.message}")
+            self._report.notes.append(f"not run: {_WITH_SOURCE[name]}: {error.message}")
 
     def _observed(self, stream: ModelStream, index: int) -> None:
         part = stream.block(index)
-        assert self._source is not None
         for shared in part.inputs:
             key = f"{part.name}.{shared.key}"
             self.inputs.shared.update({f"{part.name}.{one}": key for one in shared.linears})
         wanted = frozenset({Statistic.SAMPLE, Statistic.PEAKS})
         needs = {shared.key: wanted for shared in part.inputs if shared.expert < 0}
-        cache = self.inputs.caches.setdefault(index, CachePeaks()) if self._keeps_cache else None
+        declared = quantization_config(self._artifact.checkpoint.config)
+        cache = None
+        if declared.get("kv_cache_scheme") is not None:
+            cache = self.inputs.caches.setdefault(index, CachePeaks())
         with listening(part.module, cache):
             seen = part.observe(needs, advance=True, whole=True)
         for key, statistics in seen.items():
@@ -310,32 +318,23 @@ class ForwardPass:
             part.advance()
         part.close()
 
-    @property
-    def _keeps_cache(self) -> bool:
-        declared = quantization_config(self._artifact.checkpoint.config)
-        return declared.get("kv_cache_scheme") is not None
-
     def _sampled(self, statistics: Statistics) -> Statistics:
         """Return statistics whose sample has `SAMPLE` tokens, spread evenly, none of them the first of a window."""
         if statistics.sample is None:
             return statistics
-        length = self._ids.shape[1]
-        rest = torch.arange(len(statistics.sample))
-        rest = rest[rest % length != 0] if length > 1 else rest
+        tokens = torch.arange(len(statistics.sample))
+        rest = tokens[tokens % self._ids.shape[1] != 0]
         chosen = rest[torch.linspace(0, len(rest) - 1, min(SAMPLE, len(rest))).round().long()]
         return Statistics(
             statistics.tokens, peaks=statistics.peaks, sample=statistics.sample[chosen].float()
         )
 
     def _ended(self, stream: ModelStream) -> None:
-        assert self._source is not None
-        architecture = self._source.matched.architecture
+        family = self._source.matched.architecture if self._source else None
+        assert family is not None  # else the source is not run
         states = torch.cat([item.cpu() for item in stream.final_hidden()]).flatten(0, -2)
-        head = architecture.head if architecture else "lm_head"
-        peaks = states.abs().amax(0)
-        self.inputs.statistics[head] = self._sampled(
-            Statistics(len(states), peaks=peaks, sample=states)
-        )
+        seen = Statistics(len(states), peaks=states.abs().amax(0), sample=states)
+        self.inputs.statistics[family.head] = self._sampled(seen)
 
     def _logits(self, name: str) -> Tensor | None:
         found = self._try(
@@ -365,11 +364,6 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
         p, q = one.log_softmax(-1), other.log_softmax(-1)
         found.append((p.exp() * (p - q)).sum(-1, dtype=torch.float64).mean().clamp(min=0))
     return torch.stack(found)
-
-
-def _error(windows: Tensor) -> float:
-    """Return the standard error of the mean over windows."""
-    return float(windows.std()) / len(windows) ** 0.5 if len(windows) > 1 else 0.0
 
 
 def windows_of(source: Original) -> Tensor:

@@ -10,7 +10,7 @@ heads removed, an adapter merged. The manifest of the result declares that, or a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,7 @@ from quantforge.planning.cited_files import adapter_hint, check_adapter_given
 from quantforge.planning.single_experts import one_by_one as split_experts
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
-from quantforge.recipe import AdapterOptions, from_toml
+from quantforge.recipe import AdapterOptions, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
@@ -197,24 +197,18 @@ def open_source(
     stored, layouts = _headers(checkpoint)
     matched = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decoded(checkpoint) if layouts else checkpoint
-
-    changes: list[Callable[[Checkpoint], Checkpoint]] = []
-    if declared.running:
-        changes.append(running_form)
+    view = running_form(plain) if declared.running else plain
     if one_by_one:
-        changes.append(split_experts)
+        view = split_experts(view)
     if declared.headless and not before.headless:
-        changes.append(fewer_heads.fewer_heads)
-    removed = declared.removed if before.removed is None else None
-    if removed is not None:
-        changes.append(lambda view: fewer_experts.fewer_experts(view, removed))
+        view = fewer_heads.fewer_heads(view)
+    if declared.removed is not None and before.removed is None:
+        view = fewer_experts.fewer_experts(view, declared.removed)
     if declared.transforms and not before.transforms:
-        changes.append(lambda view: prepared(view, declared.transforms))
-    for change in changes:
-        changed = change(plain)
-        if changed is not plain:
-            plain, matched = changed, match_quantized(changed, {}, _entries(changed), derive=derive)
-    return Original(plain, matched)
+        view = prepared(view, declared.transforms)
+    if view is not plain:
+        matched = match_quantized(view, {}, _entries(view), derive=derive)
+    return Original(view, matched)
 
 
 def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
@@ -222,6 +216,13 @@ def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     while isinstance(document, Mapping):
         yield document
         document = document.get("lineage")
+
+
+def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
+    """Yield the recipe of a manifest and those of its lineage, in the same order."""
+    for item in chain(document):
+        if text := item.get("recipe"):
+            yield from_toml(text, "the recipe of its manifest")
 
 
 def folds_factors(document: Mapping[str, Any] | None) -> bool:
@@ -236,11 +237,7 @@ def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | Non
     Returns:
         the last adapter; empty options if the recipes name none; None if there is no recipe.
     """
-    found = [
-        from_toml(item["recipe"], "the recipe of its manifest").adapter
-        for item in chain(document)
-        if item.get("recipe")
-    ]
+    found = [recipe.adapter for recipe in recipes(document)]
     return next((one for one in found if one.source), found[0] if found else None)
 
 
@@ -287,12 +284,14 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
 
     ``opened`` is the checkpoint of a directory; None for a GGUF file.
     """
-    report.unjudged = error.message.removeprefix(f"{report.path}: ")
+    report.unsupported = error.message.removeprefix(f"{report.path}: ")
     if opened is not None:
         held, files = len(opened.entries), len(opened.shards)
         report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
         if read := next((name for name in opened.entries if name.endswith(_CODES)), None):
-            text = f"{report.unjudged}; but {read} is of a layout that is read: is the name right?"
+            text = (
+                f"{report.unsupported}; but {read} is of a layout that is read: is the name right?"
+            )
             report.warn("unreadable", CONFIG, text)
     elif report.path.is_file():
         file = read_gguf(report.path)
@@ -300,7 +299,7 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
         report.notes.append(
             f"its header is sound: {len(file.tensors)} tensors fill the file exactly"
         )
-    report.skip(report.unjudged, *(check for check in CHECKS if check not in FILE_CHECKS))
+    report.skip(report.unsupported, *(check for check in CHECKS if check not in FILE_CHECKS))
 
 
 def _stop(report: Report, check: str, error: InputError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import PLAIN, is_sparse
-from quantforge.recipe import Recipe, from_toml
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report
@@ -29,16 +28,14 @@ from quantforge.verification.opening import (
     folds_factors,
     open_artifact,
     open_source,
+    recipes,
 )
 from quantforge.verification.side_files import check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 
-_UNREADABLE = {
-    "unreadable",
-    "incomplete",
-    "ignore-list",
-}  # findings after which the model is not run
+# Findings after which the model is not run.
+_UNREADABLE = {"unreadable", "incomplete", "ignore-list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,52 +74,58 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     report = Report(path, options.source)
     tell("files and digests")
     document = check_manifest(report)
-    declared, source = DeclaredChanges.of(document), None
+    declared = DeclaredChanges.of(document)
     check_adapter(document, options.source, options.adapter)
     check_signed(report, options.key)
     # Without a manifest nobody says that no factors were folded, and then they are looked for.
-    derive = options.source is not None and (not document or folds_factors(document))
+    folded = not document or folds_factors(document)
+    derive = options.source is not None and folded
     artifact = open_artifact(report, derive=derive or options.forward)
     if artifact is None:
         if options.source:  # the source, and the vision tower of a GGUF file, are checked even then
             original = open_source(options.source, declared, options.adapter, derive=derive)
             check_tower(report, original)
         return report
-    named = check_source(report, artifact, document, options.source) if options.source else None
-    if named is SourceMatch.SWAPPED:
-        return report
-    if options.source and named is SourceMatch.COMPARABLE:
-        single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
-        source = open_source(
-            options.source, declared, options.adapter, one_by_one=single, derive=derive or single
-        )
+    source = None
+    if options.source:
+        match = check_source(report, artifact, document, options.source)
+        if match is SourceMatch.SWAPPED:
+            return report
+        if match is SourceMatch.COMPARABLE:
+            single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
+            source = open_source(
+                options.source,
+                declared,
+                options.adapter,
+                one_by_one=single,
+                derive=derive or single,
+            )
+    else:
+        report.skip("no source was named (--source)", *COMPARED)
     check_structure(report, artifact, options.engine, source)
     check_foreign(report, artifact, source)
     check_within(report, artifact)
-    if options.source is None:
-        report.skip("no source was named (--source)", *COMPARED)
-    elif source is not None:
-        check_side_files(report, artifact, source)
-        check_gguf_keys(report, artifact, source)
     if source is None:
         report.partial.update(WITHOUT_SOURCE)
-    forward = options.forward
-    if not forward:
+    else:
+        check_side_files(report, artifact, source)
+        check_gguf_keys(report, artifact, source)
+    readable = not any(item.check in _UNREADABLE for item in report.findings)
+    if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")
-    elif any(item.check in _UNREADABLE for item in report.findings):
+    elif not readable:
         report.skip("tensors cannot be read", "logits")
-        forward = False
-    tuned = any(one.tune for one in _recipes(document))
+    tuned = any(recipe.tune for recipe in recipes(document))
     method = str((document or {}).get("method") or "")
     checks = TensorChecks(
         report,
         artifact,
         source,
         device=options.device,
-        forward=forward,
+        forward=options.forward and readable,
         plainly=options.adapter is None and _rounded_plainly(document),
         sparsifier=method if is_sparse(method) else "",
-        folded=not document or folds_factors(document),
+        folded=folded,
         tuned=tuned,
     )
     with phase("tensors and logits", 1.0):
@@ -138,19 +141,11 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     return report
 
 
-def _recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
-    """Yield the recipe of a manifest, then those of the manifests that it passes on."""
-    for item in chain(document):
-        text = item.get("recipe")
-        if isinstance(text, str) and text:
-            yield from_toml(text, "the recipe of its manifest")
-
-
 def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
     if document is None or document.get("method") != PLAIN or len([*chain(document)]) > 1:
         return False
-    return all(one.scales == "absmax" and not one.tune for one in _recipes(document))
+    return all(recipe.scales == "absmax" and not recipe.tune for recipe in recipes(document))
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:

@@ -109,9 +109,9 @@ def findings(path: Path, source: Path | None, *, forward: bool = True) -> list[F
     found = [
         Finding(one.check, one.where, one.detail, str(one.severity)) for one in report.findings
     ]
-    if report.unjudged:  # by what the configuration says of the format
+    if report.unsupported:  # by what the configuration says of the format
         where = path.name if path.is_file() else "config.json"
-        found.append(Finding("unreadable", where, report.unjudged))
+        found.append(Finding("unreadable", where, report.unsupported))
     return found
 
 

@@ -33,8 +33,8 @@ def told(model) -> list[str]:
     if artifact is not None:
         check_structure(report, artifact, None)
         check_within(report, artifact)
-    unjudged = [report.unjudged] if report.unjudged else []
-    return unjudged + [
+    found = [report.unsupported] if report.unsupported else []
+    return found + [
         f"{'?' * (item.severity == 'warning')}{item.where}: {item.detail}"
         for item in report.findings
     ]

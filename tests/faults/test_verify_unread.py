@@ -1,4 +1,4 @@
-"""What is of a kind that is not read: shown, held to what is known of it, and not judged.
+"""What is of a kind that is not read: shown, held to what is known of it, and not verified.
 
 GGUF files of families that are written and not read back, and directories of formats that nothing here reads.
 """
@@ -37,11 +37,11 @@ def test_a_sound_file_is_not_judged_and_never_called_failed(file, capsys):
     said = command(capsys, "verify", file)
     assert said.code == 4
     assert "failed" not in said.out
-    assert "not judged: architecture" in said.out
+    assert "not verified: architecture" in said.out
     assert "manifest" not in said.err.partition("not checked (architecture")[2].splitlines()[0]
     told = json.loads(command(capsys, "verify", file, "--json").out)
     assert (told["ok"], told["findings"]) == (False, [])
-    assert "is not read" in told["unjudged"]
+    assert "is not read" in told["unsupported"]
     assert "manifest" in told["checked"]
     assert {"unreadable", "noise", "logits"} <= told["skipped"].keys()
 
@@ -97,7 +97,7 @@ def test_a_directory_of_a_format_that_nothing_reads_is_not_judged(foreign, metho
     place = foreign(method)
     said = command(capsys, "verify", place)
     assert said.code == 4
-    assert f"not judged: config.json: no reader for quant_method '{method}'" in said.out
+    assert f"not verified: config.json: no reader for quant_method '{method}'" in said.out
     assert "its headers are sound" in said.err
     told = json.loads(command(capsys, "verify", place, "--json").out)
     assert (told["ok"], told["findings"]) == (False, [])

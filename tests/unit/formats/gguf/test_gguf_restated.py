@@ -108,7 +108,7 @@ def test_a_file_is_held_to_its_source_and_a_scaled_tensor_is_found(
     file = export(source, tmp_path / "x.gguf", "F32")
     sound = verify(file, VerificationOptions(source))
     assert sound.findings == []
-    assert sound.unjudged == ""
+    assert sound.unsupported == ""
     for tensor in tensors:
         found = verify(planted(file, tensor), VerificationOptions(source, forward=False)).findings
         assert found, tensor

@@ -439,7 +439,7 @@ def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
     place.write_bytes(data)
     found = {(item.check, item.where) for item in verify(renamed, source).findings}
     assert found == {("manifest", place.name), ("kept-changed", place.name)}
-    assert "no model" in verify(place).unjudged
+    assert "no model" in verify(place).unsupported
 
 
 def test_it_is_made_again_with_the_result(models, tmp_path):
