@@ -52,8 +52,9 @@ TOO_LONG, TOO_LONG_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
 TOO_SHORT = 0.08
 # Cosine from which a tensor is the one that it resembles, and by how much more than its own: see also RELATED.
 MATCHES, BETTER = 0.8, 0.1
-# Steps of the grid by which the median group is off where zero points or codes are off by one.
-SHIFTED = 0.7
+# Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
+# rounded down and not to nearest. No healthy artifact was seen above 0.1.
+SHIFTED, ROUNDED_DOWN = 0.7, 0.3
 # Tensors that resemble nothing, after which no other tensors are tried: it is another model.
 MAX_UNRELATED = 8
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
@@ -481,6 +482,8 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
         yield f"the median scale is {error.too_long:.3f} times what fits the source's weights"
     if error.too_short > 1 + TOO_SHORT and not scheme.in_powers:
         yield f"the median scale is {1 / error.too_short:.3f} times what fits the source's weights"
+    if abs(error.shift) > ROUNDED_DOWN:
+        yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
     beyond = error.rows > ROW * more
     if bool(beyond.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"

@@ -166,6 +166,19 @@ def test_a_defect_is_out_of_its_limit(name, text):
     assert problems(DEFECTS[name][0](found), weight, inputs) != []
 
 
+def test_weights_that_were_rounded_down_are_told_where_no_error_is_large():
+    weight, inputs = matrix()
+    found = rounded(weight, scheme_of("int4:g64:sym"))
+    up = found.decode() > weight
+    lower = replace(
+        found,
+        codes=torch.where(up & (found.codes > found.codes.min()), found.codes - 1, found.codes),
+    )
+    error = replace(measured(lower, weight, inputs), whole=1.0, too_long=1.0, too_short=1.0)
+    (text,) = unusual_errors(error, found.scheme)
+    assert "not rounded to nearest" in text
+
+
 def test_columns_are_charged_with_what_they_alone_do():
     """A destroyed column is nearly all of the error; what others make up for is no fault of a column."""
     weight, inputs = matrix()
