@@ -11,7 +11,6 @@ In this folder:
     completion          Words that a shell offers while somebody types: of a recipe's options
     completion_install  ``--install-completion [SHELL]`` and ``--show-completion [SHELL]``: of the shell that is named
     console             The only place that prints: stdout carries data, stderr everything else
-    correct             ``quantforge correct``
     demo                ``quantforge demo``: copy out the small model that comes with the package
     diff                ``quantforge diff``: how two models differ
     doctor              ``quantforge doctor``: whether this machine can do the work, by doing a little of it

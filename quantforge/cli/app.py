@@ -20,7 +20,6 @@ from quantforge.cli import (
     allocate,
     bench,
     completion_install,
-    correct,
     demo,
     diff,
     doctor,
@@ -52,7 +51,7 @@ from quantforge_kernels.cpu import features
 
 DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
 # They keep what an interrupted run has finished.
-RESUMED = {"allocate", "correct", "quantize", "release", "sweep"}
+RESUMED = {"allocate", "quantize", "release", "sweep"}
 
 app = typer.Typer(
     name="quantforge",
@@ -66,7 +65,6 @@ for _verb, _example, _about in (
     (plan.plan, plan.EXAMPLE, "Show what `quantize` would do; writes nothing."),
     (quantize.quantize, quantize.EXAMPLE, "Quantize a model."),
     (allocate.allocate, allocate.EXAMPLE, "Choose a scheme for each layer, within a size."),
-    (correct.correct, correct.EXAMPLE, "Make up for errors of a quantized model by an adapter."),
     (export.export, export.EXAMPLE, "Move a model into another format."),
     (release.release, release.EXAMPLE, "Make many variants of a model, to be published."),
     (sweep.sweep, sweep.EXAMPLE, "Compare all combinations of some choices."),

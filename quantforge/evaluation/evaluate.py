@@ -177,7 +177,7 @@ def _measured(
                     loaded = load(path, options.device, options.dtype, source, input_bits=bits)
                     corrected = options.correction if number else None
                     if corrected is not None:
-                        loaded = with_low_rank(loaded, open_correction(corrected, path))
+                        loaded = with_low_rank(loaded, open_correction(corrected))
                     _tell_kept(path, loaded, options, bits)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     if reference is None:

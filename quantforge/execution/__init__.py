@@ -7,7 +7,6 @@ In this folder:
     calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
     candidate_errors    Errors of candidate schemes: what each would cost at the output of the model, linear by linear
     claims              Claims: processes on one directory share the units of a run, by renames alone
-    correction          Low-rank corrections of a quantized model, block by block: what its blocks read decides
     data_free           Worker on units that look at no data: what is kept is copied, the rest is rounded to nearest
     execute             The run: a plan executed one part of the model at a time
     expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go

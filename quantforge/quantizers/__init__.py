@@ -12,7 +12,6 @@ In this folder:
     feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian          The objective of GPTQ and of its refinement
-    low_rank         The product of low rank that makes up for most of a rounding error
     magnitude        Magnitude: zero the weights that are least in size, whatever they multiply
     masks            Masks: which weights of a row are made zero, by a score of each; all others keep their values
     method_costs     Costs of a method, for the forecasts of memory and time: records that its table holds

@@ -16,20 +16,17 @@ from torch.nn import functional
 
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import TensorEntry, read_tensor
-from quantforge.errors import InputError, IntegrityError, UsageError
+from quantforge.errors import InputError, UsageError
 from quantforge.formats.sources.adapter import Adapter, LowRank, open_adapter
-from quantforge.formats.sources.adapter_files import BASE
-from quantforge.results import manifest
 from quantforge.runtime.load import Loaded
 
 
-def open_correction(path: Path, model: Path) -> Adapter:
+def open_correction(path: Path) -> Adapter:
     """Open an adapter that is put on a quantized model.
 
     Raises:
         InputError: as `open_adapter`.
         UsageError: it changes more than linears.
-        IntegrityError: by its manifest it was made for another model.
     """
     adapter = open_adapter(path)
     others = [one for one in adapter.changes.values() if one.embedding or one.magnitude or one.bias]
@@ -38,13 +35,6 @@ def open_correction(path: Path, model: Path) -> Adapter:
             f"--correction {path}: it changes more than products of linears",
             "merge it into the source: --adapter DIR",
         )
-    stated = (manifest.read(path) or {}).get(BASE, {}).get("files", {})
-    for name, entry in stated.items():
-        if name.endswith(".safetensors") and manifest.digests(model, [model / name])[name] != entry:
-            raise IntegrityError(
-                f"--correction {path}: made for another model than {model}: {name} differs",
-                f"quantforge correct SOURCE {model}",
-            )
     return adapter
 
 

@@ -9,7 +9,6 @@ In this folder:
     asked_size           A size that is asked for in place of a width, and the recipe beside it
     bench_models         Bench: latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
-    correct              Correct: an adapter of low rank for a quantized model, in the files of PEFT
     declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
     demo                 Demo: the small trained model that comes with the package, copied out to try things on
     demo_text            Text on which the demo model is judged
@@ -63,7 +62,6 @@ from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyTo
 from quantforge.settings import Settings
 from quantforge.verbs.allocate_bits import allocate
 from quantforge.verbs.asked_result import Outcome
-from quantforge.verbs.correct import Corrected, correct
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
@@ -87,7 +85,6 @@ __all__ = [
     "AwqOptions",
     "CalibrationOptions",
     "Capacity",
-    "Corrected",
     "Declarations",
     "Event",
     "Exported",
@@ -113,7 +110,6 @@ __all__ = [
     "Swept",
     "allocate",
     "capacity",
-    "correct",
     "demo",
     "derive_declarations",
     "diff",

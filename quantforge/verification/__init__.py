@@ -3,7 +3,6 @@
 In this folder:
 
     anomalies     What looks wrong about tensors by themselves: no source is needed, and nothing of it is proven
-    correctable   A quantized model beside its source, as far as an adapter of low rank can be made for it
     difference    Differences between two models, whatever formats they are in: what was done, tensors, values, files
     files         Check files without looking inside: digests against the manifest, the signature
     findings      What a verification reports: findings, each with a check, a place and a severity
