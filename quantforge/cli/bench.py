@@ -84,10 +84,6 @@ CacheKind = Annotated[
         "--cache", metavar="KIND", autocompletion=completions, help=f"KV cache: {', '.join(WORDS)}, or {FORM}."
     ),
 ]  # fmt: skip
-Ladder = Annotated[
-    bool,
-    _engine("--ladder", help="Add techniques one at a time: MODEL in 16 bits, then its quantization."),
-]  # fmt: skip
 Url = Annotated[
     str,
     _engine("--url", metavar="URL", help="Measure a server: the address of its API, up to /v1."),
@@ -125,7 +121,6 @@ def bench(
     draft: draft_flags.StepDraft = None,
     draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
     draft_tree: draft_flags.DraftTree = "",
-    ladder: Ladder = False,
     url: Url = "",
     served_name: ServedName = "",
     slo: Limits = None,
@@ -152,7 +147,7 @@ def bench(
         stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
         trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static", ladder=ladder,
+        rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
         chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, drafts=drafts,
     )  # fmt: skip
     settings = Settings(

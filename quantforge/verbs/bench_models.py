@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
-from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
+from quantforge.runtime.speculation.draft_options import DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, guesses_of
@@ -43,7 +43,7 @@ def bench(
 
     Args:
         models: directories, GGUF files or ``org/name[@revision]``. With a server, the one model whose tokenizer makes
-            the prompts; with a ladder, the model in 16 bits and, if any, its quantization.
+            the prompts.
         settings: device, threads, offline, and which events are accepted.
         options: what is sent, and to what.
 
@@ -57,7 +57,7 @@ def bench(
     paths = [resolve(str(name), settings.offline) for name in models]
     for path in paths:
         detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
-    check_drafts(paths[-1], options.drafts, settings, steps=True)
+        check_drafts(path, options.drafts, settings, steps=True)
     check_device(settings.device)
     import torch
 
@@ -65,25 +65,20 @@ def bench(
         torch.set_num_threads(settings.threads)
     with followed(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
-        names = [str(name) for name in models]
         if options.url:
             return _server(paths[0], text, options)
-        return (_ladder if options.ladder else _each)(names, paths, text, settings, options)
+        return _each([str(name) for name in models], paths, text, settings, options)
 
 
 def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
     if not models:
         raise UsageError("no model", "quantforge bench MODEL")
-    if options.url and (len(models) != 1 or options.ladder):
+    if options.url and len(models) != 1:
         raise UsageError(
             "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
         )
     if options.served_name and not options.url:
         raise UsageError("--served-name is of a server, and none is measured", "add --url")
-    if options.ladder and len(models) > 2:
-        raise UsageError(
-            f"--ladder with {len(models)} models", "the model in 16 bits, then its quantization"
-        )
     if options.url and options.drafts.draft:
         raise UsageError("--draft is of the engine here, and a server is measured", "leave it out")
     kinds_of(options.cache)
@@ -118,44 +113,6 @@ def _each(
     return LoadFound(rows, _forecast(requests, options), options)
 
 
-def _ladder(
-    names: Sequence[str],
-    paths: Sequence[Path],
-    text: str,
-    settings: Settings,
-    options: LoadOptions,
-) -> LoadFound:
-    from quantforge.evaluation.serving_load.ladder import LastRungs, climb
-
-    with phase("loading", 0.1):
-        exact = replace(settings, input_bits=16)
-        several, rounds, drafts = len(names) > 1, settings != exact, options.drafts
-        guessing = not several and not rounds, not rounds, True  # the last of them
-        first, second, third = (drafts if there else NO_DRAFT for there in guessing)
-        plain, side, guesses = _decoder(paths[0], exact, first)
-        packed = rounded = None
-        if several:
-            packed, _, guesses = _decoder(paths[1], exact, second)
-        if rounds:
-            rounded, _, guesses = _decoder(paths[-1], settings, third)
-        requests = _requests(side, text, options)
-    with phase("ladder", 0.9):
-        engine = _engine(plain, requests, options)
-        held_to = (options.slo, options.price)
-        guessed = None if guesses is None else (options.drafts.draft, guesses)
-        rungs = climb(
-            plain,
-            packed,
-            requests,
-            engine,
-            lambda name: tell(step=name),
-            LastRungs(rounded, guessed),
-            held_to,
-        )
-        rows = [LoadRow(one.name, one.figures, _counts(one.counters), one.wasted) for one in rungs]
-    return LoadFound(rows, _forecast(requests, options), options)
-
-
 def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
     from quantforge.evaluation.serving_load.latency_figures import figures
     from quantforge.evaluation.serving_load.on_server import serve_there
@@ -175,7 +132,7 @@ def _follower(total: int) -> Callable[[int], None]:
 
 
 def _decoder(
-    path: Path, settings: Settings, drafts: DraftOptions = NO_DRAFT
+    path: Path, settings: Settings, drafts: DraftOptions
 ) -> tuple[Decoder, TextSide, GuessedDecoder | None]:
     """Load a model for the own decoder, with 16-bit activations as engines have them, and who guesses for it."""
     import torch
@@ -233,9 +190,7 @@ def _engine(
     )
 
 
-def _counts(counters: Counters | None) -> dict[str, Any] | None:
-    if counters is None:
-        return None
+def _counts(counters: Counters) -> dict[str, Any]:
     finished = {str(reason): count for reason, count in counters.finished.items()}
     return {**asdict(counters), "finished": finished}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -68,33 +67,6 @@ def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixtu
     assert (refused.code, "single text" in refused.err) == (2, True)
 
 
-def test_ladder_shows_a_row_for_each_technique(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = (*SMALL, "--ladder", "--cache", "int8", "--input-bits", "8")
-    words += ("--slo", "ttft=60s", "--price", "2/h", "--draft", "ngram")
-    result = command(capsys, "bench", DEMO, DEMO, *words)
-    assert result.code == 0, result.err
-    lines = result.out.splitlines()
-    assert max(map(len, lines)) <= 80
-    (guesses,) = (line for line in lines if line.startswith("+ speculation (ngram): "))
-    assert "steps" in guesses
-    assert re.search(
-        "guesses right, .* tokens a checked pass|no guess was made", result.out.replace("\n", " ")
-    )
-    for technique in (
-        "no cache",
-        "one request at a time",
-        "quantized weights",
-        "continuous",
-        "prefix cache",
-        "int8",
-        "activations of 8 bits",
-        "speculation (ngram)",
-    ):
-        assert any(technique in line for line in lines), technique
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -108,7 +80,7 @@ def test_ladder_shows_a_row_for_each_technique(
         (("--prompt-tokens", "1020"), "positions"),
         (("--trace", "absent.jsonl"), "absent.jsonl"),
         (("--url", "localhost:8000"), "http://"),
-        (("--url", "http://127.0.0.1:9/v1", "--ladder"), "one server"),
+        (("--url", "http://127.0.0.1:9/v1", DEMO), "one server"),
     ],
 )
 def test_what_means_nothing_is_refused(

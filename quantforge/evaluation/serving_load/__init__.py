@@ -7,7 +7,6 @@ compete. So a seeded stream of them is made once and sent the same way to whatev
 In this folder:
 
     batching_arithmetic  Batching by arithmetic alone: how busy the rows of a batch are
-    ladder               The ladder: techniques added one at a time, each measured on the same requests
     latency_figures      Waiting of requests: percentiles of latencies, throughput, goodput and cost
     load_options         Options and findings of a bench, as data
     load_tables          Findings of a bench as columns and lines for a terminal

@@ -30,10 +30,9 @@ class LoadOptions:
         chunked_prefill: see `EngineOptions`.
         prefix_cache: see `EngineOptions`.
         cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
-        drafts: who guesses tokens, see `DraftOptions`; with a ladder, on its rung.
+        drafts: who guesses tokens, see `DraftOptions`.
         url: of a server that is measured in place of a model here.
         served_name: of the model at the server.
-        ladder: measure the techniques one at a time.
     """
 
     stream: RequestStream = field(default_factory=RequestStream)
@@ -50,12 +49,11 @@ class LoadOptions:
     drafts: DraftOptions = NO_DRAFT
     url: str = ""
     served_name: str = ""
-    ladder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """One model, server or technique under load.
+    """One model or server under load.
 
     Attributes:
         name: of it.
@@ -75,7 +73,7 @@ class LoadFound:
     """Findings of a bench.
 
     Attributes:
-        rows: one for each model or technique.
+        rows: one for each model or server.
         forecast: what batching can bring at best.
         options: what was asked for.
     """

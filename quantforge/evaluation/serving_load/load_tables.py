@@ -14,7 +14,7 @@ def columns_of(found: LoadFound) -> list[Column]:
     """Return all columns."""
     rows = found.rows
     return [
-        Column("technique" if found.options.ladder else "model", tuple(row.name for row in rows)),
+        Column("model", tuple(row.name for row in rows)),
         Column("tokens/s", tuple(significant(row.figures.tokens_per_second) for row in rows)),
         *_latencies(rows),
         Column("goodput/s", tuple(_or_absent(row.figures.goodput) for row in rows), 1),
@@ -32,8 +32,6 @@ def lines_of(found: LoadFound) -> Iterator[str]:
         "TTFT counts from the arrival, waiting included; TPOT is the mean time of an answer's further tokens; "
         "p50 and p99 are percentiles"
     )
-    if asked.ladder:
-        yield f"'{rows[0].name}' computed {rows[0].figures.new_tokens} tokens of the first request alone"
     for row in rows:
         if row.engine is not None:
             said = _of_engine(row.engine, row.wasted, guessing=bool(asked.drafts.draft))
