@@ -100,7 +100,7 @@ def _each(
     from quantforge.evaluation.serving_load.latency_figures import figures
     from quantforge.evaluation.serving_load.on_engine import serve_here
 
-    rows, requests = [], []
+    rows = []
     for name, path in zip(names, paths, strict=True):
         with phase(f"serving {name}", 1 / len(names), "loading"):
             decoder, side, guesses = _decoder(path, settings, options.drafts)
@@ -110,7 +110,7 @@ def _each(
             found = figures(run.served, options.slo, options.price)
             rows.append(LoadRow(name, found, _counts(run.counters), run.wasted))
             del decoder, guesses
-    return LoadFound(rows, _forecast(requests, options), options)
+    return LoadFound(rows, options)
 
 
 def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
@@ -123,7 +123,7 @@ def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
     with phase(f"serving {options.url}", 1.0):
         served = serve_there(options.url, options.served_name, requests, _follower(len(requests)))
     row = LoadRow(options.url, figures(served, options.slo, options.price), None, None)
-    return LoadFound([row], _forecast(requests, options), options)
+    return LoadFound([row], options)
 
 
 def _follower(total: int) -> Callable[[int], None]:
@@ -193,11 +193,3 @@ def _engine(
 def _counts(counters: Counters) -> dict[str, Any]:
     finished = {str(reason): count for reason, count in counters.finished.items()}
     return {**asdict(counters), "finished": finished}
-
-
-def _forecast(requests: Sequence[TimedRequest], options: LoadOptions) -> dict[str, float]:
-    from quantforge.evaluation.serving_load.batching_arithmetic import forecast
-
-    prompts, answers = [len(one.ids) for one in requests], [one.new_tokens for one in requests]
-    longest = max(one + two for one, two in zip(prompts, answers, strict=True))
-    return asdict(forecast(prompts, answers, options.rows, longest))

@@ -74,12 +74,10 @@ class LoadFound:
 
     Attributes:
         rows: one for each model or server.
-        forecast: what batching can bring at best.
         options: what was asked for.
     """
 
     rows: list[LoadRow]
-    forecast: dict[str, float]
     options: LoadOptions
 
     def document(self) -> dict[str, Any]:
@@ -90,5 +88,4 @@ class LoadFound:
             "schema": SCHEMA,
             "options": stated,
             "rows": [asdict(row) for row in self.rows],
-            "forecast": self.forecast,
         }

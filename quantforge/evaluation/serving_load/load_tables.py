@@ -25,7 +25,7 @@ def columns_of(found: LoadFound) -> list[Column]:
 
 def lines_of(found: LoadFound) -> Iterator[str]:
     """Yield what is to be known of the figures, line by line."""
-    rows, asked, forecast = found.rows, found.options, found.forecast
+    rows, asked = found.rows, found.options
     stream = rows[-1].figures
     yield (
         f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
@@ -36,11 +36,6 @@ def lines_of(found: LoadFound) -> Iterator[str]:
         if row.engine is not None:
             said = _of_engine(row.engine, row.wasted, guessing=bool(asked.drafts.draft))
             yield f"{row.name}: {said}"
-    yield (
-        f"by arithmetic: static batches of {asked.rows} are {forecast['static']:.0%} busy with tokens, continuous ones "
-        f"{forecast['continuous']:.0%}; a contiguous cache wastes {forecast['contiguous_waste']:.0%}, "
-        f"a paged one {forecast['paged_waste']:.1%}"
-    )
 
 
 def _latencies(rows: Sequence[LoadRow]) -> list[Column]:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.serving_load.batching_arithmetic import forecast
 from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
 from quantforge.evaluation.serving_load.on_engine import serve_here
 from quantforge.evaluation.serving_load.on_server import serve_there, spread
@@ -126,14 +125,6 @@ def test_every_token_has_a_time(pieces, tokens):
     assert len(found) == (max(tokens, len(pieces)) if pieces else 0)
     assert set(found) == set(pieces)
     assert found == sorted(found)
-
-
-def test_batches_by_hand():
-    """Two rows, answers of 1, 3 and 2: static takes 3 + 2 steps, continuous 3."""
-    found = forecast([16, 16, 16], [1, 3, 2], 2, 32)
-    assert found.static == 6 / 10
-    assert found.continuous == 6 / 6
-    assert found.contiguous_waste == pytest.approx(1 - (16 + 16 + 17 + 18 + 16 + 17) / (32 * 6))
 
 
 def test_stream_on_an_engine():
