@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +13,15 @@ from quantforge.cli import draft_flags, options
 from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
-from quantforge.evaluation.columns import fitting, left_out
+from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
 from quantforge.planning import quantities
+from quantforge.results.significant import significant
 from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions
+    from quantforge.evaluation.serving_load.latency_figures import LoadFigures
+    from quantforge.verbs.bench_models import LoadRow
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -136,53 +139,97 @@ def bench(
 ) -> None:
     """Measure how long requests wait that come at their own times: TTFT, TPOT, throughput, goodput."""
     from quantforge.evaluation.serving_load.latency_figures import Slo
-    from quantforge.evaluation.serving_load.load_options import LoadOptions
     from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
+    from quantforge.verbs import bench_models
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
-    drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
-    asked = LoadOptions(
+    asked = bench_models.LoadOptions(
         stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
         trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
         rows=rows, token_budget=token_budget, batching="continuous" if continuous else "static",
-        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache, drafts=drafts,
+        chunked_prefill=chunked, prefix_cache=prefix_cache, cache=cache,
+        drafts=DraftOptions(draft or "", draft_tokens, draft_tree),
     )  # fmt: skip
     settings = Settings(
         device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
     )  # fmt: skip
-    found = _measured(console, models, settings, asked)
-    _show(console, found, wide=wide)
-    if any(row.figures.failed for row in found.rows):
+    with console.watch():
+        found = bench_models.bench(models, settings, asked)
+    if as_json:
+        console.document(bench_models.document(found, asked))
+    else:
+        _show(console, found, guessing=bool(draft), wide=wide)
+    if any(row.figures.failed for row in found):
         raise typer.Exit(FAILED)
 
 
-def _measured(
-    console: Console, models: list[str], settings: Settings, asked: LoadOptions
-) -> LoadFound:
-    from quantforge.verbs.bench_models import bench as measure
-
-    with console.watch():
-        return measure(models, settings, asked)
-
-
-def _show(console: Console, found: LoadFound, *, wide: bool) -> None:
-    """Print a table of the rows, and what is to be known of them."""
-    from quantforge.evaluation.serving_load.load_tables import columns_of, lines_of
-
-    if console.as_json:
-        console.document(found.document())
-        return
-    columns = columns_of(found)
+def _show(console: Console, rows: list[LoadRow], *, guessing: bool, wide: bool) -> None:
+    """Print a table of the figures, why requests failed, and the counts of the engines."""
+    columns = _columns(rows)
     drawn = fitting(columns, console.width, wide=wide)
     console.columns(drawn, "Latency (ms) and throughput")
     if absent := left_out(columns, drawn):
         console.wrapped(absent)
     console.text()
-    for row in found.rows:
+    for row in rows:
         for why, count in row.figures.errors.items():
             console.note(f"{row.name}: {count} failed: {why}")
-    for line in lines_of(found):
-        console.wrapped(line)
+    stream = rows[-1].figures
+    console.wrapped(
+        f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
+        "TTFT counts from the arrival, waiting included; TPOT is the mean time of an answer's further tokens; "
+        "p50 and p99 are percentiles"
+    )
+    for row in rows:
+        if row.engine is not None:
+            console.wrapped(
+                f"{row.name}: {_engine_counts(row.engine, row.wasted, guessing=guessing)}"
+            )
+
+
+def _columns(rows: list[LoadRow]) -> list[Column]:
+    def column(title: str, value: Callable[[LoadFigures], float | None], rank: int = 0) -> Column:
+        values = (value(row.figures) for row in rows)
+        return Column(title, tuple(ABSENT if v is None else significant(v) for v in values), rank)
+
+    def latency(title: str, key: str, percentile: int, rank: int) -> Column:
+        def milliseconds(figures: LoadFigures) -> float | None:
+            seconds: float | None = getattr(figures, key).get(percentile)
+            return None if seconds is None else 1e3 * seconds
+
+        return column(f"{title} p{percentile}", milliseconds, rank)
+
+    return [
+        Column("model", tuple(row.name for row in rows)),
+        column("tokens/s", lambda figures: figures.tokens_per_second),
+        *(
+            latency(title, key, percentile, rank)
+            for title, key, rank in (
+                ("TTFT", "ttft", 2),
+                ("TPOT", "tpot", 2),
+                ("e2e", "end_to_end", 3),
+            )
+            for percentile in (50, 99)
+        ),
+        column("goodput/s", lambda figures: figures.goodput, 1),
+        column("cost/M", lambda figures: figures.cost, 1),
+        Column("failed", tuple(str(row.figures.failed or ABSENT) for row in rows)),
+    ]
+
+
+def _engine_counts(counts: Mapping[str, Any], wasted: float | None, *, guessing: bool) -> str:
+    scheduling = counts["scheduling_seconds"] / (counts["step_seconds"] or 1)
+    text = f"{counts['steps']} steps, {scheduling:.1%} of their time spent scheduling"
+    text += f"; {wasted:.1%} of the reserved cache unused"
+    if counts["preemptions"]:
+        text += f"; {counts['preemptions']} preemptions"
+    guesses = counts["speculation"]
+    if guesses["guessed"]:
+        share = f"{guesses['accepted']} of {guesses['guessed']} guesses right"
+        text += f"; {share}, {guesses['came'] / guesses['checked']:.3g} tokens a checked pass"
+    elif guessing:
+        text += "; no guess was made"
+    return text

@@ -7,7 +7,7 @@ In this folder:
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
     asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
     asked_size           A size that is asked for in place of a width, and the recipe beside it
-    bench_models         Bench: latency and throughput of models, or of a server, under a seeded stream of requests
+    bench_models         Measure latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
     declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
     demo                 Demo: the small trained model that comes with the package, copied out to try things on

@@ -1,17 +1,21 @@
-"""Bench: latency and throughput of models, or of a server, under a seeded stream of requests."""
+"""Measure latency and throughput of models, or of a server, under a seeded stream of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.evaluation.serving_load.load_options import LoadFound, LoadOptions, LoadRow
-from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest, read_trace
+from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo, figures
+from quantforge.evaluation.serving_load.stream_of_requests import (
+    RequestStream,
+    TimedRequest,
+    read_trace,
+)
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
@@ -22,41 +26,92 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, guesses_of
 from quantforge.verbs.scored_text import read_text
 
-if TYPE_CHECKING:
-    from quantforge.runtime.decoder import Decoder
-    from quantforge.runtime.serving.counters import Counters
-    from quantforge.runtime.serving.engine_options import EngineOptions
-    from quantforge.runtime.speculation.draft_choice import GuessedDecoder
-    from quantforge.runtime.text_side import TextSide
-
+SCHEMA = "quantforge.bench/1"
 TEXT_BYTES = 1 << 20
 MOST_ROWS, MOST_BUDGET = 512, 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Options of a bench: the requests, and the engine or server that answers them.
+
+    Attributes:
+        stream: how requests are drawn.
+        trace: file of requests to send instead.
+        text: source of the prompts, as for ``--calibration``.
+        slo: limits, for the goodput.
+        price: of an hour, for the cost.
+        rows: most requests that are computed at a time.
+        token_budget: most tokens of a step.
+        batching: see `EngineOptions`.
+        chunked_prefill: see `EngineOptions`.
+        prefix_cache: see `EngineOptions`.
+        cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
+        drafts: speculation, see `DraftOptions`.
+        url: address of a server to measure in place of a model in this process.
+        served_name: of the model at the server.
+    """
+
+    stream: RequestStream
+    trace: Path | None
+    text: str
+    slo: Slo | None
+    price: float | None
+    rows: int
+    token_budget: int
+    batching: str
+    chunked_prefill: bool
+    prefix_cache: bool
+    cache: str
+    drafts: DraftOptions
+    url: str
+    served_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRow:
+    """Figures of one model or server.
+
+    Attributes:
+        name: as it was given.
+        figures: of the requests.
+        engine: counts of the engine, see `Counters`; None for a server.
+        wasted: mean share of reserved places in the cache that were not used; None for a server.
+    """
+
+    name: str
+    figures: LoadFigures
+    engine: dict[str, Any] | None = None
+    wasted: float | None = None
+
+
+def document(rows: Sequence[LoadRow], options: LoadOptions) -> dict[str, Any]:
+    """Return the results as the JSON document ``quantforge.bench/1``."""
+    trace = None if options.trace is None else options.trace.name
+    recorded = {**asdict(options), "trace": trace}
+    return {"schema": SCHEMA, "options": recorded, "rows": [asdict(row) for row in rows]}
+
+
 @torch_defaults()
-def bench(
-    models: Sequence[str | Path],
-    settings: Settings | None = None,
-    options: LoadOptions | None = None,
-) -> LoadFound:
+def bench(models: Sequence[str], settings: Settings, options: LoadOptions) -> list[LoadRow]:
     """Measure models one after another, or a server, under the same stream of requests.
 
     Args:
-        models: directories, GGUF files or ``org/name[@revision]``. With a server, the one model whose tokenizer makes
+        models: directories, GGUF files or ``org/name[@revision]``; for a server, the one model whose tokenizer makes
             the prompts.
         settings: device, threads, offline, and which events are accepted.
-        options: what is sent, and to what.
+        options: the requests, and how they are served.
 
     Raises:
-        UsageError: an option that means nothing here.
-        InputError: a model, the text or the server cannot be used, or a request can never fit.
-        RefusedError: a model that the own decoder does not compute.
+        UsageError: an option that has no meaning here.
+        InputError: a model, the text or the server cannot be used, or a request does not fit.
+        RefusedError: a model that this runtime does not compute.
     """
-    settings, options = settings or Settings(), options or LoadOptions()
     _check(models, options)
-    paths = [resolve(str(name), settings.offline) for name in models]
-    for path in paths:
-        detect(readable(open_model(path)).config)  # what cannot be read shows before torch is there
+    paths = [resolve(name, settings.offline) for name in models]
+    configs = [readable(open_model(path)).config for path in paths]
+    for path, config in zip(paths, configs, strict=True):
+        detect(config)  # report what cannot be read before torch is imported
         check_drafts(path, options.drafts, settings, steps=True)
     check_device(settings.device)
     import torch
@@ -65,14 +120,18 @@ def bench(
         torch.set_num_threads(settings.threads)
     with followed(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
-        if options.url:
-            return _server(paths[0], text, options)
-        return _each([str(name) for name in models], paths, text, settings, options)
+        rows = []
+        for name, path, config in zip(models, paths, configs, strict=True):
+            requests = _requests(path, config, text, options)
+            if options.url:
+                rows.append(_measure_server(requests, options))
+            else:
+                with phase(f"serving {name}", 1 / len(models), "loading"):
+                    rows.append(_measure_model(name, path, requests, settings, options))
+        return rows
 
 
-def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
-    if not models:
-        raise UsageError("no model", "quantforge bench MODEL")
+def _check(models: Sequence[str], options: LoadOptions) -> None:
     if options.url and len(models) != 1:
         raise UsageError(
             "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
@@ -90,74 +149,68 @@ def _check(models: Sequence[str | Path], options: LoadOptions) -> None:
             raise UsageError(f"{name} {value}: out of range", f"1 to {most}")
 
 
-def _each(
-    names: Sequence[str],
-    paths: Sequence[Path],
-    text: str,
+def _measure_model(
+    name: str,
+    path: Path,
+    requests: Sequence[TimedRequest],
     settings: Settings,
     options: LoadOptions,
-) -> LoadFound:
-    from quantforge.evaluation.serving_load.latency_figures import figures
-    from quantforge.evaluation.serving_load.on_engine import serve_here
-
-    rows = []
-    for name, path in zip(names, paths, strict=True):
-        with phase(f"serving {name}", 1 / len(names), "loading"):
-            decoder, side, guesses = _decoder(path, settings, options.drafts)
-            requests = _requests(side, text, options)
-            engine = _engine(decoder, requests, options)
-            run = serve_here(decoder, requests, engine, _follower(len(requests)), guesses)
-            found = figures(run.served, options.slo, options.price)
-            rows.append(LoadRow(name, found, _counts(run.counters), run.wasted))
-            del decoder, guesses
-    return LoadFound(rows, options)
-
-
-def _server(path: Path, text: str, options: LoadOptions) -> LoadFound:
-    from quantforge.evaluation.serving_load.latency_figures import figures
-    from quantforge.evaluation.serving_load.on_server import serve_there
-    from quantforge.runtime.text_side import text_side
-
-    side = text_side(path, readable(open_model(path)).config)
-    requests = _requests(side, text, options)
-    with phase(f"serving {options.url}", 1.0):
-        served = serve_there(options.url, options.served_name, requests, _follower(len(requests)))
-    row = LoadRow(options.url, figures(served, options.slo, options.price), None, None)
-    return LoadFound([row], options)
-
-
-def _follower(total: int) -> Callable[[int], None]:
-    """Return what tells how many of all requests are finished."""
-    return lambda done: tell(done=done, total=total)
-
-
-def _decoder(
-    path: Path, settings: Settings, drafts: DraftOptions
-) -> tuple[Decoder, TextSide, GuessedDecoder | None]:
-    """Load a model for the own decoder, with 16-bit activations as engines have them, and who guesses for it."""
+) -> LoadRow:
+    """Serve the stream with an engine in this process, with 16-bit activations as engines have them."""
     import torch
 
+    from quantforge.evaluation.serving_load.on_engine import serve_here
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.load import load
-    from quantforge.runtime.text_side import text_side
+    from quantforge.runtime.serving.engine_options import EngineOptions
 
     loaded = load(path, settings.device, torch.bfloat16, input_bits=settings.input_bits)
     settings.policy.check(loaded.events)
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     try:
-        guesses = guesses_of(loaded, drafts, settings)
-        decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
+        drafting = guesses_of(loaded, options.drafts, settings)
+        decoder = drafting.decoder if drafting else Decoder(loaded.model, scales=loaded.kv_scales)
     except RefusedError as error:
         raise RefusedError(
             error.message, "bench it in its engine: quantforge bench MODEL --url ..."
         ) from error
-    return decoder, text_side(loaded.path, loaded.config), guesses
+    longest = max(len(one.ids) + one.new_tokens for one in requests)
+    engine = EngineOptions(
+        rows=options.rows,
+        tokens=min(longest, decoder.positions),
+        cache=options.cache,
+        token_budget=max(options.token_budget, options.rows),
+        batching=options.batching,
+        chunked_prefill=options.chunked_prefill,
+        prefix_cache=options.prefix_cache,
+    )
+    run = serve_here(decoder, requests, engine, _follower(requests), drafting)
+    found = figures(run.served, options.slo, options.price)
+    finished = {str(reason): count for reason, count in run.counters.finished.items()}
+    return LoadRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)
 
 
-def _requests(side: TextSide, text: str, options: LoadOptions) -> list[TimedRequest]:
-    from quantforge.runtime.text_side import as_input_errors
+def _measure_server(requests: Sequence[TimedRequest], options: LoadOptions) -> LoadRow:
+    from quantforge.evaluation.serving_load.on_server import serve_there
 
+    with phase(f"serving {options.url}", 1.0):
+        served = serve_there(options.url, options.served_name, requests, _follower(requests))
+    return LoadRow(options.url, figures(served, options.slo, options.price))
+
+
+def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
+    """Return a function that reports how many requests are finished."""
+    return lambda done: tell(done=done, total=len(requests))
+
+
+def _requests(
+    path: Path, config: Mapping[str, Any], text: str, options: LoadOptions
+) -> list[TimedRequest]:
+    """Return the stream in tokens of a model; raise `InputError` for a request that is longer than it has positions."""
+    from quantforge.runtime.text_side import as_input_errors, text_side
+
+    side = text_side(path, config)
     with as_input_errors():
         ids = side.tokenizer.encode(text, "the text of the requests")
     if options.trace is not None:
@@ -171,25 +224,3 @@ def _requests(side: TextSide, text: str, options: LoadOptions) -> list[TimedRequ
             "smaller --prompt-tokens, --new-tokens or --shared-tokens",
         )
     return found
-
-
-def _engine(
-    decoder: Decoder, requests: Sequence[TimedRequest], options: LoadOptions
-) -> EngineOptions:
-    from quantforge.runtime.serving.engine_options import EngineOptions
-
-    longest = max(len(one.ids) + one.new_tokens for one in requests)
-    return EngineOptions(
-        rows=options.rows,
-        tokens=min(longest, decoder.positions),
-        cache=options.cache,
-        token_budget=max(options.token_budget, options.rows),
-        batching=options.batching,
-        chunked_prefill=options.chunked_prefill,
-        prefix_cache=options.prefix_cache,
-    )
-
-
-def _counts(counters: Counters) -> dict[str, Any]:
-    finished = {str(reason): count for reason, count in counters.finished.items()}
-    return {**asdict(counters), "finished": finished}

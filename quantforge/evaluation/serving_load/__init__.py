@@ -7,8 +7,6 @@ compete. So a seeded stream of them is made once and sent the same way to whatev
 In this folder:
 
     latency_figures     Waiting of requests: percentiles of latencies, throughput, goodput and cost
-    load_options        Options and findings of a bench, as data
-    load_tables         Findings of a bench as columns and lines for a terminal
     on_engine           A stream of requests on an engine in this process, in real time
     on_server           A stream of requests to an OpenAI-compatible server, in real time
     stream_of_requests  A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for
