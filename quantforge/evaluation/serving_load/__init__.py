@@ -6,8 +6,8 @@ compete. So a seeded stream of them is made once and sent the same way to whatev
 
 In this folder:
 
-    latency_figures     Waiting of requests: percentiles of latencies, throughput, goodput and cost
-    on_engine           A stream of requests on an engine in this process, in real time
-    on_server           A stream of requests to an OpenAI-compatible server, in real time
-    stream_of_requests  A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for
+    latency_figures     Compute percentiles of latencies, throughput, goodput and cost from the times of tokens
+    on_engine           Serve a stream of requests with an engine in this process, in real time
+    on_server           Send a stream of requests to an OpenAI-compatible server in real time
+    stream_of_requests  Draw a seeded stream of requests: arrivals, lengths of prompts, and lengths of answers
 """

@@ -1,4 +1,4 @@
-"""Waiting of requests: percentiles of latencies, throughput, goodput and cost.
+"""Compute percentiles of latencies, throughput, goodput and cost from the times of tokens.
 
 - TTFT: from the arrival of a request to its first token; queueing counts.
 - TPOT: the mean time of its further tokens, (last - first) / (tokens - 1); of a single token there is none.

@@ -1,4 +1,4 @@
-"""A stream of requests on an engine in this process, in real time."""
+"""Serve a stream of requests with an engine in this process, in real time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE = 0.002  # seconds to sleep at most while no request is there
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """A stream that was served: each of its requests, the engine's counts, and how full its pages were.
+    """Times of a stream that was served, with the counts of the engine.
 
     Attributes:
         served: in the order of the requests.
@@ -76,12 +76,12 @@ def serve_here(
             continue
         happened = engine.step()
         now = time.perf_counter() - begin
-        for one_event in happened:
-            if isinstance(one_event, NewToken):
-                served[one_event.id].times.append(now)
-            elif isinstance(one_event, Finished):
-                if one_event.reason is FinishReason.ERROR:
-                    raise InputError(f"request {one_event.id}: {one_event.error}", "")
+        for event in happened:
+            if isinstance(event, NewToken):
+                served[event.id].times.append(now)
+            elif isinstance(event, Finished):
+                if event.reason is FinishReason.ERROR:
+                    raise InputError(f"request {event.id}: {event.error}", "")
                 finished += 1
                 follow(finished)
         counts = engine.counters

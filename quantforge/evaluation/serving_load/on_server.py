@@ -1,9 +1,9 @@
-"""A stream of requests to an OpenAI-compatible server, in real time, by its completions API with streaming.
+"""Send a stream of requests to an OpenAI-compatible server in real time, by its completions API with streaming.
 
-Prompts go as tokens, so that they are the very ones of a measurement in this process. That answers go on to their full
-length is asked for by ``ignore_eos``, which vLLM, SGLang and llama.cpp know beyond the API. A piece of the stream may
-hold several tokens: the count comes from ``usage`` where the server sends it, and the tokens of a piece then share its
-time. A piece may also be empty: of a token that is no text (vLLM), or of none, at the end (llama.cpp).
+Prompts are sent as tokens, so that they are the same as in this process. ``ignore_eos``, which vLLM, SGLang and
+llama.cpp accept beyond the API, asks for answers of full length. An event of the stream may hold several tokens: the
+count comes from ``usage`` where the server sends it, and the tokens of an event share its time. An event may also be
+empty: for a token without text (vLLM), or for no token, at the end (llama.cpp).
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ def serve_there(
     model: str,
     requests: Sequence[TimedRequest],
     follow: Callable[[int], object] = lambda _: None,
-    key: str = "",
 ) -> list[Waited]:
-    """Send a stream to a server; requests that fail say why and count as failed.
+    """Send a stream to a server; requests that fail record why.
 
     Args:
         url: up to ``/v1``, e.g. ``http://127.0.0.1:8000/v1``.
-        model: its name there; "": the only one that the server lists.
+        model: its name at the server; "" for the only one that the server lists.
         requests: in the order in which they come.
-        follow: is told how many requests are finished.
-        key: for the header of authorization.
+        follow: is called with the number of finished requests.
 
     Raises:
-        UsageError: no such kind of address; aiohttp is not installed.
+        UsageError: not an HTTP address, or aiohttp is not installed.
         InputError: the server does not answer, or does not have the model.
     """
     if not url.startswith(("http://", "https://")):
@@ -49,13 +47,12 @@ def serve_there(
         import aiohttp  # noqa: F401 (asked for by whoever measures a server)
     except ImportError as error:
         raise UsageError("--url needs aiohttp", "pip install 'quantforge[bench]'") from error
-    return asyncio.run(_Sender(url.rstrip("/"), model, key, follow).send(requests))
+    return asyncio.run(_Sender(url.rstrip("/"), model, follow).send(requests))
 
 
 class _Sender:
-    def __init__(self, url: str, model: str, key: str, follow: Callable[[int], object]) -> None:
+    def __init__(self, url: str, model: str, follow: Callable[[int], object]) -> None:
         self._url, self._model, self._follow = url, model, follow
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._finished = 0
         self._begin = 0.0
 
@@ -66,7 +63,7 @@ class _Sender:
         # A server may close a connection that it has kept just as the next request goes out on it.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, headers=self._headers, read_bufsize=MOST_LINE
+            timeout=timeout, connector=connector, read_bufsize=MOST_LINE
         ) as session:
             self._model = await self._named(session)
             warm = TimedRequest(0.0, requests[0].ids, min(4, requests[0].new_tokens))
@@ -155,8 +152,6 @@ def _unreached(url: str, error: Exception) -> str:
 
     if isinstance(error, TimeoutError):
         return f"{url} does not answer in time"
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"{url}: there is no such host"
     if isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED:
         return f"nothing listens at {url}"
     if isinstance(error, OSError) and error.strerror:

@@ -1,8 +1,8 @@
-"""A seeded stream of requests: when each comes, how long its prompt is, and how much it asks for.
+"""Draw a seeded stream of requests: arrivals, lengths of prompts, and lengths of answers.
 
-Arrivals are a Poisson process (gaps drawn from an exponential distribution), or all at once, or come from a trace. The
-prompts are runs of one text, so that their tokens are those of language; a share of the requests begins with the same
-tokens, as behind a common system prompt. The same options give the same stream anywhere.
+Arrivals are a Poisson process, all at once, or read from a trace. Prompts are runs of one text, so that their tokens
+are those of language; a share of them begins with the same tokens, as after a common system prompt. The same options
+give the same stream on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError
@@ -21,6 +20,7 @@ from quantforge_files.roles import TEXT
 MOST_REQUESTS = 100_000
 MOST_TOKENS = 1 << 20
 LATEST = 1e9  # seconds
+TRACE = 'a line for each request: {"at": 0.5, "prompt_tokens": 128, "new_tokens": 32}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +133,24 @@ def read_trace(path: Path, text: Sequence[int], seed: int = 0) -> list[TimedRequ
     draw, found = random.Random(seed), []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            at, prompt, new = _traced(line, f"{path}:{number}")
+            at, prompt, new = _parse_trace_line(line, f"{path}:{number}")
             found.append(TimedRequest(at, _run(text, draw, prompt), new))
     if not found:
         raise InputError(f"--trace {path}: no request", TRACE)
     return sorted(found, key=lambda one: one.at)
 
 
-TRACE = 'a line for each request: {"at": 0.5, "prompt_tokens": 128, "new_tokens": 32}'
-
-
-def _traced(line: str, where: str) -> tuple[float, int, int]:
+def _parse_trace_line(line: str, where: str) -> tuple[float, int, int]:
+    """Return seconds, tokens of the prompt and new tokens."""
     try:
-        entry: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"--trace {where}: no JSON", TRACE) from error
-    stated: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    at, prompt, new = (stated.get(key) for key in ("at", "prompt_tokens", "new_tokens"))
-    good = isinstance(at, int | float) and type(at) is not bool and 0 <= at < LATEST
-    for count in (prompt, new):
-        good = good and type(count) is int and 1 <= count <= MOST_TOKENS
-    if not good:
+        entry = json.loads(line)
+        at, prompt, new = (entry[key] for key in ("at", "prompt_tokens", "new_tokens"))
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise InputError(f"--trace {where}: {line:.60}", TRACE) from error
+    valid = type(at) in {int, float} and 0 <= at < LATEST
+    if not valid or any(type(n) is not int or not 1 <= n <= MOST_TOKENS for n in (prompt, new)):
         raise InputError(f"--trace {where}: {line:.60}", TRACE)
-    return float(stated["at"]), stated["prompt_tokens"], stated["new_tokens"]
+    return float(at), prompt, new
 
 
 def _run(text: Sequence[int], draw: random.Random, tokens: int) -> tuple[int, ...]:
