@@ -120,6 +120,9 @@ class TensorChecks:
         self._gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
         self._input_scales: dict[str, float] = {}
         self._unrelated: list[str] = []  # stored names of tensors that resemble nothing
+        self._approximate: dict[
+            str, str
+        ] = {}  # unquantized matrices near the source's, what differs
         self.folded: list[str] = []
         self.sparse: list[str] = []
         self._pass = ForwardPass(
@@ -145,6 +148,7 @@ class TensorChecks:
             self._check_absent(self._source)
         check_cache(self._report, self._artifact.checkpoint, self._pass.inputs.caches)
         self._report_unrelated()
+        self._report_approximate()
         for name, text in gains_off_by_one(self._gains) if self._source is None else ():
             self._report.warn("kept-changed", name, text)
         self._pass.finish()
@@ -406,8 +410,10 @@ class TensorChecks:
             self.folded.append(module)
         elif 2 * count <= target.numel():
             self._report.add("kept-changed", name, text)
-        elif target.dim() != 2 or (cosine := _cosine(value.float(), target)) > MATCHES:
+        elif target.dim() != 2:
             self._report.warn("kept-changed", name, text)
+        elif (cosine := _cosine(value.float(), target)) > MATCHES:
+            self._approximate[name] = text
         elif (reason := _rearranged(value.float(), target)) is not None:
             self._report.add("swapped", name, reason)
         elif cosine < RELATED:
@@ -458,6 +464,17 @@ class TensorChecks:
             return
         for name in self._unrelated:
             self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
+
+    def _report_approximate(self) -> None:
+        """Report unquantized matrices that differ everywhere: once where nearly all do, as in a decoded result."""
+        linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
+        first, count = next(iter(self._approximate), ""), len(self._approximate)
+        if count > max(1, 0.9 * linears):
+            text = f"and {count - 1} more matrices are only near the source's: the model was quantized and decoded,"
+            self._report.warn("kept-changed", first, f"{text} or trained further; the logits tell")
+            return
+        for name, text in self._approximate.items():
+            self._report.warn("kept-changed", name, text)
 
     def _check_absent(self, source: Original) -> None:
         """Report tensors of the source that the artifact does not have."""

@@ -73,3 +73,24 @@ def test_too_much_error_is_a_warning(tiny, tmp_path):
     }
     assert not report.failed()
     assert report.failed(strict=True)
+
+
+def test_a_decoded_result_is_one_warning_and_two_changed_matrices_are_two(tiny, tmp_path):
+    source = tiny("llama-wide")
+    (report, other) = (
+        look(exported(source, tmp_path, "int6:g32:sym", "plain"), source),
+        tmp_path / "other",
+    )
+    assert [(item.check, item.severity) for item in report.findings] == [
+        ("kept-changed", Severity.WARNING)
+    ]
+    assert "quantized and decoded" in report.findings[0].detail
+    shutil.copytree(source, other)
+    tensors, decoded = (
+        load_file(other / "model.safetensors"),
+        load_file(tmp_path / "e" / "model.safetensors"),
+    )
+    changed = sorted(name for name in tensors if "layers.0.mlp" in name)[:2]
+    tensors |= {name: decoded[name] for name in changed}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert sorted(item.where for item in look(other, source).findings) == changed
