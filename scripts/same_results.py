@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BEFORE = "before-structure"  # a tag
+BEFORE = "5cc4a255238e31c50ee107ab6ac0a40fa4eb97f7"  # tagged before-structure
 DECLARED = Path(__file__).with_suffix(".toml")
 PACKAGES = (".", "kernels", "calibration")
 ENVIRONMENT = {
