@@ -3,8 +3,7 @@
     python benchmarks/forecast.py MODEL --methods rtn gptq awq --samples 16 --out PREFIX
 
 Each run is a process of its own with one thread. Its seconds are those of the processor, imports included, so that
-other work on the machine counts less; the forecast is that of `plan` at recorded rates, or with --measure at measured
-ones.
+other work on the machine counts less.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"])
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--measure", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = []
@@ -39,7 +37,7 @@ def main() -> None:
             "--threads",
             "1",
         ]
-        rows.append({"method": method, **compared(options.model, words, measure=options.measure)})
+        rows.append({"method": method, **compared(options.model, words)})
         print(json.dumps(rows[-1]), flush=True)
     lines = [
         "| method | forecast, s | processor, s | forecast / processor | disk forecast / written |",
@@ -56,7 +54,7 @@ def main() -> None:
     print("\n".join(lines))
 
 
-def compared(model: Path, words: list[str], *, measure: bool) -> dict[str, float]:
+def compared(model: Path, words: list[str]) -> dict[str, float]:
     """Return the forecast of a run, and what it took."""
     product = [sys.executable, "-m", "quantforge"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,7 +67,6 @@ def compared(model: Path, words: list[str], *, measure: bool) -> dict[str, float
             "-o",
             str(out),
             "--json",
-            *(["--measure"] if measure else []),
         ]
         told = json.loads(subprocess.run(plan, check=True, capture_output=True).stdout)["forecast"]
         process = subprocess.Popen([*product, "quantize", str(model), *words, "-q", "-o", str(out)])

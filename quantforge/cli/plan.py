@@ -23,9 +23,6 @@ from quantforge_files.strict_json import uncollected
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
 _NUMBER = re.compile(r"\.\d+(?=\.)")
-Measure = Annotated[
-    bool, typer.Option("--measure", help="Take this machine's rates for the time, in two seconds.")
-]
 
 
 @takes_size
@@ -52,7 +49,6 @@ def plan(
     device_name: options.DeviceName = None,
     price: options.Price = None,
     throughput: options.Throughput = None,
-    measure: Measure = False,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -81,7 +77,7 @@ def plan(
             made, found = verbs.plan(model, settings=settings, out=output, **given), None
         rows = asked.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, offline))
-        took = plan_forecast.forecast(made, output, settings, model if measure else "")
+        took = plan_forecast.forecast(made, output, settings)
         if as_json:
             in_use = {"capacity": plan_capacity.document(found, rows)} if found else {}
             console.document({**document(made, output, took), **in_use})

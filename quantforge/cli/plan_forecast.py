@@ -12,11 +12,10 @@ from quantforge.cli.console import Console
 from quantforge.cli.meter import duration
 from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
-from quantforge.planning.run_work import RECORDED, Rates, seconds_of
+from quantforge.planning.run_work import BASIS, DIGEST, PRODUCTS, seconds_of
 from quantforge.plans import Plan, RunWork
 from quantforge.results.significant import significant, size
 from quantforge.settings import Settings, memory_bytes, workers_of
-from quantforge.verbs.machine_rates import measured_rates
 from quantforge.verbs.output import SPARE_BYTES, memory_hint
 
 DISK, MEMORY = "disk", "memory"
@@ -29,7 +28,6 @@ class Forecast:
     Attributes:
         work: of the run.
         seconds: by step.
-        rates: of one thread.
         threads: that share the work.
         on_disk: whether activations wait there.
         peak: bytes of memory, above the imports.
@@ -40,7 +38,6 @@ class Forecast:
 
     work: RunWork
     seconds: dict[str, float]
-    rates: Rates
     threads: int
     on_disk: bool
     peak: int
@@ -60,24 +57,22 @@ class Forecast:
         return states + self.work.guide_bytes + SPARE_BYTES
 
 
-def forecast(plan: Plan, output: Path, settings: Settings, measured: str = "") -> Forecast | None:
+def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
     """Return the forecast of a plan's run; None for a plan that quantizes nothing.
 
     Args:
         plan: of the run.
         output: its result.
         settings: its threads, and where activations wait.
-        measured: the model, where the rates of this machine are to be measured; else the recorded ones are taken.
     """
     if plan.work is None:
         return None
-    rates = measured_rates(measured, settings) if measured else RECORDED
     stored = {item.name: item.nbytes for tensor in plan.tensors for item in tensor.stored}
     sizes = [sum(stored[name] for name in names) for names in plan.shards]
     whole = format_of(plan.format).ABOUT.one_file
     threads = workers_of(settings)
     return Forecast(
-        plan.work, seconds_of(plan.work, rates, threads), rates, threads, settings.activations == DISK,
+        plan.work, seconds_of(plan.work, threads), threads, settings.activations == DISK,
         plan.peak_memory_bytes, None if whole else held_bytes(plan, sizes), free_bytes(output.absolute().parent),
         memory_bytes(),
     )  # fmt: skip
@@ -93,11 +88,9 @@ def show(console: Console, found: Forecast, output: str) -> None:
     ]
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     console.entry("time", f"about {duration(whole)} on {threads}: {', '.join(parts)}")
-    rates = found.rates
     console.entry(
         "by",
-        f"{significant(rates.products / 1e9)} GFLOP/s and {size(rates.digest)}/s read and digested,"
-        f" {rates.basis}",
+        f"{significant(PRODUCTS / 1e9)} GFLOP/s and {size(DIGEST)}/s read and digested, {BASIS}",
     )
     console.entry(
         "source", f"{size(found.work.source_bytes)}, read {found.work.reads} times, never copied"
@@ -135,9 +128,9 @@ def document(found: Forecast) -> dict[str, object]:
         "seconds": {step: round(seconds, 1) for step, seconds in found.seconds.items()},
         "total_seconds": math.ceil(sum(found.seconds.values())),
         "threads": found.threads,
-        "products_per_second": found.rates.products,
-        "digested_bytes_per_second": found.rates.digest,
-        "basis": found.rates.basis,
+        "products_per_second": PRODUCTS,
+        "digested_bytes_per_second": DIGEST,
+        "basis": BASIS,
         "source_bytes": found.work.source_bytes,
         "source_reads": found.work.reads,
         "states_bytes": found.work.states_bytes,

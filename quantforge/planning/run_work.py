@@ -1,6 +1,6 @@
 """Work of a run, from headers alone: bytes that it reads and writes, and operations, for a forecast of its time.
 
-Nothing that is counted depends on a machine: `seconds_of` makes seconds of it at given rates of one thread.
+Nothing that is counted depends on a machine: `seconds_of` converts it to seconds by rates that were recorded once.
 Operations are those of float32 products; other work counts as the products that take as long. By steps:
 
     read       the source twice: its digests, then tensor by tensor (twice more for gradients, once for tuning apart)
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from quantforge.architectures.match import Matched
 from quantforge.grids import GRIDS, Zero
@@ -33,6 +32,9 @@ from quantforge.quantizers import METHODS
 from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
 
+# Rates of one thread: float32 products, bytes that are read and digested; seconds until libraries and loops are ready.
+PRODUCTS, DIGEST, STARTUP = 72e9, 1.2e9, 4.0
+BASIS = "recorded on one thread of an AMD EPYC with AVX-512"
 # Operations for each weight: rounding to the nearest of a scale, and the search of scales by kinds of grids.
 NEAREST, SEARCHED, OFFSET, TILES, BOOK = 900.0, 2000.0, 1500.0, 4000.0, 11_000.0
 BLOCKS, VECTORS = 2800.0, 80_000.0
@@ -44,32 +46,13 @@ OUTPUT_ROWS = 256  # and more of a matrix, evenly spread, are rounded under ever
 INNER_SAMPLE = 8  # tokens for each column that an expert's inner statistics are made of, at least
 
 
-class Rates(NamedTuple):
-    """Rates of a machine, of one thread.
-
-    Attributes:
-        products: float32 multiplications and additions in a second, in large products.
-        digest: bytes in a second that are read and digested.
-        startup: seconds until the work begins: libraries, compiled loops.
-        basis: where they come from.
-    """
-
-    products: float
-    digest: float
-    startup: float
-    basis: str
-
-
-RECORDED = Rates(72e9, 1.2e9, 4.0, "recorded on one thread of an AMD EPYC with AVX-512")
-
-
-def seconds_of(work: RunWork, rates: Rates, threads: int) -> dict[str, float]:
+def seconds_of(work: RunWork, threads: int) -> dict[str, float]:
     """Return the seconds of every step of a run; threads share operations, and one of them digests."""
     return {
-        "start": rates.startup,
-        "read": work.reads * work.source_bytes / rates.digest,
-        **{step: count / rates.products / threads for step, count in work.operations.items()},
-        "write": 2 * work.output_bytes / rates.digest,
+        "start": STARTUP,
+        "read": work.reads * work.source_bytes / DIGEST,
+        **{step: count / PRODUCTS / threads for step, count in work.operations.items()},
+        "write": 2 * work.output_bytes / DIGEST,
     }
 
 

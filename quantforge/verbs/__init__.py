@@ -25,7 +25,6 @@ In this folder:
     join_variants        Join variants: processes that give the same command share them
     kept_variant         One of several results that an earlier command has finished
     load_model           Load: a model of any format that is read, ready to compute with its weights still packed
-    machine_rates        Rates of this machine, measured in about two seconds: products, and reading with digests
     make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     make_variants        Make variants: in this process, with others that give the same command, or on a cluster
     measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with

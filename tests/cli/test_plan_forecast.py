@@ -43,15 +43,6 @@ def test_a_plan_says_time_reads_and_disk_with_their_basis(llama, capsys):
     )
 
 
-def test_measured_rates_are_named_so(llama, capsys):
-    told = command(capsys, "plan", llama, *GPTQ, "--measure")
-    assert told.code == 0, told.err
-    assert entries(told.out)["by"].endswith("measured on this machine, 1 at work")
-    shown = json.loads(command(capsys, "plan", llama, *GPTQ, "--measure", "--json").out)["forecast"]
-    assert 1e8 < shown["products_per_second"] < 1e13
-    assert 1e6 < shown["digested_bytes_per_second"] < 1e12
-
-
 def test_what_the_machine_lacks_is_said_with_what_to_type(llama, capsys, monkeypatch):
     assert "beyond" not in command(capsys, "plan", llama, *GPTQ).out or os.environ.get("CI")
     monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 10**9)
