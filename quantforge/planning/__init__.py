@@ -25,7 +25,6 @@ In this folder:
     effort             Effort: the one dial for time against quality, and what it sets of a recipe
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
     engine_format      The format in which an engine loads a quantized model, found by planning the export into each
-    expert_memory      Memory of experts in a run that looks at data: one at a time, whatever their number
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``
@@ -50,14 +49,12 @@ In this folder:
     release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
-    run_sizes          Sizes of a run on which its peak memory depends, beside the model
     run_work           Work of a run, from headers alone: bytes that it reads and writes, and operations
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     size_target        Target of an allocation: a size as it is asked for
     sparse_layers      Sparsity as it is planned: which linears get zeros
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
-    tuning_memory      Memory that tuning takes: codes of all blocks and what is learned, a block with its gradients
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
     widths             Widths of what a token has inside of a block, in the widest layer

@@ -17,8 +17,7 @@ from quantforge.architectures.positions import positions_in
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.formats.opening import tokenizer_folder
-from quantforge.planning.peak_memory import whole_model
-from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.peak_memory import RunSizes, whole_model
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import CalibrationOptions

@@ -12,7 +12,7 @@ from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, of_inputs
-from quantforge.planning.expert_memory import spread_experts
+from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import chosen_experts
 from quantforge.plans import Action, Draft
 from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms

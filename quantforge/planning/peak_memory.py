@@ -11,22 +11,29 @@ The peak is reached at one of six moments, and each of them is a sum of things t
 
 Without calibration only rounding (one matrix at a time) and writing remain. Figures are bytes above what the imports
 take. The record of a method tells, in float32 copies, what its code holds at its worst moment.
+
+Experts are worked on one at a time, whatever their number: beside the rest of the block there are the input of the
+mixture and its outputs, of all rows, one expert in float32, and what it computes of the tokens that pass it together.
+Of Hessians there are that of the layer, two of the expert, and the one that it is shrunk toward. Tuning holds the codes
+of the blocks it tunes and what it learns, a block with its gradients, and the states of a step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, Role, declared
-from quantforge.model.statistics import Statistic
+from quantforge.architectures.matched import MatchedTensor
+from quantforge.model.statistics import EXPERT_TOKENS, Statistic
+from quantforge.model.tuning_bounds import ROWS, whole_epochs
 from quantforge.numerics.allocator import CHUNK_BYTES
-from quantforge.planning import expert_memory, tuning_memory
-from quantforge.planning.run_sizes import RunSizes
 from quantforge.planning.widths import embedded, widest
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
+from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
@@ -40,6 +47,66 @@ RUN_COMPILER = 45_000_000
 CODES = 0.3  # float32 copies of all matrices of one shared input, inside a rounder
 JOINED = 0.75  # float32 copies of a matrix whose strips are put together: codes, and what is packed
 PART_ROWS = 2048  # of the two parts that are worked on at a time
+# Of experts.
+SPREAD = 2.5  # copies of tokens that are spread over all experts: times their weights, and what comes back
+ROUTING = 8  # bytes of an index and a weight
+# Of tuning.
+FREED = 2  # blocks: results of steps that were let go of, which the allocator keeps (measured)
+COPIES = 6  # of logits of a row, and floats of everything that is learned
+CODE_BYTES = 6  # of a code that is learned: its offset, a moment of its gradients, two snapshots
+MIXED = 4  # states of the tokens of a step: what reaches the experts, what they return, and both gradients
+
+
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """Facts on which the peak depends beside the model.
+
+    Attributes:
+        calibration: how many rows there are, of what length.
+        words: the transforms and the rounder.
+        searched: rows that a transform compares outputs on.
+        needs: the statistics that are observed; none means that nothing is streamed.
+        in_memory: hidden states are held in memory and not on disk.
+        workers: strips of rows that are rounded side by side, `settings.workers_of`.
+        guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
+        tune: epochs in which scales are learned on the whole model, 0 for none.
+        whole: the transforms of the whole source.
+    """
+
+    calibration: CalibrationOptions
+    words: tuple[str, ...]
+    searched: int
+    needs: frozenset[Statistic]
+    in_memory: bool
+    workers: int
+    guide: int = 0
+    tune: int = 0
+    whole: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of calibration rows."""
+        return self.calibration.samples
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of a row."""
+        return self.calibration.length
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the number of rows of one forward."""
+        return self.calibration.micro_batch
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of one micro-batch."""
+        return min(self.rows, self.micro_batch) * self.length
+
+    @property
+    def held_rows(self) -> int:
+        """Return of how many rows states are in memory: from disk a micro-batch is read while the last is held."""
+        return self.rows if self.in_memory else min(self.rows, 2 * self.micro_batch)
 
 
 def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
@@ -52,14 +119,14 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     if not run.needs or matched.dimensions is None:
         moments += [_rounding(group, run) for group in groups.values()]
     else:
-        states = expert_memory.states(matched) + bool(run.tune)  # of source and result
+        states = state_copies(matched) + bool(run.tune)  # of source and result
         outside = _hidden(run, matched) * states + _kept(run, matched)
-        outside += expert_memory.routing_bytes(matched, run.rows * run.length)
-        held: float = expert_memory.block_bytes(matched) + outside
+        outside += _routing_bytes(matched, run.rows * run.length)
+        held: float = _block_bytes(matched) + outside
         held += _learning(matched, matched.dimensions, run)
         hessians = _hessians(groups.values(), run)
         judged = Statistic.HESSIAN in run.needs or bool(run.words[:-1])
-        apart = expert_memory.expert_bytes(groups, matched.dimensions, hessians=judged)
+        apart = _expert_bytes(groups.values(), matched.dimensions, hessians=judged)
         moments += [
             _embed(matched, matched.dimensions, run),
             held + hessians + _activations(matched, matched.dimensions, run),
@@ -77,17 +144,6 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
         if run.tune:
             moments += _tuning(tensors, matched, run, held + apart)
     return OVERHEAD + int(max(moments))
-
-
-def _tuning(
-    tensors: tuple[TensorPlan, ...], matched: Matched, run: RunSizes, held: float
-) -> tuple[float, float]:
-    """Return what tuning takes: while rows pass a block of the source or the result, and while it learns."""
-    states, (_, sizes) = _hidden(run, matched), declared(matched)
-    rows = (run.rows, run.length)
-    taken = tuning_memory.tuning_bytes(tensors, matched, rows, run.workers, run.tune)
-    codes = expert_memory.block_bytes(matched) / FLOAT
-    return held + codes + _activations(matched, sizes, run), taken + 2 * states
 
 
 def whole_model(matched: Matched) -> int:
@@ -160,7 +216,7 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
     width = widest(matched, sizes)
     tokens = run.tokens * (10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn)
-    block = expert_memory.block_bytes(matched)
+    block = _block_bytes(matched)
     return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
 
 
@@ -210,7 +266,7 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
         attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
     copies = max(kind.inner_copies for kind in matched.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
-    spread = expert_memory.SPREAD * expert_memory.spread_experts(matched) * sizes.hidden
+    spread = SPREAD * spread_experts(matched) * sizes.hidden
     at_once = min(run.tokens, run.workers * run.length)  # a thread passes one row to its experts
     return FLOAT * max(run.tokens * max(attention, mlp), int(at_once * spread))
 
@@ -233,3 +289,127 @@ def _write(tensors: Iterable[TensorPlan]) -> int:
         ),
         default=0,
     )
+
+
+def _block_bytes(matched: Matched) -> int:
+    """Return the bytes of the largest block in float32, with one of its experts."""
+    dense: dict[int, int] = {}
+    experts: dict[tuple[int, int], int] = {}
+    for tensor in matched.tensors:
+        if tensor.block < 0:
+            continue
+        size = FLOAT * math.prod(tensor.stored.shape)
+        if tensor.expert >= 0:
+            key = tensor.block, tensor.expert
+            experts[key] = experts.get(key, 0) + size
+        else:
+            share = tensor.stored.shape[0] if _is_stack(matched, tensor) else 1
+            dense[tensor.block] = dense.get(tensor.block, 0) + size // share
+    one: dict[int, int] = {}
+    for (block, _), size in experts.items():
+        one[block] = max(one.get(block, 0), size)
+    return max((size + one.get(block, 0) for block, size in dense.items()), default=0)
+
+
+def _is_stack(matched: Matched, tensor: MatchedTensor) -> bool:
+    """Return whether a tensor holds something of every expert."""
+    if not matched.layers or not matched.layers[tensor.block].stacks:
+        return False
+    stacks = matched.layers[tensor.block].stacks
+    parents = {stack.parameter.rpartition(".")[0] for stack in stacks}
+    inside = tensor.name.removeprefix(f"{matched.block_name(tensor.block)}.")
+    return inside.rpartition(".")[0] in parents
+
+
+def state_copies(matched: Matched) -> int:
+    """Return how many times the hidden states of all rows are held: with the input and the outputs of a mixture."""
+    return 3 if any(kind.stacks for kind in matched.layers) else 1
+
+
+def spread_experts(matched: Matched) -> int:
+    """Return over how many experts tokens are spread before these take them; 0 where they are not."""
+    spread = (kind for kind in matched.layers if any(stack.spread for stack in kind.stacks))
+    return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
+
+
+def _routing_bytes(matched: Matched, tokens: int) -> int:
+    """Return the bytes of the routing of so many tokens, and of their numbers; 0 without experts."""
+    if state_copies(matched) == 1:
+        return 0
+    chosen = matched.config.get("num_experts_per_tok")
+    return tokens * (2 * ROUTING + ROUTING * (chosen if type(chosen) is int else 8))
+
+
+def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hessians: bool) -> int:
+    """Return the most bytes of statistics and activations while one expert is worked on."""
+    widths: dict[tuple[int, int], set[int]] = {}
+    for first, *_ in groups:
+        if first.expert >= 0:
+            widths.setdefault((first.part, first.expert), set()).add(first.matrix[1])
+    found = [0]
+    for inputs in widths.values():
+        inner = max(inputs - {sizes.hidden}, default=sizes.hidden)
+        squares = sum(width**2 for width in inputs | {sizes.hidden}) if hessians else 0
+        activations = EXPERT_TOKENS * (5 * sizes.hidden + 6 * inner)
+        found.append(FLOAT * (activations + 2 * squares))
+    return max(found)
+
+
+def _tuning(
+    tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, held: float
+) -> tuple[float, float]:
+    """Return what tuning takes: while rows pass a block of the source or the result, and while it learns."""
+    sizes = declared(matched)[1]
+    passing = held + _block_bytes(matched) / FLOAT + _activations(matched, sizes, run)
+    return passing, _tuning_step(tensors, matched, run) + 2 * _hidden(run, matched)
+
+
+def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes) -> float:
+    """Return the bytes that tuning takes while it learns, without the states of all rows."""
+    sizes, whole = declared(matched)[1], whole_epochs(run.tune)
+    linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
+    parts = {tensor.part for tensor in linears}
+    by_part = [[one for one in linears if one.part == part] for part in parts]
+    held = [linears] if whole else by_part
+    codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
+    learned = max(sum(_scales(tensor) for tensor in some) for some in held)
+    count, length = min(run.rows, ROWS if whole else 1), run.length
+    kinds = max(kind.inner_copies + 1 for kind in matched.layers)
+    width = widest(matched, sizes)
+    passing = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn
+    side = min(count, run.workers)
+    states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
+    states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
+    states += count * length * max(sum(map(_seen, some)) for some in by_part)
+    block = _block_bytes(matched) * (1 + 2 * side + FREED)
+    if whole != 1:
+        codes *= 1 + CODE_BYTES
+    if state_copies(matched) > 1:
+        states += MIXED * count * length * sizes.hidden
+        states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        block += _routing_bytes(matched, count * length)
+    return (
+        codes
+        + block
+        + FLOAT * (COPIES * learned + states + bool(whole) * sizes.vocab * sizes.hidden)
+    )
+
+
+def _seen(tensor: TensorPlan) -> int:
+    """Return the numbers for each token that are kept of a linear until its gradients: what it reads, and those behind.
+
+    Experts go back one at a time.
+    """
+    return 0 if tensor.expert >= 0 else sum(tensor.matrix)
+
+
+def _scales(tensor: TensorPlan) -> int:
+    """Return how many scales (and minima) of a linear are learned."""
+    assert tensor.scheme is not None
+    scheme = tensor.scheme.weight
+    if not scheme.scaled:
+        return 0
+    if scheme.block is None:
+        return math.prod(scheme.parameter_shape(tensor.matrix))
+    blocks = math.prod(tensor.matrix) // scheme.block.columns
+    return blocks * (1 if scheme.symmetric else 2)

@@ -34,8 +34,7 @@ from quantforge.planning.method_choice import chosen_method, schemes_of
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, notes
 from quantforge.planning.omissions import left_behind
-from quantforge.planning.peak_memory import peak_bytes
-from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.peak_memory import RunSizes, peak_bytes
 from quantforge.planning.run_work import run_work
 from quantforge.planning.sparse_layers import check_zeros, with_zeros
 from quantforge.planning.tunable import tune_notes

@@ -22,9 +22,7 @@ from quantforge.architectures.match import Matched
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.model.tuning_bounds import whole_epochs
-from quantforge.planning import expert_memory
-from quantforge.planning.peak_memory import groups_of
-from quantforge.planning.run_sizes import RunSizes
+from quantforge.planning.peak_memory import RunSizes, groups_of, state_copies
 from quantforge.planning.tunable import epoch_passes
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import Action, RunWork, TensorPlan
@@ -126,7 +124,7 @@ def states_bytes(matched: Matched, run: RunSizes) -> int:
     if matched.dimensions is None:
         return 0
     states = 4 * run.rows * run.length * matched.dimensions.hidden
-    return states * (expert_memory.states(matched) + bool(run.tune))
+    return states * (state_copies(matched) + bool(run.tune))
 
 
 def _tokens(tensor: TensorPlan, run: RunSizes, share: float) -> float:
