@@ -11,14 +11,14 @@ how near one comes is measured, never computed.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.architectures.match import Matched
 from quantforge.errors import UsageError, named_fields
-from quantforge.planning.cache_size import CacheSize, RowBytes, cache_size, rows_of
+from quantforge.planning.cache_size import CacheSize, cache_size, rows_of
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
@@ -111,7 +111,6 @@ class Capacity:
     cache: CacheSize
     vocabulary: int
     hidden: int
-    row: RowBytes = field(repr=False)
 
     @property
     def weights_bytes(self) -> float:
@@ -180,21 +179,19 @@ class Capacity:
         return max(reads, computes), "compute" if computes > reads else "bandwidth"
 
 
-def capacity(plan: Plan, matched: Matched, load: Load, row: RowBytes | None = None) -> Capacity:
+def capacity(plan: Plan, matched: Matched, load: Load) -> Capacity:
     """Return a planned result under a load.
 
     Args:
         plan: of the result.
         matched: the model.
         load: what is planned for.
-        row: bytes of a row of the cache, where an engine holds it otherwise than this runtime.
 
     Raises:
         UsageError: no such type of cache, or more tokens than the model has positions.
         InputError: what the layers of the family keep is not declared, or its sizes are not known.
     """
-    row = row or rows_of(load.cache)
-    cache = cache_size(matched, row, load.devices)
+    cache = cache_size(matched, rows_of(load.cache), load.devices)
     sizes = matched.dimensions
     assert sizes is not None  # as `cache_size` has seen
     load = replace(load, context=load.context or min(CONTEXT, sizes.positions))
@@ -204,19 +201,9 @@ def capacity(plan: Plan, matched: Matched, load: Load, row: RowBytes | None = No
             f"--context {sizes.positions}, or fewer",
         )
     traffic = weight_traffic(plan, matched)
-    return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden, row)
+    return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest number up to ``most`` that fits, 0 for none; what fits does so with less."""
-    if not fits(1):
-        return 0
-    if fits(most):
-        return most
-    low, high = 1, most
-    for _ in range(math.ceil(math.log2(most)) + 1):
-        middle = (low + high) // 2
-        if middle == low:
-            break
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

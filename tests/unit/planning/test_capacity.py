@@ -122,7 +122,7 @@ def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
 
 def test_price_of_a_million_tokens():
     traffic = WeightTraffic(1, 1, 1, 0, 0, 1.0, 1)
-    found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1, rows_of("16bit"))
+    found = Capacity(Load(4096), 4096, traffic, cache(2, 4, 4, 64), 1, 1)
     row = found.on("", Card(0.0, 0.0, 0.0, ""), price=2.0, throughput=2000.0)
     assert row.cost_per_million == pytest.approx(2 / 7.2)  # 0.28
     assert row.bound == "given"
