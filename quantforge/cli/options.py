@@ -230,14 +230,6 @@ DeviceName = Annotated[
 Price = Annotated[
     str | None, _served("--price", metavar="PRICE", help="Of all devices for an hour: 2.5/h.")
 ]
-Throughput = Annotated[
-    str | None,
-    _served(
-        "--throughput",
-        metavar="N",
-        help="Measured tokens per second, for the price in place of the roofline's.",
-    ),
-]
 Draft = Annotated[
     str | None,
     _served(

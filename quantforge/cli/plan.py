@@ -48,7 +48,6 @@ def plan(
     compute: options.Compute = None,
     device_name: options.DeviceName = None,
     price: options.Price = None,
-    throughput: options.Throughput = None,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -64,8 +63,7 @@ def plan(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    asked = plan_capacity.Asked(context, batch, cache, memory, bandwidth, compute, device_name, price,
-                                throughput)  # fmt: skip
+    asked = plan_capacity.Asked(context, batch, cache, memory, bandwidth, compute, device_name, price)  # fmt: skip
     settings = Settings(threads=threads, activations=activations, offline=offline, mmproj=mmproj,
                         serving=serving_of(context, cache, draft))  # fmt: skip
     given = {**given, **size}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError
@@ -12,9 +12,6 @@ from quantforge.planning import quantities
 from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
 from quantforge.planning.cards import CARDS, Card, card_of
 from quantforge.results.significant import significant, size
-
-if TYPE_CHECKING:
-    pass
 
 GIVEN = "given"
 
@@ -31,7 +28,6 @@ class Asked:
     compute: str | None = None
     device_name: str | None = None
     price: str | None = None
-    throughput: str | None = None
 
     @property
     def anything(self) -> bool:
@@ -67,25 +63,22 @@ class Asked:
         if stated:
             values: dict[str, Any] = {"memory": 0.0, "bandwidth": 0.0, "compute": 0.0, **stated}
             return {GIVEN: Card(**values, source="the command line")}
-        return {} if self.throughput else CARDS
+        return CARDS
 
     def rows(self, found: Capacity) -> list[OnCard]:
         """Return the load on every device that is looked at.
 
         Raises:
-            UsageError: as `cards`; a price without a device or a throughput.
+            UsageError: as `cards`; a price without a device.
         """
         price = None if self.price is None else quantities.price(self.price, "--price")
-        rate = None if self.throughput is None else quantities.rate(self.throughput, "--throughput")
         cards = self.cards()
-        bounded = cards is not CARDS and all(card.bandwidth for card in cards.values())
-        if price is not None and rate is None and not bounded:
+        if price is not None and (cards is CARDS or not all(c.bandwidth for c in cards.values())):
             raise UsageError(
                 f"--price {self.price}: of which device, and how fast",
-                "add --device-name, --bandwidth or --throughput",
+                "add --device-name or --bandwidth",
             )
-        cards = cards or {GIVEN: Card(0.0, 0.0, 0.0, "the command line")}
-        return [found.on(name, card, price, rate) for name, card in cards.items()]
+        return [found.on(name, card, price) for name, card in cards.items()]
 
 
 def show(console: Console, found: Capacity, rows: list[OnCard]) -> None:

@@ -74,8 +74,8 @@ class OnCard:
         largest_batch: sequences of the context that would, 0 for none.
         largest_context: tokens of every sequence that would, as far as the model has positions; 0 for none.
         seconds_per_token: of each sequence, by the roofline; None where the card states no bandwidth.
-        tokens_per_second: of all sequences together: as given, else by the roofline.
-        bound: what the roofline is bound by: ``bandwidth`` or ``compute``; ``given`` where the throughput is.
+        tokens_per_second: of all sequences together, by the roofline.
+        bound: what the roofline is bound by: ``bandwidth`` or ``compute``.
         cost_per_million: price of a million tokens; None without a price.
     """
 
@@ -139,22 +139,17 @@ class Capacity:
         weights = self.traffic.step_bytes(self.load.batch) / self.load.devices
         return weights + self.cache_bytes
 
-    def on(
-        self, name: str, card: Card, price: float | None = None, throughput: float | None = None
-    ) -> OnCard:
+    def on(self, name: str, card: Card, price: float | None = None) -> OnCard:
         """Return the load on a kind of device.
 
         Args:
             name: of the card.
             card: the device.
             price: of all devices for an hour.
-            throughput: measured tokens per second of all sequences together, in place of the roofline.
         """
         load, room = self.load, MARGIN * card.memory
         seconds, bound = self._roofline(card)
         rate = load.batch / seconds if seconds else None
-        if throughput is not None:
-            rate, bound = throughput, "given"
         return OnCard(
             name=name,
             card=card,

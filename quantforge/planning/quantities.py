@@ -51,11 +51,6 @@ def price(text: str, option: str) -> float:
     return _parsed(text, {"/h": 1.0}, option, "a price for an hour without a currency: 2.5/h")
 
 
-def rate(text: str, option: str) -> float:
-    """Parse ``2000`` or ``2000/s``, tokens per second; errors as `tokens`."""
-    return _parsed(text, {"": 1.0, "/s": 1.0}, option, "tokens per second: 2000")
-
-
 def _parsed(text: str, units: Mapping[str, float], option: str, expected: str) -> float:
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z/]*)", text)
     if found is None or found[2] not in units:
