@@ -63,17 +63,19 @@ def plan(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
-    asked = plan_capacity.Asked(context, batch, cache, memory, bandwidth, compute, device_name, price)  # fmt: skip
+    deployment = plan_capacity.Deployment(
+        context, batch, cache, memory, bandwidth, compute, device_name, price
+    )
     settings = Settings(threads=threads, activations=activations, offline=offline, mmproj=mmproj,
                         serving=serving_of(context, cache, draft))  # fmt: skip
     given = {**given, **size}
     with uncollected():
-        if asked.anything:
-            load = asked.load(given.get("tensor_parallel"))
+        if deployment.given:
+            load = deployment.load(given.get("tensor_parallel"))
             made, found = verbs.capacity(model, load, settings=settings, out=output, **given)
         else:
             made, found = verbs.plan(model, settings=settings, out=output, **given), None
-        rows = asked.rows(found) if found else []
+        rows = deployment.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, offline))
         took = plan_forecast.forecast(made, output, settings)
         if as_json:

@@ -1,4 +1,4 @@
-"""Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token."""
+"""Show what a planned result needs in use: memory, devices that it fits on, time and price of a token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
 from quantforge.planning.cards import CARDS, Card, card_of
 from quantforge.results.significant import significant, size
 
-GIVEN = "given"
-
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Options of `plan` that are about use, as they are typed; None where they are not."""
+class Deployment:
+    """Options of `plan` about the device and the load of a result in use, as they are typed; None if absent."""
 
     context: str | None = None
     batch: int | None = None
@@ -30,47 +28,36 @@ class Asked:
     price: str | None = None
 
     @property
-    def anything(self) -> bool:
-        """Return whether any of them is there."""
-        return any(getattr(self, name) is not None for name in self.__slots__)
+    def given(self) -> bool:
+        """Return whether any option is given."""
+        return self != Deployment()
 
     def load(self, devices: int | None) -> Load:
-        """Return the load that is planned for.
-
-        Raises:
-            UsageError: a number is none, or out of range.
-        """
-        given: dict[str, Any] = {"batch": self.batch, "cache": self.cache, "devices": devices}
-        if self.context is not None:
-            given["context"] = quantities.tokens(self.context, "--context")
-        return Load(**{name: value for name, value in given.items() if value is not None})
+        """Return the load to plan for; raise UsageError for a value that is malformed or out of range."""
+        context = None if self.context is None else quantities.tokens(self.context, "--context")
+        values = {"context": context, "batch": self.batch, "cache": self.cache, "devices": devices}
+        given: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+        return Load(**given)
 
     def cards(self) -> Mapping[str, Card]:
-        """Return the devices to look at: the one that is given, or all that are known.
-
-        Raises:
-            UsageError: a quantity is none, or there is no such card.
-        """
-        stated = {
-            "memory": self.memory and quantities.memory(self.memory, "--memory"),
-            "bandwidth": self.bandwidth and quantities.bandwidth(self.bandwidth, "--bandwidth"),
-            "compute": self.compute and quantities.compute(self.compute, "--compute"),
+        """Return the described device, or all known ones; raise UsageError for a malformed value or unknown name."""
+        described: dict[str, Any] = {
+            name: parse(text, f"--{name}")
+            for name, parse, text in (
+                ("memory", quantities.memory, self.memory),
+                ("bandwidth", quantities.bandwidth, self.bandwidth),
+                ("compute", quantities.compute, self.compute),
+            )
+            if text is not None
         }
-        stated = {name: value for name, value in stated.items() if value}
         if self.device_name is not None:
-            named: dict[str, Any] = {**stated, "source": card_of(self.device_name).source}
-            return {self.device_name.lower(): replace(card_of(self.device_name), **named)}
-        if stated:
-            values: dict[str, Any] = {"memory": 0.0, "bandwidth": 0.0, "compute": 0.0, **stated}
-            return {GIVEN: Card(**values, source="the command line")}
+            return {self.device_name.lower(): replace(card_of(self.device_name), **described)}
+        if described:
+            return {"given": replace(Card(0.0, 0.0, 0.0, "the command line"), **described)}
         return CARDS
 
     def rows(self, found: Capacity) -> list[OnCard]:
-        """Return the load on every device that is looked at.
-
-        Raises:
-            UsageError: as `cards`; a price without a device.
-        """
+        """Return the load on each device; raise UsageError as `cards`, or for a price without a device."""
         price = None if self.price is None else quantities.price(self.price, "--price")
         cards = self.cards()
         if price is not None and (cards is CARDS or not all(c.bandwidth for c in cards.values())):
