@@ -28,7 +28,7 @@ from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.trees import ABSENT, same, shorten, shown
+from quantforge.verification.trees import ABSENT, difference, same, shorten, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES, MERGES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.pre"
@@ -166,13 +166,15 @@ def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
                       or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))]  # fmt: skip
         if not differ:
             return ""
-        text = f"{shown(own[differ[0]])} at {differ[0]}, the source has {shown(other[differ[0]])}"
-        return f"{len(differ)} entries differ, e.g. {text}"
+        first = differ[0]
+        return (
+            f"{len(differ)} entries differ, e.g. at {first}: {difference(own[first], other[first])}"
+        )
     if key == PRE and any(own in names and other in names for names in _ALIKE):
         return ""
     if isinstance(own, str) and isinstance(other, str) and "chat_template" in key:
         own, other = own.removesuffix("\n"), other.removesuffix("\n")
-    return "" if same(own, other) else f"{shown(own)}, the source has {shown(other)}"
+    return "" if same(own, other) else difference(own, other)
 
 
 def _order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:

@@ -41,12 +41,7 @@ class Change(NamedTuple):
         return self.other is ABSENT or self.other is None
 
     def __str__(self) -> str:
-        own, other = self.own, self.other
-        if isinstance(own, str) and isinstance(other, str) and len(other) > _SHOWN:
-            equal = (a == b for a, b in zip(own, other, strict=False))
-            at = next((n for n, same in enumerate(equal) if not same), min(len(own), len(other)))
-            own, other = own[at : at + _SHOWN], other[at : at + _SHOWN]
-        return f"{shorten(self.key)} = {shown(own)}, the source has {shown(other)}"
+        return f"{shorten(self.key)} = {difference(self.own, self.other)}"
 
 
 def changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
@@ -77,6 +72,15 @@ def _equal(first: Any, second: Any) -> bool:
 def same(first: Any, second: Any) -> bool:
     """Return whether two trees have no `changes`."""
     return next(changes(first, second), None) is None
+
+
+def difference(own: Any, other: Any) -> str:
+    """Return both values for people, shortened; of long texts the part that begins where they differ."""
+    if isinstance(own, str) and isinstance(other, str) and max(len(own), len(other)) > _SHOWN:
+        equal = (a == b for a, b in zip(own, other, strict=False))
+        at = next((n for n, same in enumerate(equal) if not same), min(len(own), len(other)))
+        own, other = own[at : at + _SHOWN], other[at : at + _SHOWN]
+    return f"{shown(own)}, the source has {shown(other)}"
 
 
 def shown(value: Any) -> str:
