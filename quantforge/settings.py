@@ -51,9 +51,6 @@ class Settings:
     mmproj: bool = False  # also write the vision tower beside a GGUF file, as llama.cpp reads it
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = False  # share the work with processes that give the same command
-    on_shard: str | None = (
-        None  # the command that takes each weight file of a directory when it is final
-    )
     ray: str = ""  # the address of a Ray cluster that makes the variants of a release or a sweep
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty

@@ -30,8 +30,8 @@ class StagedFiles:
         self._disk = disk
         self._written: set[str] = set()
 
-    def check_space(self, needed: int, hint: str = "") -> None:
-        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit; ``hint``: what to do.
+    def check_space(self, needed: int) -> None:
+        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit.
 
         Raises:
             ResourceError: with the bytes needed and free.
@@ -39,7 +39,7 @@ class StagedFiles:
         files = (path.stat() for path in self.path.rglob("*") if path.is_file())
         held = sum(found.st_blocks * 512 for found in files)  # POSIX: whatever the block size
         if free_bytes(self.path) + held < needed:
-            raise no_space(self.path, needed - held, "the result does not fit", hint)
+            raise no_space(self.path, needed - held, "the result does not fit")
 
     def write_file(self, relative: str, data: bytes) -> None:
         """Write a file of the result, durable and whole: it is absent until all of it is there.

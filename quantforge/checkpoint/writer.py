@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -30,8 +29,7 @@ class WeightsWriter:
     """
 
     def __init__(
-        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK,
-        gone: AbstractSet[str] = frozenset(), lazily: bool = False,
+        self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
     ) -> None:  # fmt: skip
         """Make the files, or take those that are there.
 
@@ -40,8 +38,6 @@ class WeightsWriter:
             files: what goes where.
             done: names of tensors that an interrupted run has written.
             disk: what writes.
-            gone: names of files that are complete and were moved away; it may grow.
-            lazily: make each file when the first tensor of it is written.
 
         Raises:
             ValueError: a tensor is in two files.
@@ -49,7 +45,6 @@ class WeightsWriter:
             IntegrityError: with ``done``, a file is missing or has another size.
         """
         self._disk, self._stage, self._plans = disk, stage, files
-        self._gone = gone
         self._files = [stage / file.name for file in files]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
         self._open = (-1, -1)  # shard, descriptor
@@ -57,13 +52,11 @@ class WeightsWriter:
         for number, file in enumerate(files):
             self._place(number, file)
         self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
-        begun = {self._planned[name][0] for name in self._written}
-        self._later = {*range(len(files))} - begun if lazily or not begun else set()
-        for number in range(len(files)):
-            if number not in self._later and not self._is_gone(number):
-                _check_size(self._files[number], files[number].size)
-        if not lazily:
-            self._allocate(sorted(self._later))
+        if self._written:
+            for path, file in zip(self._files, files, strict=True):
+                _check_size(path, file.size)
+        elif files:
+            self._allocate()
 
     def __enter__(self) -> Self:
         return self
@@ -113,10 +106,6 @@ class WeightsWriter:
         end = offset + tensor.nbytes
         return TensorEntry(name, tensor.dtype, tensor.shape, self._files[number], offset, end)
 
-    def is_gone(self, name: str) -> bool:
-        """Return whether the file of a tensor was moved away."""
-        return self._is_gone(self._planned[name][0])
-
     def sync(self) -> None:
         """Make what was written so far durable.
 
@@ -144,34 +133,25 @@ class WeightsWriter:
         ]
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
-        for number, file in enumerate(self._files):
-            if not self._is_gone(number):
-                with writing(file, 0):
-                    self._disk.sync(file)
+        for file in self._files:
+            with writing(file, 0):
+                self._disk.sync(file)
 
-    def _is_gone(self, number: int) -> bool:
-        return self._plans[number].name in self._gone
-
-    def _allocate(self, numbers: Sequence[int]) -> None:
-        """Make some of the files, with what is known of them beforehand."""
-        if not numbers:
-            return
-        with writing(self._stage, sum(self._plans[number].size for number in numbers)):
+    def _allocate(self) -> None:
+        """Make all files, with what is known of them beforehand."""
+        with writing(self._stage, sum(plan.size for plan in self._plans)):
             try:
-                for number in numbers:
-                    self._allocate_one(number)
+                for path, plan in zip(self._files, self._plans, strict=True):
+                    self._allocate_one(path, plan)
                 self._disk.sync(self._stage)
-            except (
-                OSError
-            ):  # give the space back, so that the message tells what is free without us
-                for number in numbers:
-                    self._files[number].unlink(missing_ok=True)
+            except OSError:  # free the space, so that the message tells what is free without us
+                for path in self._files:
+                    path.unlink(missing_ok=True)
                 raise
-        self._touched.update(numbers)
-        self._later.difference_update(numbers)
+        self._touched.update(range(len(self._files)))
 
-    def _allocate_one(self, number: int) -> None:
-        plan, descriptor = self._plans[number], fresh(self._files[number])
+    def _allocate_one(self, path: Path, plan: FilePlan) -> None:
+        descriptor = fresh(path)
         try:
             self._disk.allocate(descriptor, 0, plan.size)
             for offset, data in plan.fixed:
@@ -201,8 +181,6 @@ class WeightsWriter:
         data = memoryview(flat.view(torch.uint8).numpy().data)
         runs = self._written.get(name, [])
         self._written[name] = _join(runs, start, start + len(data), name)
-        if number in self._later:
-            self._allocate([number])
         self._touched.add(number)
         with writing(self._files[number], planned.nbytes):
             self._disk.write_at(self._descriptor(number), data, offset + start)

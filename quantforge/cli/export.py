@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
-from quantforge.cli.quantize import OnShard, list_events, report, upload
+from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.targets import placed
-from quantforge.results import manifest
-from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -56,7 +54,6 @@ def export(
     cache: options.Cache = None,
     draft: options.Draft = None,
     overwrite: options.Overwrite = False,
-    on_shard: OnShard = None,
     dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
@@ -83,7 +80,7 @@ def export(
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
         serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, mmproj=mmproj,
-        provenance=provenance, sign=sign, base_model=base_model, on_shard=on_shard, **run_log.listeners(),
+        provenance=provenance, sign=sign, base_model=base_model, **run_log.listeners(),
     )  # fmt: skip
 
     def run(settings: Settings) -> Outcome | Exported:
@@ -96,22 +93,20 @@ def export(
         return show_plan(console, settings, imatrix, run)
     with console.watch():
         result = run(settings)
-    return _tell(console, result, model, time.monotonic() - start, on_shard or "")
+    return _tell(console, result, model, time.monotonic() - start)
 
 
-def _tell(
-    console: Console, result: Outcome | Exported, model: str, seconds: float, taker: str
-) -> None:
+def _tell(console: Console, result: Outcome | Exported, model: str, seconds: float) -> None:
     """Say what was made: by quantizing, or by a conversion."""
     from quantforge import verbs
 
     if isinstance(result, verbs.Outcome):
-        report(console, result, model, seconds, taker)
+        report(console, result, model, seconds)
     else:
-        _show(console, result, taker)
+        _show(console, result)
 
 
-def _show(console: Console, result: Exported, taker: str) -> None:
+def _show(console: Console, result: Exported) -> None:
     """Say what was made, and how exactly it is what was given."""
     if console.as_json:
         console.document({"schema": "quantforge.export/1", **result.document()})
@@ -128,6 +123,4 @@ def _show(console: Console, result: Exported, taker: str) -> None:
     for note in result.notes:
         if not note.startswith(CHOSEN):  # said before the work
             console.note(placed(note, out))
-    if gone := away(out, manifest.read(out) or {}):
-        console.note(put_back(gone, out, taker))
     console.note(upload(out))

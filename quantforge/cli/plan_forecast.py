@@ -10,8 +10,6 @@ from pathlib import Path
 from quantforge.checkpoint.disk import free_bytes
 from quantforge.cli.console import Console
 from quantforge.cli.meter import duration
-from quantforge.execution.handover import held_bytes
-from quantforge.formats import format_of
 from quantforge.planning.run_work import BASIS, DIGEST, PRODUCTS, seconds_of
 from quantforge.plans import Plan, RunWork
 from quantforge.results.significant import significant, size
@@ -31,7 +29,6 @@ class Forecast:
         threads: that share the work.
         on_disk: whether activations wait there.
         peak: bytes of memory, above the imports.
-        held: bytes of weight files at a time where a command takes each that is final; None for a format of one file.
         free: bytes at the place of the output.
         memory: bytes of this machine, None where the system does not tell.
     """
@@ -41,20 +38,14 @@ class Forecast:
     threads: int
     on_disk: bool
     peak: int
-    held: int | None
     free: int
     memory: int | None
 
     @property
     def disk(self) -> int:
         """Return the bytes that a run takes on the disk at most."""
-        return self.work.output_bytes + self.beside
-
-    @property
-    def beside(self) -> int:
-        """Return what a run takes on the disk beside the weight files."""
         states = self.work.states_bytes if self.on_disk else 0
-        return states + self.work.guide_bytes + SPARE_BYTES
+        return self.work.output_bytes + states + self.work.guide_bytes + SPARE_BYTES
 
 
 def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
@@ -67,13 +58,10 @@ def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
     """
     if plan.work is None:
         return None
-    stored = {item.name: item.nbytes for tensor in plan.tensors for item in tensor.stored}
-    sizes = [sum(stored[name] for name in names) for names in plan.shards]
-    whole = format_of(plan.format).ABOUT.one_file
     threads = workers_of(settings)
     return Forecast(
         plan.work, seconds_of(plan.work, threads), threads, settings.activations == DISK,
-        plan.peak_memory_bytes, None if whole else held_bytes(plan, sizes), free_bytes(output.absolute().parent),
+        plan.peak_memory_bytes, free_bytes(output.absolute().parent),
         memory_bytes(),
     )  # fmt: skip
 
@@ -114,10 +102,7 @@ def _disk(found: Forecast, output: str) -> str:
 def lacks(found: Forecast, output: str) -> Iterator[tuple[str, str]]:
     """Yield what this machine has too little of, and what to type."""
     if found.disk > found.free:
-        said = f"{size(found.disk)} are needed for {output}: -o on another disk"
-        if found.held is not None and found.held < found.work.output_bytes:
-            said += f", or --on-shard COMMAND, with which {size(found.held + found.beside)} have to fit at a time"
-        yield DISK, said
+        yield DISK, f"{size(found.disk)} are needed for {output}: -o on another disk"
     if found.memory is not None and found.peak > found.memory:
         yield MEMORY, memory_hint(found.peak, found.memory, on_disk=found.on_disk)
 
@@ -136,7 +121,6 @@ def document(found: Forecast) -> dict[str, object]:
         "states_bytes": found.work.states_bytes,
         "guide_bytes": found.work.guide_bytes,
         "disk_bytes": found.disk,
-        "disk_bytes_with_on_shard": None if found.held is None else found.held + found.beside,
         "free_bytes": found.free,
         "memory_bytes": found.memory,
         "beyond": [what for what, _ in lacks(found, "")],

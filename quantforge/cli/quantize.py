@@ -7,9 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import repository_name
 from quantforge.checkpoint.publish_file import MODELFILE, projector_name
@@ -22,7 +20,6 @@ from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
-from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -30,17 +27,6 @@ if TYPE_CHECKING:
     from quantforge.verbs import Outcome
 
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
-
-OnShard = Annotated[
-    str | None,
-    typer.Option(
-        "--on-shard",
-        metavar="COMMAND",
-        rich_help_panel="How it runs",
-        help="Call this with each weight file when it is final: {} is its path, else added; {name} that of the result."
-        " It may move it away.",
-    ),
-]
 
 
 @takes_size
@@ -63,7 +49,6 @@ def quantize(
     draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
-    on_shard: OnShard = None,
     dry_run: options.DryRun = False,
     log: options.Log = None,
     device: options.Device = "cpu",
@@ -89,7 +74,7 @@ def quantize(
     given = {**given, **size}
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=build_policy(strict, allow), join=join or ranks.shared(), on_shard=on_shard, **run_log.listeners(),
+        policy=build_policy(strict, allow), join=join or ranks.shared(), **run_log.listeners(),
         serving=serving_of(context, cache, draft, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
         modelfile=modelfile, mmproj=mmproj, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip
@@ -107,11 +92,11 @@ def quantize(
     with console.watch():
         outcome = run(settings)
     if not ranks.silent():
-        report(console, outcome, model, time.monotonic() - start, on_shard or "")
+        report(console, outcome, model, time.monotonic() - start)
 
 
-def report(console: Console, outcome: Outcome, model: str, seconds: float, taker: str = "") -> None:
-    """Say what was made of a model, as it was typed, and what to do next; ``taker`` took weight files."""
+def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
+    """Say what was made of a model, as it was typed, and what to do next."""
     from quantforge.formats.gguf.special import TEMPLATE_NOTE
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
@@ -159,8 +144,6 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float, taker
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)
-    if gone := away(out, manifest.read(out) or {}):
-        console.note(put_back(gone, out, taker))
     if UNREAD in plan.notes:
         console.note(UNREAD)
     else:

@@ -13,11 +13,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.cli import jobs as processes
 from quantforge.cli import options, ranks
 from quantforge.cli.console import Console
-from quantforge.cli.quantize import OnShard
-from quantforge.cli.run_log import from_here
 from quantforge.planning import quantities
-from quantforge.results import manifest
-from quantforge.results.handed import away, put_back
 from quantforge.results.significant import size
 from quantforge_files.roles import CARD
 
@@ -75,7 +71,6 @@ def release(
     jobs: options.Jobs = 1,
     join: options.Join = False,
     ray: options.Ray = None,
-    on_shard: OnShard = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -93,7 +88,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or ranks.shared(), ray=ray or "", on_shard=on_shard,
+        join=join or jobs > 1 or ranks.shared(), ray=ray or "",
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:
@@ -141,9 +136,6 @@ def _report(
         _say_left_out(console, made.left_out)
         others = "made by other processes or kept" if settings.join else "kept"
         console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
-        for one in made.variants if settings.on_shard is not None else ():
-            if gone := away(one.out, manifest.read(one.out) or {}):
-                console.note(put_back(gone, from_here(one.out), settings.on_shard or ""))
         console.note(f"to publish it: {made.upload}")
 
 

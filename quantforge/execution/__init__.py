@@ -13,7 +13,6 @@ In this folder:
     guide               Weights of calibration tokens for guided statistics: a unit of a run before its blocks
     guided_rounding     Rounding under guided statistics
     handed_states       Hidden states that processes hand on: a file for every micro-batch in front of every block
-    handover            Handing over: each shard of a result goes to a command of the user as soon as it is final
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     learning            Tuning of a run: units behind its blocks

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Workspace:
         directory: where it is; hidden states on disk live there too.
         done: the records of the finished units, by unit.
         resumed: whether there were any when it was opened.
-        committed: is called when a unit is done.
 
     Raises:
         IntegrityError: the directory belongs to a run that differs (the message names in what), or is damaged.
@@ -61,7 +60,6 @@ class Workspace:
                 folder(directory)
                 write_fingerprint(directory, fingerprint)
         self.resumed = bool(self.done)
-        self.committed: Callable[[], None] = lambda: None
         with writing(directory / JOURNAL, 0):
             self._journal = _appending(directory / JOURNAL)
 
@@ -85,7 +83,6 @@ class Workspace:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             system.sync(self._journal)
         self.done[unit] = entry
-        self.committed()
 
     def close(self) -> None:
         """Close the journal and keep it: the run can be resumed."""

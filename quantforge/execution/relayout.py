@@ -8,7 +8,6 @@ holds every weight, else float32.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -94,8 +93,7 @@ def _round(conversion: Conversion, tensor: TensorPlan, workers: int) -> None:
 
 
 def write_all(
-    conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool,
-    done: Collection[str] = (), wrote: Callable[[str], None] = lambda _: None,
+    conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool
 ) -> None:  # fmt: skip
     """Write every tensor of a conversion that `settle_all` let through.
 
@@ -103,8 +101,6 @@ def write_all(
         conversion: which.
         writer: of its files.
         allow_inexact: whether rounding is accepted.
-        done: names of tensors that an interrupted run has written.
-        wrote: is told the name of every other one when it is written.
 
     Raises:
         InputError: a tensor that is kept is not finite.
@@ -113,9 +109,7 @@ def write_all(
     for number, tensor in enumerate(conversion.plan.tensors):
         tell(tensor.name, number, len(conversion.plan.tensors))
         layer = conversion.layers.get(tensor.name)
-        if tensor.action is Action.DROP or (
-            done and all(item.name in done for item in tensor.stored)
-        ):
+        if tensor.action is Action.DROP:
             continue
         if tensor.name in conversion.made:
             found = storage.pack(tensor, conversion.made.pop(tensor.name))
@@ -137,9 +131,7 @@ def write_all(
             if index is not None:
                 found[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
         for name, value in found.items():
-            if name not in done:
-                writer.write(name, value)
-                wrote(name)
+            writer.write(name, value)
 
 
 def lossless_type(conversion: Conversion) -> tuple[str | None, str]:

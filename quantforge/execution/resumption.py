@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.recipe_toml import both
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError
-from quantforge.execution.handover import recorded
 from quantforge.execution.journal import (
     FINGERPRINT,
     RECIPE,
@@ -31,9 +30,7 @@ if TYPE_CHECKING:
 
 def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
     """Return the journal of this run beside the stage, or of the run that it goes on with; errors as `Workspace`."""
-    if stage.empty and not recorded(
-        stage.journal
-    ):  # what the journal speaks of was published or removed
+    if stage.empty:  # what the journal speaks of was published or removed
         if written(stage.journal):
             shutil.rmtree(stage.units, ignore_errors=True)
         shutil.rmtree(stage.journal, ignore_errors=True)

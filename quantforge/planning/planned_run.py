@@ -30,16 +30,10 @@ def planned_of(
             refuse.
     """
     in_memory = settings.activations == "memory"
-    handed = settings.on_shard is not None and recipe.tune is None
-    if handed:  # no level of effort tunes: that would change files that are handed on already
-        recipe = replace(recipe, tune=0)
     planned = make_plan(
         recipe, checkpoint, out,
         in_memory=in_memory, workers=workers_of(settings), serving=settings.serving,
     )  # fmt: skip
-    if handed and planned.plan.needs:
-        said = "not tuned: --on-shard hands on files as soon as they are rounded"
-        planned = replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, said)))
     named = with_tower(planned.plan, checkpoint, wanted=settings.mmproj)
     planned = replace(planned, plan=named)
     if (

@@ -5,7 +5,6 @@ In this folder:
     card            The model card of a directory: what hubs list it by
     card_figures    Delimited parts of ``README.md`` that may change after the result is made: figures
     front_matter    Front matter of a card: the fields by which the hub lists a model, written by the hub's own library
-    handed          Weight files that a command has taken: a manifest lists them as if they were there
     manifest        The manifest: what went in, what was done, what came out
     present_names   Names that the files of a result have now, where somebody has renamed the file with its manifest
     provenance      Provenance in the two forms that supply-chain tools read, made from the manifest: unsigned

@@ -28,7 +28,6 @@ from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
-from quantforge.results.handed import with_handed
 from quantforge.results.present_names import present_names, recorded_name
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
@@ -150,16 +149,15 @@ def lineage(result: Path) -> dict[str, Any]:
 
 
 def finish(
-    document: Mapping[str, Any], stage: Path, own: str = NAME, handed: Mapping[str, Any] | None = None, workers: int = 1
+    document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1
 ) -> bytes:  # fmt: skip
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
     A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
-    ``handed`` are entries of files that a command has taken; errors as `with_handed`.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
-    complete = {**document, "outputs": with_handed(digests(stage, files, workers), handed or {})}
+    complete = {**document, "outputs": digests(stage, files, workers)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 

@@ -21,27 +21,23 @@ from typing import Any
 from quantforge import __version__
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.result_place import SIGNATURE
-from quantforge.results.handed import with_handed
 from quantforge.results.manifest import DECIDING, NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
 BUILD_TYPE = "quantforge/quantize/v1"
 
 
-def provenance(
-    document: Mapping[str, Any], stage: Path, name: str, handed: Mapping[str, Any]
-) -> dict[str, bytes]:
+def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str, bytes]:
     """Return the two files for a result whose files lie in ``stage``.
 
     Args:
         document: the manifest so far (see `quantforge.results.manifest.manifest`).
         stage: every file of the result but the manifest.
         name: of the result.
-        handed: entries of files that a command has taken.
     """
     later = (NAME, SIDE, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
     files = [path for path in stage.rglob("*") if path.is_file() and not path.name.endswith(later)]
-    outputs = with_handed(digests(stage, files), handed)
+    outputs = digests(stage, files)
     made = {STATEMENT: statement(document, outputs), BILL: bill(document, outputs, name)}
     return {
         key: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from quantforge.architectures.tied_embeddings import untied
@@ -108,14 +107,10 @@ def publish(
     document: dict[str, Any],
     *,
     settings: Settings,
-    handed: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
 
-    ``handed`` are entries of the manifest for weight files that a command has taken, and may have moved away.
-
     Raises:
-        IntegrityError: such a file is there and was changed.
         RefusedError: somebody's file lies among those of the result.
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
     """
@@ -126,8 +121,8 @@ def publish(
             first = stage.path / stage.place(files[0].name)
             stage.write_file(f"{stage.out.stem}{MODELFILE}", text_of(first).encode())
         if settings.provenance:
-            _write_provenance(stage, document, f"{stage.out.name}.", handed)
-        _finish(stage, document, settings, handed, one_file=True)
+            _write_provenance(stage, document, f"{stage.out.name}.")
+        _finish(stage, document, settings, one_file=True)
         return
     config = plain_config(checkpoint)
     if plan.untie:
@@ -148,21 +143,19 @@ def publish(
     text = card.model_card(plan, document, base, checkpoint.card, chat=chats(stage.path))
     stage.write_file(card_figures.CARD, text)
     if settings.provenance:
-        _write_provenance(stage, document, "", handed)
+        _write_provenance(stage, document, "")
     if settings.sign is None:  # that of an interrupted run, which was to be signed
         (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
     stage.check_whole({stage.manifest, OF_DIRECTORY, *(stage.place(file.name) for file in files)})
-    _finish(stage, document, settings, handed, one_file=False)
+    _finish(stage, document, settings, one_file=False)
 
 
 def _finish(
-    stage: Stage, document: dict[str, Any], settings: Settings, handed: Mapping[str, Any], *, one_file: bool
+    stage: Stage, document: dict[str, Any], settings: Settings, *, one_file: bool
 ) -> None:  # fmt: skip
     """Write the manifest and the signature, and publish."""
     key, workers = settings.sign, workers_of(settings)
-    stage.write_file(
-        stage.manifest, manifest.finish(document, stage.path, stage.manifest, handed, workers)
-    )
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
     name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
     if key is not None:
         left_out = unsigned(stage.out.name, one_file=one_file)
@@ -184,11 +177,9 @@ def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
             writer.write(name, value)
 
 
-def _write_provenance(
-    stage: Stage, document: Mapping[str, Any], prefix: str, handed: Mapping[str, Any]
-) -> None:
+def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
     """Write what supply-chain tools read, named after a result that is a file."""
-    for name, data in provenance(document, stage.path, stage.out.name, handed).items():
+    for name, data in provenance(document, stage.path, stage.out.name).items():
         stage.write_file(prefix + name, data)
 
 

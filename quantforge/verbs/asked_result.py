@@ -12,7 +12,6 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.execution.handover import check_command
 from quantforge.execution.progress import phase
 from quantforge.execution.units import check_shareable
 from quantforge.formats.format_choice import settled
@@ -27,7 +26,7 @@ from quantforge.recipe import Recipe
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
 from quantforge.verbs.finished_result import events_of_finished
-from quantforge.verbs.output import beyond_disk, note_memory, space, stage_for
+from quantforge.verbs.output import note_memory, space, stage_for
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
 
 if TYPE_CHECKING:
@@ -115,9 +114,8 @@ class AskedResult:
 
     def read(self, settings: Settings) -> RunInputs:
         """Read what decides the bytes. The caller holds the lock of the output."""
-        plan = self.planned.plan
-        self.stage.check_space(space(self.checkpoint, self.planned, settings), beyond_disk(plan))
-        note_memory(plan.peak_memory_bytes, settings)
+        self.stage.check_space(space(self.checkpoint, self.planned, settings))
+        note_memory(self.planned.plan.peak_memory_bytes, settings)
         with phase("reading", 0.05):
             return read_inputs(self.source, self.before, self.planned, settings, self.stage.out)
 
@@ -140,7 +138,6 @@ def wanted_of(
     if settings.join:
         propagate, prunes = recipe.calibration.propagate, recipe.prune_experts is not None
         check_shareable(planned.plan, propagate, overwrite=settings.overwrite, prunes=prunes)
-    check_command(planned.plan, recipe.calibration.propagate, settings)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint)
     return AskedResult(source, checkpoint, before, planned, stage)
 

@@ -109,7 +109,7 @@ def export(
                 )
         _check_moves(checkpoint, chosen.format)
         check_device(settings.device)  # though codes are moved on the processor
-        asked, before = chosen.to_toml(), small_files(checkpoint)
+        before = small_files(checkpoint)
         conversion = plan_export(checkpoint, chosen, settings.serving)
         if chosen.format == DECODED and chosen.type is None and not allow_inexact:
             kind, reason = lossless_type(conversion)
@@ -122,7 +122,7 @@ def export(
                 )
         conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
         move_tower(conversion, wanted=settings.mmproj)
-        return move(conversion, asked, before, place, settings, allow_inexact=allow_inexact)
+        return move(conversion, before, place, settings, allow_inexact=allow_inexact)
 
 
 def _check_moves(checkpoint: Checkpoint, key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,6 @@ from quantforge.checkpoint.stage import Stage
 from quantforge.errors import BusyError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.handover import is_moved, recorded
 from quantforge.execution.journal import recorded_fingerprint
 from quantforge.execution.resumption import fingerprint_of
 from quantforge.planning.planner import Planned
@@ -65,17 +63,11 @@ def events_of_finished(
 
 
 def is_whole(document: Mapping[str, Any], stage: Stage) -> bool:
-    """Return whether every file of a manifest is there with its size; what is inside of them is for `verify`.
-
-    One that the journal says to have been handed to a command may be missing.
-    """
+    """Return whether every file of a manifest is there with its size; what is inside of them is for `verify`."""
     root = stage.out if stage.out.is_dir() else stage.out.parent
     try:
-        moved = recorded(stage.journal)
         return all(
-            is_moved(moved, name, stated)
-            if name in moved and not os.path.lexists(root / name)
-            else (root / name).lstat().st_size == stated["bytes"]
+            (root / name).lstat().st_size == stated["bytes"]
             for name, stated in document["outputs"].items()
         )
     except (OSError, KeyError, TypeError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from quantforge.formats import format_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
-from quantforge.results.handed import away, put_back
 from quantforge.results.provenance import STATEMENT
 from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
@@ -45,19 +44,14 @@ def kept(out: Path, planned: Planned, files: Mapping[str, Any], settings: Settin
     document = manifest.read(out)
     stated = {} if document is None else document
     source: Any = stated.get("source", {})
-    recipe, gone, taken = planned.recipe.to_toml(), away(out, stated), settings.on_shard is not None
-    if gone and not taken and not settings.overwrite:
-        raise RefusedError(
-            f"{out}: {put_back(gone, out)}",
-            "or give --on-shard again, or have all of it made again after:"
-            f" mv {shlex.quote(str(out))} ELSEWHERE",
-            file=str(out),
-        )
+    if not settings.overwrite:
+        _check_none_missing(stated, out)
+    recipe = planned.recipe.to_toml()
     same = {
         "recipe": stated.get("recipe") == recipe,
         "source": source.get("files") == files,
         "versions": stated.get("versions") == manifest.versions(),
-        "files": document is not None and _whole(document, out, gone if taken else ()),
+        "files": document is not None and _whole(document, out),
         "provenance": not settings.provenance
         or any(n.endswith(STATEMENT) for n in stated.get("outputs", ())),
         "signature": settings.sign is None or signature_of(out).exists(),
@@ -90,6 +84,22 @@ def _check_alone_gone(out: Path, planned: Planned, settings: Settings) -> None:
         )
 
 
+def _check_none_missing(document: Mapping[str, Any], out: Path) -> None:
+    """Refuse to make a directory anew of which files are missing: somebody has removed or moved them.
+
+    Raises:
+        RefusedError: naming the first.
+    """
+    names = [name for name in document.get("outputs", ()) if name != CARD] if out.is_dir() else []
+    missing = [name for name in names if not os.path.lexists(out / name)]
+    if missing:
+        raise RefusedError(
+            f"{out}: {missing[0]} is not there, but its manifest lists it",
+            f"put it back, or have all of it made again after: mv {shlex.quote(str(out))} ELSEWHERE",
+            file=str(out / missing[0]),
+        )
+
+
 def check_whole_file(planned: Planned) -> None:
     """Refuse a result of numbered files: what is made of several results names each by one file or directory.
 
@@ -115,16 +125,13 @@ def _staged(out: Path) -> bool:
     return os.path.lexists(place_of_run(out) / STAGE)
 
 
-def _whole(document: Mapping[str, Any], out: Path, gone: Collection[str]) -> bool:
-    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go.
-
-    ``gone`` are those that a command has taken.
-    """
+def _whole(document: Mapping[str, Any], out: Path) -> bool:
+    """Return whether the files of a manifest are there with their sizes, but for the card, into which figures go."""
     root = out if out.is_dir() else out.parent
     try:
         return all(
             (root / name).lstat().st_size == stated["bytes"]
-            for name, stated in document["outputs"].items() if name != CARD and name not in gone
+            for name, stated in document["outputs"].items() if name != CARD
         )  # fmt: skip
     except OSError:
         return False

@@ -10,7 +10,6 @@ from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import UsageError
-from quantforge.execution.handover import held_bytes
 from quantforge.formats import format_of
 from quantforge.formats.gguf.projector_file import projector_file
 from quantforge.planning import naming
@@ -63,15 +62,6 @@ def memory_hint(peak: int, memory: int, *, on_disk: bool) -> str:
     )
 
 
-def beyond_disk(plan: Plan) -> str:
-    """Return what to type where a result does not fit; "" where there is nothing but more room."""
-    if format_of(plan.format).ABOUT.one_file or len(plan.shards) == 1:
-        return ""
-    return (
-        "free space, -o on another disk, or --on-shard COMMAND, which may move finished files away"
-    )
-
-
 def note_memory(peak: int, settings: Settings) -> None:
     """Tell whoever listens before the work that a peak is beyond this machine's memory."""
     memory = memory_bytes()
@@ -97,14 +87,8 @@ def tower_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
-    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations.
-
-    Of an output whose files are taken by a command it is what lies there at a time.
-    """
+    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations."""
     work = planned.plan.work
     assert work is not None  # of every run that quantizes
     states = work.guide_bytes + (work.states_bytes if settings.activations == "disk" else 0)
-    output = planned.plan.output_bytes
-    if settings.on_shard:
-        output = held_bytes(planned.plan, [file.size for file in planned.files])
-    return output + side_bytes(checkpoint, settings) + states
+    return planned.plan.output_bytes + side_bytes(checkpoint, settings) + states

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
-from quantforge.execution.handover import check_command, check_several
 from quantforge.formats import format_of
 from quantforge.formats.opening import open_model
 from quantforge.planning.planner import Planned
@@ -44,10 +43,8 @@ def plan_release(
 
     Raises:
         RefusedError: with every variant that cannot be made, and why.
-        UsageError, InputError: what is scored, as `check_text`, a report that cannot be drawn, or a command that
-            cannot take the files.
+        UsageError, InputError: what is scored, as `check_text`, or a report that cannot be drawn.
     """
-    _check_taken(asked, settings)
     if files is None:
         files = files_of_source(open_model(resolve(asked.model, settings.offline)))
     found, refused = [], []
@@ -57,8 +54,6 @@ def plan_release(
             settings.policy.check(planned.plan.substitutions)
             one_file = format_of(planned.plan.format).ABOUT.one_file
             check_whole_file(planned)
-            propagate = planned.recipe.calibration.propagate
-            check_command(planned.plan, propagate, replace(settings, join=False))
             out = (
                 place / planned.plan.format / (f"{variant.name}.gguf" if one_file else variant.name)
             )
@@ -73,21 +68,6 @@ def plan_release(
         )
     _check_scored(asked, settings)
     return found
-
-
-def _check_taken(asked: ReleaseSpec, settings: Settings) -> None:
-    """Refuse a command that would take files which are still read, or of which it cannot tell whose they are."""
-    if settings.on_shard is None:
-        return
-    check_several(settings.on_shard, len(asked.variants))
-    if settings.ray:
-        said = "--on-shard, and --ray: tasks would call the command on machines of the cluster"
-        raise UsageError(said, "leave one of them out; --jobs and --join take it")
-    if asked.scoring.text:
-        raise UsageError(
-            "--on-shard, and [evaluation] text: scoring reads all files at the end",
-            "leave text out of [evaluation]; quantforge eval scores what was put back",
-        )
 
 
 def _check_scored(asked: ReleaseSpec, settings: Settings) -> None:

@@ -20,7 +20,6 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.handover import Handover, writers
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
 from quantforge.execution.units import claimed_units, units_of
@@ -196,13 +195,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)
-        final = dict(zip((file.name for file in files), writers(plan), strict=True))
-        handover = Handover(settings.on_shard or "", stage, work.directory, final)
-        work.committed = lambda: handover.take(work.done)
-        work.committed()
-        with WeightsWriter(
-            stage.path, files, done=done_tensors(plan, work.done), gone=handover.gone, lazily=handover.lazily
-        ) as writer:  # fmt: skip
+        with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
             run = Run(
                 planned, checkpoint, writer, work, settings, prepared.importance,
                 finished_units(claims, units),
@@ -215,9 +208,7 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
         recipe = planned.recipe.to_toml()
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         with phase("publishing", 1.0):
-            publish(
-                stage, checkpoint, plan, planned.files, document, settings=settings, handed=handover.entries
-            )  # fmt: skip
+            publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except DeniedError:
         work.close()
         raise

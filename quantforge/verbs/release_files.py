@@ -23,7 +23,6 @@ from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.results.card import loading
 from quantforge.results.card_figures import CARD, HERE, has_figures, write_figures, write_loading
-from quantforge.results.handed import away
 from quantforge.results.publish import chats
 from quantforge.settings import Settings
 from quantforge.verbs.evaluate_models import evaluate
@@ -60,7 +59,7 @@ def finish(
         IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
-    digests = _digests([out for _, out, _ in made], taken=settings.on_shard is not None)
+    digests = _digests([out for _, out, _ in made])
     key = _key(asked, made, source)
     scored, found = _scored(place, asked, [out for _, out, _ in made], key, settings)
     variants = tuple(
@@ -94,7 +93,7 @@ def _write(path: Path, text: str) -> None:
     renew(path, text.encode())
 
 
-def _digests(outs: Sequence[Path], *, taken: bool) -> dict[Path, str]:
+def _digests(outs: Sequence[Path]) -> dict[Path, str]:
     """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `finish`.
 
     ``taken``: a command may have moved weight files away, of which the manifest is believed.
@@ -103,13 +102,10 @@ def _digests(outs: Sequence[Path], *, taken: bool) -> dict[Path, str]:
     for out in outs:
         root = out if out.is_dir() else out.parent
         document = manifest.read(out) or {}
-        gone = away(out, document) if taken else ()
         for name, entry in document["outputs"].items():
             if name == CARD:
                 continue
-            found[root / name] = (
-                entry["sha256"] if name in gone else manifest.sha256(root / name, root)
-            )
+            found[root / name] = manifest.sha256(root / name, root)
             if found[root / name] != entry["sha256"]:
                 whole = f"{shlex.quote(str(out))}{'' if out.is_dir() else '*'}"
                 raise IntegrityError(

@@ -133,8 +133,6 @@ def make_results(
     Returns:
         Where each combination lies, by its name, and why others are left out.
     """
-    if settings.on_shard is not None:
-        raise UsageError("--on-shard, and a sweep: all results are measured", "leave it out")
     if settings.join:
         check_new_output(overwrite=settings.overwrite)
     place = Path(out).absolute()

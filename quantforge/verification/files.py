@@ -24,7 +24,6 @@ from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
-from quantforge.results.handed import away, put_back
 from quantforge.results.signing import check_signature, signature_of
 from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
 from quantforge.verification.opening import Artifact, chain
@@ -53,8 +52,6 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
     _compare(report, listed, path.parent if path.is_file() else path)
     for name in sorted(_files_of(path) - listed.keys()):
         report.add("manifest", name, "is not listed in the manifest")
-    if missing := away(path, document):
-        report.notes.append(put_back(missing, path))
     if name := document.get(manifest.CALLED):
         report.notes.append(f"the manifest calls {side_of(path, '').name} by another name: {name}")
     return document

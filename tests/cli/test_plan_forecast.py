@@ -47,23 +47,19 @@ def test_what_the_machine_lacks_is_said_with_what_to_type(llama, capsys, monkeyp
     assert "beyond" not in command(capsys, "plan", llama, *GPTQ).out or os.environ.get("CI")
     monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 10**9)
     monkeypatch.setattr(plan_forecast, "memory_bytes", lambda: 10**9)
-    small = (*GPTQ, "--max-shard-bytes", "500000000")
-    told = command(capsys, "plan", llama, *small)
+    told = command(capsys, "plan", llama, *GPTQ)
     assert told.code == 0
     lines = [line for line in told.out.splitlines() if line.startswith("beyond")]
     assert len(lines) == 2
-    assert "--on-shard COMMAND, with which" in lines[0]
+    assert lines[0].endswith("-o on another disk")
     assert "--activations disk, fewer --samples" in lines[1]
-    found = json.loads(command(capsys, "plan", llama, *small, "--json").out)["forecast"]
+    found = json.loads(command(capsys, "plan", llama, *GPTQ, "--json").out)["forecast"]
     assert found["beyond"] == ["disk", "memory"]
-    assert found["disk_bytes_with_on_shard"] < found["disk_bytes"] / 2
     assert found["total_seconds"] == pytest.approx(sum(found["seconds"].values()), rel=0.01)
-    one = command(capsys, "plan", llama, "--type", "Q4_0", "--format", "gguf", "--method", "rtn")
-    assert "--on-shard" not in one.out
 
 
 def test_a_run_says_it_too(tiny, tmp_path, capsys, monkeypatch):
-    words = ("quantize", tiny("llama-wide"), "--method", "gptq", "--max-shard-bytes", 60_000, *ROWS)
+    words = ("quantize", tiny("llama-wide"), "--method", "gptq", *ROWS)
     monkeypatch.setattr(output, "memory_bytes", lambda: 10**6)
     told = command(capsys, *words, "-o", tmp_path / "a")
     assert told.code == 0
@@ -72,7 +68,7 @@ def test_a_run_says_it_too(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
     refused = command(capsys, *words, "-o", tmp_path / "b")
     assert refused.code == 7
-    assert "--on-shard COMMAND" in refused.err
+    assert "hint: free space in" in refused.err
 
 
 def test_an_export_that_moves_codes_has_no_forecast(tiny, tmp_path, capsys):
