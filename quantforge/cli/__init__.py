@@ -28,7 +28,7 @@ In this folder:
     meter               Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines
     options             Options that several verbs share, each with its one name, help and group
     plan                ``quantforge plan``: what would happen, from headers alone
-    plan_capacity       Lines of `plan` on a result in use: memory, cards that it fits on, time and price of a token
+    plan_capacity       Show what a planned result needs in use: memory, devices that it fits on
     plan_forecast       Forecast of a run: its time, files and memory, each with what it rests on
     quantize            ``quantforge quantize``: run a recipe on a model
     ranks               Ranks: processes that torchrun starts with one command, of which the first one speaks
@@ -37,7 +37,7 @@ In this folder:
     reproduce           ``quantforge reproduce``: make a result again from its manifest, and compare every file
     request             From options to a request: choices of a recipe, the policy on events
     run_log             Progress of a run: shown to people and, where a file is named, written for programs
-    serve               ``quantforge serve``: a model behind an HTTP interface that clients of OpenAI's API speak to
+    serve               ``quantforge serve``: a model behind OpenAI's API over HTTP
     size_options        Options that ask for a size, of the verbs that look for a mixture of it
     stopping            Stopping: what a signal does that asks the command to stop, modules that are being loaded aside
     sweep               ``quantforge sweep``: all combinations of some choices, and which of them nothing beats

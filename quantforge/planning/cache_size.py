@@ -98,13 +98,14 @@ def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
             f"model_type {matched.model_type!r} is not declared: what its layers keep of a sequence is not known",
             "leave --context, --batch, --memory and what belongs to them out; quantforge help plan",
         )
+    layers = []
     windows = family.windows.of_layers(matched.config, len(kinds))
-    return CacheSize(
-        tuple(
-            _layer(states or (), window, sizes, row, devices)
-            for states, window in zip(kinds, windows, strict=True)
-        )
-    )
+    for states, window in zip(kinds, windows, strict=True):
+        sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence whatever its length
+        for state in states or ():
+            sums[state.each_token] += _bytes(state, sizes, row, devices)
+        layers.append(LayerCache(sums[True], window, sums[False]))
+    return CacheSize(tuple(layers))
 
 
 def key_heads(matched: Matched, sizes: Dimensions) -> list[int]:
@@ -114,19 +115,6 @@ def key_heads(matched: Matched, sizes: Dimensions) -> list[int]:
         keys = next((state for state in kind.states or () if state.part == KEYS), None)
         found.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
     return found or [sizes.kv_heads] * matched.blocks
-
-
-def _layer(
-    states: tuple[LayerState, ...], window: int, sizes: Dimensions, row: RowBytes, devices: int
-) -> LayerCache:
-    each_token = fixed = 0.0
-    for state in states:
-        nbytes = _bytes(state, sizes, row, devices)
-        if state.each_token:
-            each_token += nbytes
-        else:
-            fixed += nbytes
-    return LayerCache(each_token, window, fixed)
 
 
 def _bytes(state: LayerState, sizes: Dimensions, row: RowBytes, devices: int) -> float:

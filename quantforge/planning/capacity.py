@@ -148,7 +148,13 @@ class Capacity:
             price: of all devices for an hour.
         """
         load, room = self.load, MARGIN * card.memory
-        seconds, bound = self._roofline(card)
+        seconds, bound = None, ""
+        if card.bandwidth:
+            reads = self.step_bytes() / card.bandwidth
+            products = 2 * self.traffic.token_weights * load.batch / load.devices
+            computes = products / card.compute if card.compute else 0.0
+            seconds = max(reads, computes)
+            bound = "compute" if computes > reads else "bandwidth"
         rate = load.batch / seconds if seconds else None
         return OnCard(
             name=name,
@@ -163,15 +169,6 @@ class Capacity:
             if price is None or not rate
             else price * _MILLION / (_HOUR * rate),
         )
-
-    def _roofline(self, card: Card) -> tuple[float | None, str]:
-        if not card.bandwidth:
-            return None, ""
-        reads = self.step_bytes() / card.bandwidth
-        load = self.load
-        products = 2 * self.traffic.token_weights * load.batch / load.devices
-        computes = products / card.compute if card.compute else 0.0
-        return max(reads, computes), "compute" if computes > reads else "bandwidth"
 
 
 def capacity(plan: Plan, matched: Matched, load: Load) -> Capacity:

@@ -180,7 +180,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     square = columns**2 if Statistic.HESSIAN in run.needs else 0
     taken = METHODS[run.words[-1]].workspace
     rounding = taken.part * part + taken.matrices * max(sizes)
-    compiler, first = 0, group[0]
+    first = group[0]
     if (first.by_rows and (not run.needs or first.part < 0)) or (
         in_strips(first) and not run.needs
     ):

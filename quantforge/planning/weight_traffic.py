@@ -65,7 +65,7 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
         kind[0] += _read(tensor, tied=matched.tied) if embeds else tensor.stored_bytes
         if len(tensor.shape) >= _MATRIX and (matched.tied or not embeds):
             kind[1] += math.prod(tensor.shape)
-    share = min(1.0, chosen / count) if chosen and count else 1.0
+    share = expert_share(matched, tensors)
     held = sum(tensor.stored_bytes for tensor in tensors)
     inputs = {tensor.stored.name: tensor.shared for tensor in matched.tensors}
     widest = _widest(tensors, inputs, count, chosen)

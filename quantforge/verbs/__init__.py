@@ -43,7 +43,7 @@ In this folder:
     requantize           Quantizing a quantized model again: from the source that its manifest names
     run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
-    serve_model          Serve: a model of any format behind an HTTP interface in the terms of OpenAI's API
+    serve_model          Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
     sized_recipe         The recipe of a result of a given size: candidates are measured
     sweep_recipes        Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
     upload_script        Finished variants of a release, the repositories of the hub that they go to
