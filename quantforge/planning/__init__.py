@@ -39,7 +39,7 @@ In this folder:
     needed_statistics  Statistics that calibration has to observe for a plan: of the method
     notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
     omissions          Omissions: what of a model directory does not reach the result
-    peak_memory        Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to
+    peak_memory        Predict the peak memory of a run from headers alone: `plan` prints it, and tests hold runs to it
     planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
     quality_gates      Gates of a release: limits that every variant has to keep, and what is beyond them
@@ -56,6 +56,6 @@ In this folder:
     sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
     undeclared         Declarations for families that have none, where a recipe needs them
-    weight_traffic     Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it
+    weight_traffic     Count the weights of a planned result in use: bytes in memory
     widths             Widths of what a token has inside of a block, in the widest layer
 """

@@ -1,4 +1,4 @@
-"""Memory that a run will take, from headers alone: what `plan` prints, and what the run is held to.
+"""Predict the peak memory of a run from headers alone: `plan` prints it, and tests hold runs to it.
 
 The peak is reached at one of six moments, and each of them is a sum of things that are alive together:
 
@@ -59,13 +59,13 @@ MIXED = 4  # states of the tokens of a step: what reaches the experts, what they
 
 @dataclass(frozen=True, slots=True)
 class RunSizes:
-    """Facts on which the peak depends beside the model.
+    """Sizes and options of a run on which its memory and its time depend, besides the model.
 
     Attributes:
         calibration: how many rows there are, of what length.
         words: the transforms and the rounder.
         searched: rows that a transform compares outputs on.
-        needs: the statistics that are observed; none means that nothing is streamed.
+        needs: the statistics to observe; if empty, no calibration rows pass through the model.
         in_memory: hidden states are held in memory and not on disk.
         workers: strips of rows that are rounded side by side, `settings.workers_of`.
         guide: strips of rows of a matrix with a guided Hessian of their own, 0 without a backward pass.
@@ -105,7 +105,7 @@ class RunSizes:
 
     @property
     def held_rows(self) -> int:
-        """Return of how many rows states are in memory: from disk a micro-batch is read while the last is held."""
+        """Return how many rows have hidden states in memory: from disk, two micro-batches at a time."""
         return self.rows if self.in_memory else min(self.rows, 2 * self.micro_batch)
 
 
@@ -113,31 +113,31 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
     """Predict the peak of a run above its imports, in bytes, from the plans of its tensors."""
     streamed = bool(run.needs) and matched.dimensions is not None
     groups = groups_of(tensors, together=streamed)
-    moments: list[float] = [_write(tensors)]
+    moments: list[float] = [_copied_tensor(tensors)]
     if run.needs and run.calibration.writes_own_text:
         moments.append(whole_model(matched))
     if not run.needs or matched.dimensions is None:
-        moments += [_rounding(group, run) for group in groups.values()]
+        moments += [_rounding_workspace(group, run) for group in groups.values()]
     else:
         states = state_copies(matched) + bool(run.tune)  # of source and result
-        outside = _hidden(run, matched) * states + _kept(run, matched)
+        outside = _hidden_states(run, matched) * states + _replayed_inputs(run, matched)
         outside += _routing_bytes(matched, run.rows * run.length)
         held: float = _block_bytes(matched) + outside
-        held += _learning(matched, matched.dimensions, run)
-        hessians = _hessians(groups.values(), run)
+        held += _block_learning(matched, matched.dimensions, run)
+        hessians = _hessian_bytes(groups.values(), run)
         judged = Statistic.HESSIAN in run.needs or bool(run.words[:-1])
         apart = _expert_bytes(groups.values(), matched.dimensions, hessians=judged)
         moments += [
-            _embed(matched, matched.dimensions, run),
-            held + hessians + _activations(matched, matched.dimensions, run),
+            _embedding_bytes(matched, matched.dimensions, run),
+            held + hessians + _activation_bytes(matched, matched.dimensions, run),
             *(
-                held + hessians + _searching(group, matched, matched.dimensions, run)
+                held + hessians + _search_workspace(group, matched, matched.dimensions, run)
                 for (part, _), group in groups.items()
                 if run.words[:-1] and part >= 0
             ),
             *(
                 (outside if part < 0 else held + (apart if group[0].expert >= 0 else hessians))
-                + _rounding(group, run)
+                + _rounding_workspace(group, run)
                 for (part, _), group in groups.items()
             ),
         ]
@@ -164,7 +164,7 @@ def groups_of(
 
 
 def in_strips(tensor: TensorPlan) -> bool:
-    """Return whether rows of a matrix can be rounded apart: they share nothing, and no input is measured."""
+    """Return whether rows of a matrix can be rounded separately: no scale is shared, and no input is measured."""
     layer = tensor.scheme
     if tensor.by_rows or layer is None:
         return tensor.by_rows
@@ -172,7 +172,7 @@ def in_strips(tensor: TensorPlan) -> bool:
     return not (tensor.transposed or layer.weight.whole or measured)
 
 
-def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
+def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
     """Return the workspace in bytes for rounding the matrices of one shared input."""
     sizes = [math.prod(tensor.shape) for tensor in group]
     columns = group[0].matrix[1]
@@ -197,7 +197,7 @@ def _rounding(group: list[TensorPlan], run: RunSizes) -> float:
     return max(factorising, FLOAT * (taken.factor * square + rounding) + compiler)
 
 
-def _searching(
+def _search_workspace(
     group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: RunSizes
 ) -> float:
     """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
@@ -205,11 +205,11 @@ def _searching(
     copies = max(METHODS[name].workspace.matrices for name in run.words[:-1])
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
-    return FLOAT * (copies * elements + captured) + _activations(matched, sizes, run)
+    return FLOAT * (copies * elements + captured) + _activation_bytes(matched, sizes, run)
 
 
-def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
-    """Return what a method that learns on whole blocks holds beside them: targets, and all that gradients need."""
+def _block_learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
+    """Return the bytes that a method that learns on whole blocks needs: targets, and values kept for gradients."""
     if Statistic.STATES not in run.needs:
         return 0
     copies = METHODS[run.words[-1]].workspace.matrices
@@ -217,11 +217,11 @@ def _learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
     width = widest(matched, sizes)
     tokens = run.tokens * (10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn)
     block = _block_bytes(matched)
-    return _hidden(run, matched) + copies * block + 2 * FLOAT * tokens
+    return _hidden_states(run, matched) + copies * block + 2 * FLOAT * tokens
 
 
-def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
-    """Return the bytes of the Hessians of one block without its experts; all of them are alive until these begin."""
+def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
+    """Return the bytes of the Hessians of one block without those of its experts, which come after them."""
     if Statistic.HESSIAN not in run.needs:
         return 0
     blocks: dict[int, int] = {}
@@ -233,16 +233,16 @@ def _hessians(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
     return max(blocks.values(), default=0)
 
 
-def _hidden(run: RunSizes, matched: Matched) -> int:
+def _hidden_states(run: RunSizes, matched: Matched) -> int:
     architecture, sizes = declared(matched)
     return FLOAT * run.held_rows * run.length * sizes.hidden * architecture.streams
 
 
-def _kept(run: RunSizes, matched: Matched) -> int:
-    """Return the bytes of what rows have beside hidden states where it is computed anew for each block.
+def _replayed_inputs(run: RunSizes, matched: Matched) -> int:
+    """Return the bytes kept for families whose per-row inputs are computed again for each block; 0 for others.
 
-    These are the rows of the embedding that occur, and as much as one hidden state of every token that is held for
-    what earlier blocks have returned beside theirs.
+    They are the rows of the embedding that occur, and one hidden state of every held token for the extra outputs of
+    earlier blocks.
     """
     architecture, sizes = declared(matched)
     if not architecture.replayed:
@@ -251,7 +251,7 @@ def _kept(run: RunSizes, matched: Matched) -> int:
     return FLOAT * (rows + sizes.hidden * run.held_rows * run.length)
 
 
-def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
+def _activation_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     """Return the bytes of one micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
@@ -271,15 +271,15 @@ def _activations(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     return FLOAT * max(run.tokens * max(attention, mlp), int(at_once * spread))
 
 
-def _embed(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
+def _embedding_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     tokens = min(sizes.vocab, run.rows * run.length)
     embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
     chunk = min(embedding.nbytes, CHUNK_BYTES)
     micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
-    return FLOAT * tokens * sizes.hidden + _hidden(run, matched) + chunk + micro_batch
+    return FLOAT * tokens * sizes.hidden + _hidden_states(run, matched) + chunk + micro_batch
 
 
-def _write(tensors: Iterable[TensorPlan]) -> int:
+def _copied_tensor(tensors: Iterable[TensorPlan]) -> int:
     """Return the bytes of the largest tensor that is only copied, as it is written."""
     return max(
         (
@@ -312,7 +312,7 @@ def _block_bytes(matched: Matched) -> int:
 
 
 def _is_stack(matched: Matched, tensor: MatchedTensor) -> bool:
-    """Return whether a tensor holds something of every expert."""
+    """Return whether a tensor stacks parameters of all experts."""
     if not matched.layers or not matched.layers[tensor.block].stacks:
         return False
     stacks = matched.layers[tensor.block].stacks
@@ -322,18 +322,18 @@ def _is_stack(matched: Matched, tensor: MatchedTensor) -> bool:
 
 
 def state_copies(matched: Matched) -> int:
-    """Return how many times the hidden states of all rows are held: with the input and the outputs of a mixture."""
+    """Return how many copies of the hidden states of all rows are held; a mixture adds its input and its outputs."""
     return 3 if any(kind.stacks for kind in matched.layers) else 1
 
 
 def spread_experts(matched: Matched) -> int:
-    """Return over how many experts tokens are spread before these take them; 0 where they are not."""
+    """Return the number of experts for which the layer copies every token before they run; 0 if it does not."""
     spread = (kind for kind in matched.layers if any(stack.spread for stack in kind.stacks))
     return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
 
 
 def _routing_bytes(matched: Matched, tokens: int) -> int:
-    """Return the bytes of the routing of so many tokens, and of their numbers; 0 without experts."""
+    """Return the bytes of the expert indices and weights of so many tokens; 0 without experts."""
     if state_copies(matched) == 1:
         return 0
     chosen = matched.config.get("num_experts_per_tok")
@@ -358,21 +358,21 @@ def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hess
 def _tuning(
     tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, held: float
 ) -> tuple[float, float]:
-    """Return what tuning takes: while rows pass a block of the source or the result, and while it learns."""
+    """Return the bytes of tuning at two moments: a block's forward passes, and a learning step."""
     sizes = declared(matched)[1]
-    passing = held + _block_bytes(matched) / FLOAT + _activations(matched, sizes, run)
-    return passing, _tuning_step(tensors, matched, run) + 2 * _hidden(run, matched)
+    passing = held + _block_bytes(matched) / FLOAT + _activation_bytes(matched, sizes, run)
+    return passing, _tuning_step(tensors, matched, run) + 2 * _hidden_states(run, matched)
 
 
 def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes) -> float:
-    """Return the bytes that tuning takes while it learns, without the states of all rows."""
+    """Return the bytes of a learning step, without the hidden states of all rows."""
     sizes, whole = declared(matched)[1], whole_epochs(run.tune)
     linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
     parts = {tensor.part for tensor in linears}
     by_part = [[one for one in linears if one.part == part] for part in parts]
     held = [linears] if whole else by_part
     codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
-    learned = max(sum(_scales(tensor) for tensor in some) for some in held)
+    learned = max(sum(_learned_scales(tensor) for tensor in some) for some in held)
     count, length = min(run.rows, ROWS if whole else 1), run.length
     kinds = max(kind.inner_copies + 1 for kind in matched.layers)
     width = widest(matched, sizes)
@@ -380,7 +380,7 @@ def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes)
     side = min(count, run.workers)
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
     states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
-    states += count * length * max(sum(map(_seen, some)) for some in by_part)
+    states += count * length * max(sum(map(_saved_values, some)) for some in by_part)
     block = _block_bytes(matched) * (1 + 2 * side + FREED)
     if whole != 1:
         codes *= 1 + CODE_BYTES
@@ -395,15 +395,15 @@ def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes)
     )
 
 
-def _seen(tensor: TensorPlan) -> int:
-    """Return the numbers for each token that are kept of a linear until its gradients: what it reads, and those behind.
+def _saved_values(tensor: TensorPlan) -> int:
+    """Return how many values per token a linear keeps for its gradients: inputs and outputs.
 
-    Experts go back one at a time.
+    Experts are differentiated one at a time and keep none.
     """
     return 0 if tensor.expert >= 0 else sum(tensor.matrix)
 
 
-def _scales(tensor: TensorPlan) -> int:
+def _learned_scales(tensor: TensorPlan) -> int:
     """Return how many scales (and minima) of a linear are learned."""
     assert tensor.scheme is not None
     scheme = tensor.scheme.weight

@@ -78,11 +78,11 @@ def run_work(
     counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
     for group in groups_of(tensors, together=streamed).values():
         if streamed and group[0].part >= 0:
-            counts["observe"] += _observing(group, matched, run, share)
-            counts["search"] += _searching(group, run, rounding)
-        counts["round"] += _rounding(group, run, rounding)
+            counts["observe"] += _observe_operations(group, matched, run, share)
+            counts["search"] += _search_operations(group, run, rounding)
+        counts["round"] += _rounding_operations(group, run, rounding)
     if streamed:
-        counts["pass"] = _passing(tensors, matched, run, share)
+        counts["pass"] = _pass_operations(tensors, matched, run, share)
     counts["round"] += NEAREST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
@@ -127,17 +127,19 @@ def states_bytes(matched: Matched, run: RunSizes) -> int:
     return states * (state_copies(matched) + bool(run.tune))
 
 
-def _tokens(tensor: TensorPlan, run: RunSizes, share: float) -> float:
+def _tokens_seen(tensor: TensorPlan, run: RunSizes, share: float) -> float:
     """Return how many calibration tokens a matrix sees; ``share`` of them where it is an expert's."""
     return run.rows * run.length * (share if tensor.expert >= 0 else 1.0)
 
 
-def _passing(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, share: float) -> float:
+def _pass_operations(
+    tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, share: float
+) -> float:
     """Return the operations of all passes through all blocks."""
     sizes = matched.dimensions
     assert sizes is not None
     inside = [tensor for tensor in tensors if tensor.part >= 0]
-    weights = sum(2 * math.prod(one.shape) * _tokens(one, run, share) for one in inside)
+    weights = sum(2 * math.prod(one.shape) * _tokens_seen(one, run, share) for one in inside)
     tokens = run.rows * run.length
     rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
     once = weights + tokens * matched.blocks * rows
@@ -145,12 +147,14 @@ def _passing(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, sha
     return once * (passes + BACKWARD * bool(run.guide) + epoch_passes(matched) * run.tune)
 
 
-def _observing(group: list[TensorPlan], matched: Matched, run: RunSizes, share: float) -> float:
+def _observe_operations(
+    group: list[TensorPlan], matched: Matched, run: RunSizes, share: float
+) -> float:
     """Return the operations of the statistics of one shared input."""
     judged = group[0].expert >= 0 and bool(run.words[:-1])  # transforms look at an expert's own
     if Statistic.HESSIAN not in run.needs and not judged:
         return 0.0
-    columns, seen = group[0].matrix[1], _tokens(group[0], run, share)
+    columns, seen = group[0].matrix[1], _tokens_seen(group[0], run, share)
     sizes = matched.dimensions
     if group[0].expert < 0 or sizes is None or columns == sizes.hidden:
         return 2 * seen * columns**2
@@ -159,7 +163,7 @@ def _observing(group: list[TensorPlan], matched: Matched, run: RunSizes, share: 
     return 2 * columns * (columns * (seen + sample) + 2 * sizes.hidden * sample)
 
 
-def _searching(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
+def _search_operations(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
     """Return the operations of the transforms on one shared input."""
     if group[0].expert >= 0 and len(group) > 1:
         return 0.0  # nothing absorbs a scale of what all experts read
@@ -171,16 +175,16 @@ def _searching(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> fl
         some = min(weights, work.rows * len(group) * columns)
         found += work.tries * some * (2 * NEAREST + 2 * columns)
         judged = 2 * min(run.rows, run.searched) * run.length if len(group) > 1 else 2 * columns
-        found += work.finalists * weights * (_encoding(group[0], rounding) + judged)
+        found += work.finalists * weights * (_encoding_cost(group[0], rounding) + judged)
         found += 2 * min(run.rows, run.searched) * run.length * columns**2
     return found
 
 
-def _rounding(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
+def _rounding_operations(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> float:
     """Return the operations of rounding the matrices of one shared input."""
     weights = sum(math.prod(tensor.shape) for tensor in group)
     work, columns = METHODS[run.words[-1]].work, group[0].matrix[1]
-    encoding = weights * _encoding(group[0], rounding)
+    encoding = weights * _encoding_cost(group[0], rounding)
     if Statistic.HESSIAN not in run.needs or group[0].part < 0:
         return encoding
     scheme = group[0].scheme
@@ -190,15 +194,15 @@ def _rounding(group: list[TensorPlan], run: RunSizes, rounding: Rounding) -> flo
     return encoding + weights * each + work.cubes * columns**3
 
 
-def _encoding(tensor: TensorPlan, rounding: Rounding) -> float:
+def _encoding_cost(tensor: TensorPlan, rounding: Rounding) -> float:
     """Return the operations for each weight of choosing scales and codes."""
     scheme = tensor.scheme.weight if tensor.scheme else None
     if scheme is None or rounding.scales == "absmax":
         return NEAREST
-    return _search_of(scheme)
+    return _scale_search_cost(scheme)
 
 
-def _search_of(scheme: Scheme) -> float:
+def _scale_search_cost(scheme: Scheme) -> float:
     grid = GRIDS[scheme.grid]
     if grid.weights_per_code > 1:
         return VECTORS

@@ -1,4 +1,4 @@
-"""Weights of a planned result in use: what lies in memory, and what a step of decoding reads of it.
+"""Count the weights of a planned result in use: bytes in memory, and bytes that a decoding step reads.
 
 A step reads every matrix once, whatever the number of sequences, but for the embedding, of which each token reads a
 row, for towers and heads beside the decoder, and for experts that no token of the step is sent to. A token goes to
@@ -24,11 +24,11 @@ class WeightTraffic:
     """Bytes and numbers of weights.
 
     Attributes:
-        held: bytes of all of them.
+        held: bytes of all weights in memory.
         dense, dense_weights: bytes that every step reads, and how many weights these are.
         routed, routed_weights: likewise of the experts, all of them.
-        share: of the experts that one token is sent to, 1 where there are none or it is not known.
-        widest: numbers that one token has at once at the widest place of a block, what is read and what is made of it.
+        share: of the experts that one token is routed to; 1 without experts or if unknown.
+        widest: most values of one token that the linears of one input read and produce in a block.
     """
 
     held: int
@@ -50,10 +50,10 @@ class WeightTraffic:
 
 
 def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
-    """Return the weights of a planned result as they are held and read."""
+    """Count the weights of a planned result."""
     tensors = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
     roles = {tensor.stored.name: tensor.role for tensor in matched.tensors}
-    count = _experts(matched, tensors)
+    count = _expert_count(matched, tensors)
     chosen = chosen_experts(matched)
     dense, routed = [0, 0], [0, 0]
     for tensor in tensors:
@@ -62,7 +62,7 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
             continue
         kind = routed if _is_expert(tensor, count) else dense
         embeds = role is Role.EMBEDDING
-        kind[0] += _read(tensor, tied=matched.tied) if embeds else tensor.stored_bytes
+        kind[0] += _embedding_read(tensor, tied=matched.tied) if embeds else tensor.stored_bytes
         if len(tensor.shape) >= _MATRIX and (matched.tied or not embeds):
             kind[1] += math.prod(tensor.shape)
     share = expert_share(matched, tensors)
@@ -74,7 +74,7 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
 
 def expert_share(matched: Matched, tensors: Iterable[TensorPlan]) -> float:
     """Return the share of a layer's tokens that a router sends to one expert; 1 where it is not known."""
-    count, chosen = _experts(matched, tensors), chosen_experts(matched)
+    count, chosen = _expert_count(matched, tensors), chosen_experts(matched)
     return min(1.0, chosen / count) if chosen and count else 1.0
 
 
@@ -86,7 +86,7 @@ def chosen_experts(matched: Matched) -> int:
     return next((value for value in found if type(value) is int and value > 0), 0)
 
 
-def _experts(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
+def _expert_count(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
     """Return the number of experts of a layer, 0 without any."""
     own = matched.dimensions.own.get("experts", 0) if matched.dimensions else 0
     return own if own > 1 else 1 + max((tensor.expert for tensor in tensors), default=-1)
@@ -100,8 +100,8 @@ def _is_expert(tensor: TensorPlan, count: int) -> bool:
     return stacked and tensor.shape[1] > 1  # a convolution has one row for each channel
 
 
-def _read(tensor: TensorPlan, *, tied: bool) -> int:
-    """Return the bytes of an embedding that a step reads: those of the head that it is, or that is made of it."""
+def _embedding_read(tensor: TensorPlan, *, tied: bool) -> int:
+    """Return the bytes of an embedding that a step reads: all of them where it is tied to the head, else 0."""
     if not tied:
         return 0
     module = tensor.name.removesuffix(".weight")
@@ -112,7 +112,7 @@ def _read(tensor: TensorPlan, *, tied: bool) -> int:
 def _widest(
     tensors: Iterable[TensorPlan], inputs: Mapping[str, str], count: int, chosen: int
 ) -> int:
-    """Return the most that the linears of one input read and make of a token, in any block.
+    """Return the most values of a token that the linears of one input read and produce, in any block.
 
     Args:
         tensors: of the result.
