@@ -43,8 +43,6 @@ class LoadOptions:
         price: of an hour, for the cost.
         rows: most requests that are computed at a time.
         token_budget: most tokens of a step.
-        batching: see `EngineOptions`.
-        chunked_prefill: see `EngineOptions`.
         prefix_cache: see `EngineOptions`.
         cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
         drafts: speculation, see `DraftOptions`.
@@ -59,8 +57,6 @@ class LoadOptions:
     price: float | None
     rows: int
     token_budget: int
-    batching: str
-    chunked_prefill: bool
     prefix_cache: bool
     cache: str
     drafts: DraftOptions
@@ -181,8 +177,6 @@ def _measure_model(
         tokens=min(longest, decoder.positions),
         cache=options.cache,
         token_budget=max(options.token_budget, options.rows),
-        batching=options.batching,
-        chunked_prefill=options.chunked_prefill,
         prefix_cache=options.prefix_cache,
     )
     run = serve_here(decoder, requests, engine, _follower(requests), drafting)
