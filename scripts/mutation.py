@@ -116,7 +116,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.execution.units": ("unit/execution/test_units.py", "unit/execution/test_journal.py"),
     **{f"quantforge.execution.{name}": (
         "unit/execution/test_unit_output.py", "faults/test_execution.py", "faults/test_experts.py",
-        "repo/test_block_methods.py", "unit/execution/test_quantized_inputs.py",
+        "unit/execution/test_quantized_inputs.py",
         "equivalence/test_zeros.py::test_half_of_every_linear_is_gone",
         "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
@@ -23,8 +21,6 @@ from quantforge.execution.record import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
-from quantforge.numerics.threads import one_thread
-from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
     from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
-    from quantforge.model.block_samples import BlockSamples
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
 
@@ -55,7 +50,6 @@ class CalibratedBlock:
         self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
         self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
-        self._method = block_method_of(planned.plan.rounder)
         self._experts = CalibratedExperts(planned, rounding, restoring)
 
     @property
@@ -96,8 +90,7 @@ class CalibratedBlock:
         if seen is not None:
             observers = list(seen.observers)
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
-        learns = self._method is not None
-        advance = self.from_source and not ends and not learns
+        advance = self.from_source and not ends
         once = not moments[Moment.AFTER] and self.guided is None
         observed = dict(seen.statistics) if seen is not None else {}
         if seen is None:
@@ -105,7 +98,6 @@ class CalibratedBlock:
         if self.early and advance and part.experts is not None:
             part.advance_seen()
             advance = False
-        samples = part.samples() if learns else None
         own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
         if self._plan.transforms:
             tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
@@ -115,27 +107,20 @@ class CalibratedBlock:
         if moments[Moment.AFTER]:
             after = observe(part, moments[Moment.AFTER], read, advance=False)
             observed = with_ranges(observed, after)
-        if samples is None:
-            self._round(part, observed, targets, record, advance=advance)
-            observed = {}  # the Hessians of what is done
-            self._write_kept(part)
-            trim()
-            if part.experts is not None:
-                wanted = Wanted(*(wanted_of(found) for found in moments.values()))
-                merge(
-                    record,
-                    self._experts.work(part, changing, wanted, do, add=advance, guided=self.guided),
-                )
-                if not self.from_source:
-                    self._restoring.experts(part)
-            if advance and not part.advanced:  # by a block that transforms had not changed yet
-                part.advance_source()
-        else:
-            self._learn(part, samples, observed, targets, record)
-            if self.from_source and not ends:
-                part.advance_to(samples)
-            samples.close()
-            self._write_kept(part)
+        self._round(part, observed, targets, record, advance=advance)
+        observed = {}  # the Hessians of what is done
+        self._write_kept(part)
+        trim()
+        if part.experts is not None:
+            wanted = Wanted(*(wanted_of(found) for found in moments.values()))
+            merge(
+                record,
+                self._experts.work(part, changing, wanted, do, add=advance, guided=self.guided),
+            )
+            if not self.from_source:
+                self._restoring.experts(part)
+        if advance and not part.advanced:  # by a block that transforms had not changed yet
+            part.advance_source()
         for observer in observers:
             for name, value in observer.found():
                 self._rounding.output.write(name, value)
@@ -183,39 +168,12 @@ class CalibratedBlock:
                     self._restoring.linear(part, name, targets[name])
             trim()
 
-    def _learn(
-        self,
-        part: BlockPart,
-        samples: BlockSamples,
-        observed: Mapping[str, Statistics],
-        targets: Mapping[str, TensorPlan],
-        record: Record,
-    ) -> None:
-        """Let a block method round all linears together, write them, and add what there is to tell."""
-        assert self._method is not None
-        tell(f"block {part.index}: {self._plan.method}", share=0.4)
-        schemes = {key: tensor.scheme.weight for key, tensor in targets.items() if tensor.scheme}
-        with one_thread(), torch.enable_grad():
-            rounded = self._method.round_block(
-                part, samples, observed, schemes, self._recipe.rounding
-            )
-        for shared in part.inputs:
-            chosen = {name: targets[name] for name in shared.linears if name in targets}
-            results = {tensor.name: rounded[name] for name, tensor in chosen.items()}
-            weights = {tensor.name: part.weight(name) for name, tensor in chosen.items()}
-            statistics = observed.get(shared.key, Statistics())
-            merge(record, self._rounding.write(results, weights, statistics))
-            if not self.from_source:
-                for name, tensor in chosen.items():
-                    self._restoring.linear(part, name, tensor)
-        trim()
-
     def _write_kept(self, part: BlockPart) -> None:
-        """Write what is not quantized: as the source has it, or as the method left it."""
+        """Write what is not quantized: as the source has it, or as a transform left it."""
         for local, tensor in self._restoring.kept(part).items():
             if tensor.expert >= 0:
                 continue
-            if part.is_apart(local) or (not self._plan.transforms and self._method is None):
+            if part.is_apart(local) or not self._plan.transforms:
                 self._data_free.copy(tensor)
                 continue
             value = part.parameter(local).to(torch_dtype(tensor.dtype))

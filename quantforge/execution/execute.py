@@ -46,7 +46,6 @@ from quantforge.execution.units import (
 )
 from quantforge.formats.storage import storage_of
 from quantforge.planning.planner import Planned
-from quantforge.quantizers import block_method_of
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -132,11 +131,6 @@ class Run:
     def has(self, block: int) -> bool:
         """Return whether a block is done."""
         return block_unit(block) in self._work.done
-
-    @property
-    def learns(self) -> bool:
-        """Return whether a block method rounds whole blocks."""
-        return block_method_of(self._planned.plan.rounder) is not None
 
     def begin(self, *, calibrated: bool, runs: int) -> None:
         """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""

@@ -12,7 +12,6 @@ import torch
 from quantforge.execution.observers import Observer, observes_twice, wanted_of
 from quantforge.execution.progress import tell
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.calibrated_block import CalibratedBlock
@@ -35,9 +34,7 @@ def shares_pass(planned: Planned) -> bool:
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.matched.layers)
     from_source = planned.recipe.calibration.propagate == "source"
-    return from_source and not (
-        stacks or plan.guide or block_method_of(plan.rounder) or observes_twice(plan)
-    )
+    return from_source and not (stacks or plan.guide or observes_twice(plan))
 
 
 def observe_together(
@@ -79,7 +76,7 @@ def execute_together(runs: Sequence[Run], sample: Sample | None) -> None:
     Several runs have to share the pass (`shares_pass`) and to have equal calibration options.
     Errors as `Run.execute`.
     """
-    learns = any(run.learns or run.tuned.any for run in runs)
+    learns = any(run.tuned.any for run in runs)
     with torch.inference_mode(mode=not learns), torch.no_grad():
         for run in runs:
             run.begin(calibrated=sample is not None, runs=len(runs))

@@ -16,7 +16,7 @@ from quantforge.execution.record import Record, merge
 from quantforge.execution.row_wise import RowWise, Strips, round_rows
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import Behind
-from quantforge.quantizers import PLAIN, Rounded, block_method_of, rounder_of
+from quantforge.quantizers import PLAIN, Rounded, rounder_of
 from quantforge.quantizers.rtn import judging
 from quantforge.settings import Settings, workers_of
 
@@ -47,9 +47,7 @@ class MatrixRounding:
         importance: Mapping[str, Tensor],
     ) -> None:
         self.source, self.output, self.importance = source, output, importance
-        learns = block_method_of(planned.plan.rounder) is not None
-        # Of blocks: what lies outside of them is rounded plainly.
-        self._recipe, self._rounder = planned.recipe, PLAIN if learns else planned.plan.rounder
+        self._recipe, self._rounder = planned.recipe, planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
         self.workers = workers_of(settings)
 

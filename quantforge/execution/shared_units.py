@@ -35,7 +35,6 @@ from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit
 from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan
-from quantforge.quantizers import block_method_of
 
 if TYPE_CHECKING:
     from quantforge.execution.claims import Claims
@@ -92,14 +91,13 @@ class Worker:
             name for name, unit in self._units.items() if looks and name != OUTER and unit.tensors
         ]
         alone = [name for name in self._units if name not in rows]
-        learns = block_method_of(self._planned.plan.rounder) is not None
         architecture = self._planned.matched.architecture
         images = sample is not None and sample.images is not None
-        alone_each = learns or images or (architecture is not None and architecture.replayed)
+        alone_each = images or (architecture is not None and architecture.replayed)
         passing = self._pass_blocks if alone_each else self._follow
         while self._claims.there and self._claims.count() < len(self._units):
             claim = self._claims.take(alone)
-            with torch.no_grad(), torch.inference_mode(mode=not learns):
+            with torch.no_grad(), torch.inference_mode():
                 if claim is not None:
                     unit = self._units[self._claims.names[claim.unit]]
                     self._do(claim, partial(DataFree.work, unit=unit))

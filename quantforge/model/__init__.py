@@ -7,7 +7,6 @@ In this folder:
     backward              A backward pass, one block at a time: the gradient of the loss at the output of every linear
     block                 One decoder block with weights and the activations that reach it: observed, captured, advanced
     block_rows            One decoder block that rows pass: as a micro-batch is run, row by row
-    block_samples         Samples of a block for methods that learn: what reaches it, what it is to return
     block_tuning          Tuning block after block: scales of groups
     block_weights         The weights of one decoder block: its matrices by name, in one orientation
     conversion            Conversion of stored tensors into parameters

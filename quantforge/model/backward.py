@@ -33,9 +33,8 @@ from torch import Tensor
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block import BlockPart
+from quantforge.model.block import BlockPart, refuse_experts
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_samples import refuse_experts
 from quantforge.model.decoder_calls import RowsWithImages
 from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.expert_gradients import MixtureGradients

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from quantforge.errors import RefusedError
 from quantforge.model.block_rows import Batch, BlockRows
-from quantforge.model.block_samples import BlockSamples, refuse_experts
 from quantforge.model.loading import empty
 from quantforge.model.observe import Accumulator
 from quantforge.model.routed_tokens import RoutedTokens
@@ -197,23 +197,6 @@ class BlockPart(BlockRows):
             self.experts.close()
         empty(self.module)
 
-    def samples(self) -> BlockSamples:
-        """Return the hidden states with the output of the block as it is now, for methods that learn.
-
-        Raises:
-            RefusedError: the block holds experts.
-        """
-        refuse_experts(self)
-        targets = self._store()
-        self._pass_all(targets.write)
-        return BlockSamples(self, self._batches, targets)
-
-    def advance_to(self, samples: BlockSamples) -> None:
-        """Replace the hidden states of all rows by the targets of samples."""
-        for batch, targets in samples:
-            self._write(batch.start, targets)
-        self.advanced = True
-
     def _observe_batch(
         self,
         batch: Batch,
@@ -232,6 +215,20 @@ class BlockPart(BlockRows):
         side_by_side(lambda job: job(), jobs)
         if advance:
             self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+
+
+def refuse_experts(part: BlockPart) -> None:
+    """Refuse a block with experts: the running model holds several of them in one parameter.
+
+    Raises:
+        RefusedError: naming the block.
+    """
+    if any(shared.expert >= 0 for shared in part.inputs):
+        raise RefusedError(
+            f"{part.name}: no gradients of single experts are observed",
+            "methods that use gradients take dense models; --method gptq for instance",
+            tensor=part.name,
+        )
 
 
 def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:

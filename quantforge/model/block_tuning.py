@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.model.block import BlockPart
+from quantforge.model.block import BlockPart, refuse_experts
 from quantforge.model.block_rows import Batch
-from quantforge.model.block_samples import refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.tuned_block import TunedBlock, Written

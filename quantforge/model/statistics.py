@@ -25,9 +25,6 @@ class Statistic(StrEnum):
     HISTOGRAM = "histogram"  # counts of |x|, for a static range
     SAMPLE = "sample"  # the inputs themselves: of a few tokens
     CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
-    STATES = (
-        "states"  # what reaches a block and what it returns: of a block, for methods that learn
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

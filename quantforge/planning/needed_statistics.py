@@ -113,14 +113,8 @@ class Observation:
             pruned: whether experts are chosen by what they return, which is observed as well.
 
         Raises:
-            RefusedError: a method learns on whole blocks, and experts are read one at a time, not with gradients; rows
-                would pass experts whose inputs are weighed by the router, several of them for each token.
+            RefusedError: rows would pass experts whose inputs the router weighs, several of them for each token.
         """
-        if Statistic.STATES in wanted and any(kind.stacks for kind in matched.layers):
-            raise RefusedError(
-                f"--method {self.method}: it learns with gradients, and those of single experts are not computed",
-                "--method gptq or awq, which take mixtures of experts",
-            )
         chosen = chosen_experts(matched)
         if (wanted or pruned) and chosen > 1 and spread_experts(matched):
             raise RefusedError(

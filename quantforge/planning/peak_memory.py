@@ -123,7 +123,6 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
         outside = _hidden_states(run, matched) * states + _replayed_inputs(run, matched)
         outside += _routing_bytes(matched, run.rows * run.length)
         held: float = _block_bytes(matched) + outside
-        held += _block_learning(matched, matched.dimensions, run)
         hessians = _hessian_bytes(groups.values(), run)
         judged = Statistic.HESSIAN in run.needs or bool(run.words[:-1])
         apart = _expert_bytes(groups.values(), matched.dimensions, hessians=judged)
@@ -206,18 +205,6 @@ def _search_workspace(
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
     return FLOAT * (copies * elements + captured) + _activation_bytes(matched, sizes, run)
-
-
-def _block_learning(matched: Matched, sizes: Dimensions, run: RunSizes) -> float:
-    """Return the bytes that a method that learns on whole blocks needs: targets, and values kept for gradients."""
-    if Statistic.STATES not in run.needs:
-        return 0
-    copies = METHODS[run.words[-1]].workspace.matrices
-    kinds = sum(kind.inner_copies + 1 for kind in matched.layers) / len(matched.layers)
-    width = widest(matched, sizes)
-    tokens = run.tokens * (10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn)
-    block = _block_bytes(matched)
-    return _hidden_states(run, matched) + copies * block + 2 * FLOAT * tokens
 
 
 def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.quantizers.methods import (
-        BlockMethod,
         Rounder,
         SourceTransform,
         Sparsifier,
@@ -65,13 +64,12 @@ COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its
 class MethodKind(StrEnum):
     """Kind of a method, by its scope.
 
-    A rounder and a sparsifier work on the matrices of one shared input, a transform on one block, a block method on one
-    block with gradients, a source transform on the whole source.
+    A rounder and a sparsifier work on the matrices of one shared input, a transform on one block, a source transform on
+    the whole source.
     """
 
     ROUNDER = "rounder"
     TRANSFORM = "transform"
-    BLOCK_METHOD = "block method"
     SOURCE_TRANSFORM = "source transform"
     SPARSIFIER = "sparsifier"
 
@@ -144,7 +142,7 @@ class Rounded:
 
 
 def parse_method(text: str) -> tuple[tuple[str, ...], str]:
-    """Split ``awq+gptq`` into its sparsifiers and transforms, and its rounder or block method (by default ``rtn``).
+    """Split ``awq+gptq`` into its sparsifiers and transforms, and its rounder (by default ``rtn``).
 
     Transforms of the whole source, which come before them, are left to `source_transforms`.
 
@@ -155,7 +153,7 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     for word in words:
         if word not in METHODS:
             raise unknown_method(word, text, METHODS)
-    last = METHODS[words[-1]].kind in {MethodKind.ROUNDER, MethodKind.BLOCK_METHOD}
+    last = METHODS[words[-1]].kind is MethodKind.ROUNDER
     rounder = words.pop() if last else PLAIN
     kinds = [METHODS[word].kind for word in words]
     whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
@@ -193,8 +191,6 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     """Return the statistics that ``method`` needs; ``importance`` adds the squares for a scale search."""
     transforms, rounder = parse_method(method)
     wanted = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
-    if METHODS[rounder].kind is MethodKind.BLOCK_METHOD:
-        wanted |= {Statistic.STATES}
     if importance and Statistic.HESSIAN not in wanted:
         wanted |= {Statistic.SQUARES}
     return wanted
@@ -221,13 +217,6 @@ def is_sparse(method: str) -> bool:
     """Return whether a method makes weights zero."""
     words = method.lower().split("+")
     return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
-
-
-def block_method_of(name: str) -> BlockMethod | None:
-    """Import the module of a block method; None for the name of another method."""
-    if METHODS[name].kind is not MethodKind.BLOCK_METHOD:
-        return None
-    return cast("BlockMethod", import_module(METHODS[name].module))
 
 
 def source_transform_of(name: str) -> SourceTransform:

@@ -11,8 +11,7 @@ class MethodMemory:
 
     Attributes:
         matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
-            inputs, of all of them; of a transform of the whole source, of a matrix whose strips are read; of a
-            block method, of all matrices of the block.
+            inputs, of all of them; of a transform of the whole source, of a matrix whose strips are read.
         part: of the part of a matrix's rows that is worked on at a time.
         factorising: of the Hessian of a shared input, while it is factorised.
         factor: of the Hessian, afterwards.

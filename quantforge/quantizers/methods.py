@@ -2,8 +2,7 @@
 
 A rounder turns the matrices that read one activation into codes, a sparsifier makes weights of them zero. A transform
 rewrites one block, keeping its function, so that it rounds better. All are told what they may decide by a `Rounding`,
-never by the whole recipe. A transform of the whole source changes the model before anything else looks at it. A block
-method rounds all linears of one block together, with gradients.
+never by the whole recipe. A transform of the whole source changes the model before anything else looks at it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.model.block import BlockPart
-    from quantforge.model.block_samples import BlockSamples
     from quantforge.model.statistics import Statistics
     from quantforge.quantizers import Rounded
 
@@ -75,31 +73,6 @@ class Transform(Protocol):
             schemes: of the linears that will be quantized.
             rounding: how they will be.
             layers: the same linears with the schemes of their inputs; None where inputs are taken as they are.
-        """
-
-
-class BlockMethod(Protocol):
-    """Interface of the module of a block method: it learns codes, scales or gains by what the whole block returns."""
-
-    def round_block(
-        self,
-        part: BlockPart,
-        samples: BlockSamples,
-        statistics: Mapping[str, Statistics],
-        schemes: Mapping[str, Scheme],
-        rounding: Rounding,
-    ) -> dict[str, Rounded]:
-        """Round the linears of one block that are quantized; keys are those of ``schemes``.
-
-        Gradients are enabled, and torch is on one thread: what is learned must not depend on the number of threads.
-
-        Args:
-            part: the block as the transforms left it. Parameters that stay as they are, norms for instance, may be
-                changed by `BlockPart.set_parameter`, and are then written so.
-            samples: the calibration rows with what the block of the source returns for them.
-            statistics: of the inputs, by `SharedInput.key`.
-            schemes: by linear, relative to the block.
-            rounding: what the recipe says.
         """
 
 

@@ -40,5 +40,5 @@ def unknown_method(word: str, text: str, methods: Mapping[str, Method]) -> Unkno
         return UnknownNameError(
             f"unknown method '{word}'{where}", nearest(word, methods, METHOD_WORDS)
         )
-    words.sort(key=lambda one: methods[one].kind in {"rounder", "block method"})
+    words.sort(key=lambda one: methods[one].kind == "rounder")
     return UnknownNameError(f"unknown method '{word}'{where}", f"--method {'+'.join(words)}")

@@ -2,8 +2,8 @@
 
 Each variant keeps its own stage, lock, journal and writer, so that its bytes and its way of going on are those of the
 separate command. Variants that ask for the same rows are run in lock step, those whose transforms change a block last;
-block methods, guides, quantized inputs of the next block, ranges measured behind transforms and mixtures of experts are
-made one after another.
+guides, quantized inputs of the next block, ranges measured behind transforms and mixtures of experts are made one after
+another.
 """
 
 from __future__ import annotations
