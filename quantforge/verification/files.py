@@ -104,7 +104,7 @@ def _same(file: Path, entry: Mapping[str, Any], root: Path) -> bool:
 
 
 class SourceMatch(Enum):
-    """What the source that is named is to the artifact."""
+    """How the model given as the source relates to the artifact."""
 
     COMPARABLE = "the recorded source, or one that no digest rules out"
     OTHER = "another model"

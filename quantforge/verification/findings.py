@@ -41,7 +41,7 @@ CHECKS: Mapping[str, str] = {
 }
 FILE_CHECKS = ("manifest", "signature")  # need no format to be read
 COMPARED = ("source", "configuration", "keys", "side-files", "fold", "noise")  # need a source
-# What these checks look at without a source.
+# Checks that are made in part without a source, and what they still cover.
 WITHOUT_SOURCE: Mapping[str, str] = {
     "kept-changed": "gains of a norm against those of the blocks beside it",
     "groups": "rows and columns of one code",

@@ -58,6 +58,7 @@ def check_foreign(report: Report, artifact: Artifact, source: Original | None) -
     """Report every file that a loader reads and that belongs neither to the model nor to the source."""
     root = report.path
     if not root.is_dir():
+        report.skip("only in directories", "foreign")
         return
     other = source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
     own = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}

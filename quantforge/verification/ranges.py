@@ -61,6 +61,9 @@ def check_input(
     if columns is not None:
         raw, peaks = raw / columns, peaks / columns
     seen = float(peaks.max())
+    if seen and not float(scale) > 0:
+        report.add("scale", module, f"input scale {float(scale):.4g}; the source shows {seen:.3g}")
+        return
     covered = float(scale) * largest_input(activation.grid)
     if not seen or INPUT_RANGES[0] * seen <= covered <= INPUT_RANGES[1] * seen:
         return

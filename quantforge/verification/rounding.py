@@ -55,8 +55,8 @@ class RoundingError:
         columns: ``[in]``, what the error at the outputs owes to each column alone, as a share of the error of plain
             rounding of the whole; negative where a column makes up for others.
         shift: the mean error of the median group, in steps of the grid; 0 where there are none.
-        too_long, too_short: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where that
-            is above 1. Rounding lowers both as a rule; too large scales raise the first, too small ones the second.
+        scale_high, scale_low: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where
+            that is above 1. Rounding usually lowers both; too large scales raise the first, too small ones the second.
         cosine: of ``Q`` and ``T``; 1 where both are zero.
         squared: squared error of the weights.
         size: squared weights of the source.
@@ -67,8 +67,8 @@ class RoundingError:
     groups: Tensor
     columns: Tensor
     shift: float
-    too_long: float
-    too_short: float
+    scale_high: float
+    scale_low: float
     cosine: float
     squared: float
     size: float
@@ -83,8 +83,8 @@ class RoundingError:
             "over_rounding": round(self.whole, 4),
             "worst_row_over_rounding": round(float(self.rows.max()), 4),
             "worst_column": round(float(self.columns.max()), 4),
-            "longer": round(self.too_long, 5),
-            "shorter": round(self.too_short, 5),
+            "longer": round(self.scale_high, 5),
+            "shorter": round(self.scale_low, 5),
         }
 
 
@@ -195,8 +195,8 @@ def measure(
         groups=_ratio(errors, least),
         columns=sums["columns"].sum(0) / max(float(least_outputs.sum()), 1e-300),
         shift=float(sums["shifts"].median()),
-        too_long=_median_ratio(sums["tq"], sums["tt"]) / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
-        too_short=_median_ratio(sums["tq"], sums["qq"]) / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
+        scale_high=_median_ratio(sums["tq"], sums["tt"]) / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
+        scale_low=_median_ratio(sums["tq"], sums["qq"]) / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
         cosine=tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
         squared=max(tt - 2 * tq + qq, 0.0),
         size=tt,

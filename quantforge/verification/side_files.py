@@ -211,6 +211,7 @@ def judge(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | 
 def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
     """Compare the files beside the weights of a directory with the source's; those of a GGUF file are its keys."""
     if not report.path.is_dir():
+        report.skip("a GGUF file holds them as keys", "side-files")
         return
     try:
         own, other = side_files_of(artifact), side_files_of(source)

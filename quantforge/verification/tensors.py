@@ -48,8 +48,8 @@ WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
 UNSEEN = 3.0
 # By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
 # small: a search sacrifices outliers to the other weights of a group.
-TOO_LONG, TOO_LONG_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
-TOO_SHORT = 0.08
+SCALE_HIGH, SCALE_HIGH_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
+SCALE_LOW = 0.08
 # Cosine from which a tensor is the one that it resembles, and by how much more than its own: see also RELATED.
 MATCHES, BETTER = 0.8, 0.1
 # Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
@@ -457,8 +457,8 @@ class TensorChecks:
         linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
         if 2 * len(self._unrelated) > linears:
             text = (
-                f"and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in another"
-                " basis (rotated), or it is another model; only the logits tell"
+                f"this and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in"
+                " another basis (rotated), or it is another model; only the logits tell"
             )
             self._report.warn("swapped", self._unrelated[0], text)
             return
@@ -470,8 +470,10 @@ class TensorChecks:
         linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
         first, count = next(iter(self._approximate), ""), len(self._approximate)
         if count > max(1, 0.9 * linears):
-            text = f"and {count - 1} more matrices are only near the source's: the model was quantized and decoded,"
-            self._report.warn("kept-changed", first, f"{text} or trained further; the logits tell")
+            text = f"this and {count - 1} more matrices are only near the source's: the model was quantized and"
+            self._report.warn(
+                "kept-changed", first, f"{text} decoded, or trained further; the logits tell"
+            )
             return
         for name, text in self._approximate.items():
             self._report.warn("kept-changed", name, text)
@@ -494,11 +496,11 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
     """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    too_long = TOO_LONG.get(scheme.weight_bits, TOO_LONG_FROM_4_BITS)
-    if error.too_long > 1 + too_long and not scheme.in_powers:  # powers of two are far apart
-        yield f"the median scale is {error.too_long:.3f} times what fits the source's weights"
-    if error.too_short > 1 + TOO_SHORT and not scheme.in_powers:
-        yield f"the median scale is {1 / error.too_short:.3f} times what fits the source's weights"
+    scale_high = SCALE_HIGH.get(scheme.weight_bits, SCALE_HIGH_FROM_4_BITS)
+    if error.scale_high > 1 + scale_high and not scheme.in_powers:  # powers of two are far apart
+        yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
+    if error.scale_low > 1 + SCALE_LOW and not scheme.in_powers:
+        yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
     if abs(error.shift) > ROUNDED_DOWN:
         yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
     beyond = error.rows > ROW * more

@@ -16,7 +16,7 @@ from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import PLAIN, is_sparse
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
-from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report
+from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report, Severity
 from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
 from quantforge.verification.loaded_files import check_foreign
 from quantforge.verification.opening import (
@@ -34,8 +34,8 @@ from quantforge.verification.side_files import check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 
-# Findings after which the model is not run.
-_UNREADABLE = {"unreadable", "incomplete", "ignore-list"}
+# Checks whose errors keep the model from being run.
+_BLOCK_FORWARD = {"unreadable", "incomplete", "ignore-list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     declared = DeclaredChanges.of(document)
     check_adapter(document, options.source, options.adapter)
     check_signed(report, options.key)
-    # Without a manifest nobody says that no factors were folded, and then they are looked for.
+    # Without a manifest, factors may have been folded: they are searched for.
     folded = not document or folds_factors(document)
     derive = options.source is not None and folded
     artifact = open_artifact(report, derive=derive or options.forward)
@@ -110,11 +110,11 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     else:
         check_side_files(report, artifact, source)
         check_gguf_keys(report, artifact, source)
-    readable = not any(item.check in _UNREADABLE for item in report.findings)
+    blocking = {f.check for f in report.findings if f.severity is Severity.ERROR} & _BLOCK_FORWARD
     if not options.forward:
         report.skip("not asked for (--no-forward)", "logits")
-    elif not readable:
-        report.skip("tensors cannot be read", "logits")
+    elif blocking:
+        report.skip(f"not run after these errors: {', '.join(sorted(blocking))}", "logits")
     tuned = any(recipe.tune for recipe in recipes(document))
     method = str((document or {}).get("method") or "")
     checks = TensorChecks(
@@ -122,7 +122,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         artifact,
         source,
         device=options.device,
-        forward=options.forward and readable,
+        forward=options.forward and not blocking,
         plainly=options.adapter is None and _rounded_plainly(document),
         sparsifier=method if is_sparse(method) else "",
         folded=folded,

@@ -174,7 +174,7 @@ def test_weights_that_were_rounded_down_are_told_where_no_error_is_large():
         found,
         codes=torch.where(up & (found.codes > found.codes.min()), found.codes - 1, found.codes),
     )
-    error = replace(measured(lower, weight, inputs), whole=1.0, too_long=1.0, too_short=1.0)
+    error = replace(measured(lower, weight, inputs), whole=1.0, scale_high=1.0, scale_low=1.0)
     (text,) = unusual_errors(error, found.scheme)
     assert "not rounded to nearest" in text
 
@@ -261,6 +261,7 @@ def test_static_inputs_have_the_range_of_the_source(tmp_path):
             (0.05, 1),
             (0.01, 1),
             (1e5, 1),
+            (0.0, 1),
         ):
             found = replace(
                 rounded(weight, scheme_of("int8:row:sym")),
