@@ -13,7 +13,7 @@ import pytest
 from quantforge import verbs
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
-from quantforge.verification.findings import Report
+from quantforge.verification.findings import Report, Severity
 from quantforge.verification.gguf_keys import (
     check_gguf_keys,
     expected_keys,
@@ -52,6 +52,14 @@ def told(path, source) -> list[str]:
     check_gguf_keys(report, artifact, open_source(source))
     assert "keys" not in report.skipped
     return [item.detail for item in report.findings]
+
+
+def test_of_long_texts_the_part_that_differs_is_shown():
+    key, begin = "tokenizer.chat_template", "{% for message in messages %}" * 10
+    ((text, severity),) = key_differences({key: f"{begin}hello"}, {key: f"{begin}goodbye"})
+    assert severity is Severity.ERROR
+    assert {"'hello'", "'goodbye'"} <= set(text.replace(",", "").split())
+    assert "message in messages" not in text
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "sentencepiece"])
