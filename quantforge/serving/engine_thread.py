@@ -155,14 +155,14 @@ class EngineThread:
                 return False
             try:
                 command()
-            except Exception:  # of a cancellation: others may follow
+            except Exception:  # a command that fails must not end the thread
                 LOG.exception("a command to the engine failed")
         return True
 
     def _step(self) -> None:
         try:
             events = self._engine.step()
-        except Exception as error:  # of one step: all of its requests end, others may follow
+        except Exception as error:  # ends all requests of this step; the thread serves later ones
             LOG.exception("a step of the engine failed")
             events = self._end_all(f"{BROKEN} ({type(error).__name__})")
         self._inside -= {one.id for one in events if isinstance(one, Finished)}

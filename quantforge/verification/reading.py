@@ -105,7 +105,7 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
         with quiet():
             text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
         found: dict[str, Any] = json.loads(text)
-    except Exception:  # a library raises what it likes
+    except Exception:  # transformers documents no errors here; values are then compared as they stand
         return {}
     return {**found, **{key: config[key] for key in LOAD_CODE if key in config}}
 
@@ -193,7 +193,7 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
                 folder, local_files_only=True, trust_remote_code=False
             )
         tree = read_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
-    except BaseException as error:  # a library raises what it likes, and compiled code panics
+    except BaseException as error:  # tokenizers documents no errors, and its compiled code panics
         if not raised(error):
             raise
         raise InputError(f"transformers cannot load it: {shorten(str(error))}") from error
