@@ -105,7 +105,7 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
         with quiet():
             text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
         found: dict[str, Any] = json.loads(text)
-    except Exception:  # transformers documents no errors here; values are then compared as they stand
+    except Exception:  # transformers documents no errors here
         return {}
     return {**found, **{key: config[key] for key in LOAD_CODE if key in config}}
 
