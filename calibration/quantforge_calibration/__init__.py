@@ -19,7 +19,6 @@ In this folder:
     hub_datasets     Datasets of the hub, through the optional ``datasets`` library
     image_documents  Documents of text with images, out of ``.jsonl``: a text or chat messages
     image_rows       Rows of one length from documents with images: whole documents as long as their images fit
-    images           Images of calibration rows, read with Pillow: files of few formats
     opening          The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
     random_rows      Rows of tokens drawn evenly from the vocabulary, in the place of a few rows of a text
     readers          Reading documents out of files, never more of them than asked for

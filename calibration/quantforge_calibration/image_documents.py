@@ -1,17 +1,21 @@
-"""Documents of text with images, out of ``.jsonl``: a text or chat messages, and the files of images that belong to it.
+"""Documents of text with images, out of ``.jsonl``: a text or chat messages, and the image files that belong to it.
 
-A row names its images in ``image`` (one) or ``images`` (a list), as paths from the folder of the ``.jsonl``; a part of
-a chat message of the type ``image`` names its own, or takes the next of the row's list. An address of the network is
-never asked for, and a path leads down from that folder. A row without images is a text like any other.
+A row names its images in ``image`` (one) or ``images`` (a list), as paths below the folder of the ``.jsonl``; a part of
+a chat message of the type ``image`` names its own, or takes the next of the row's list. Nothing is ever fetched from
+the network. A row without images is a text like any other.
+
+Pillow reads the images. A file of a few kilobytes can ask for gigabytes of pixels, so Pillow's limit of pixels, for
+which it only warns, is an error here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantforge_calibration.conversations import messages_in
 from quantforge_calibration.opening import FILES
@@ -20,13 +24,14 @@ from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Source, files_of, read_file
 from quantforge_files.roles import IMAGE, TEXT
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 FIELDS = ("images", "image")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 COPY = "copy the processor files of the original model: " + ", ".join(PROCESSOR_FILES)
 INSTALL = "pip install 'quantforge[images]'"
-_PART = "image"  # the type of a part of a message, and of what a template is given in its place
-_NAMES = ("image", "path", "url", "image_url")
-_NAMED = "a path from the folder of the file, such as images/1.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,21 @@ class ImageDocument:
 
 
 def first_image(source: Source) -> str | None:
-    """Return where a source names an image first, None where it names none: it is read until there.
+    """Return where a source first names an image, None if it names none.
 
     Raises:
         SourceError: a file cannot be read, or a row that names an image is malformed.
     """
-    for path in _tables(source):
+    for path in files_of(source.path, source) if source.path is not None else ():
+        if path.suffix.lower() != ".jsonl":
+            continue
         for where, fields in json_lines(path, b'"image'):
-            if any(fields.get(name) for name in FIELDS) or any(_places(fields)):
+            if any(fields.get(name) for name in FIELDS):
                 return where
+            for message in messages_in(where, fields):
+                content = message.get("content")
+                if isinstance(content, list) and any(map(_is_image, content)):
+                    return where
     return None
 
 
@@ -69,8 +80,8 @@ def image_documents(
         unused: takes the columns that are not used, while documents are read.
 
     Raises:
-        SourceError: a row has no text, names an image by no path, or its messages have more or fewer places than it
-            names images.
+        SourceError: a row has no text, an image is not named by a path, or a row's messages have more or fewer places
+            for images than it names.
     """
     assert source.path is not None
     rows = RowReader(source.column or column, chat, unused or UnusedColumns())
@@ -81,33 +92,33 @@ def image_documents(
             continue
         for where, fields in json_lines(path):
             for found in rows.record(path.name, where, fields, FIELDS):
-                yield _document(where, path.parent, fields, found)
+                names, record = _placed(where, _names(where, fields), found)
+                images = tuple(_path(where, path.parent, name) for name in names)
+                yield ImageDocument(where, record, images)
 
 
 def check_images(source: Source, rows: int, column: str, model: Path, *, chat: bool) -> None:
-    """Refuse what rows with images lack, as far as it is known without reading any of these.
+    """Refuse what rows with images lack, as far as it is known without reading an image.
 
     Args:
         source: that names images.
-        rows: of ids that are asked for: each begins with a document of its own.
+        rows: of ids that are asked for; each begins with a document of its own.
         column: of the text.
         model: the directory with the processor.
         chat: whether messages are rendered.
 
     Raises:
-        SourceError: the model has no processor, Pillow is missing, an image is missing, or there are too few documents.
+        SourceError: the model has no processor, an image is missing, or there are too few documents.
     """
     documents = 0
-    for found in image_documents(source, TEXT.limit, column, chat=chat):
+    for document in image_documents(source, TEXT.limit, column, chat=chat):
         if not documents:
-            check_processor(model, found.where)
-        for path in found.images:
-            if find_spec("PIL") is None:
-                raise SourceError(f"{found.where} names an image, which Pillow reads", INSTALL)
+            check_processor(model, document.where)
+        for path in document.images:
             try:
                 FILES.check(path, IMAGE, None)
             except SourceError as error:
-                raise SourceError(f"{found.where}: image {error.message}", error.hint) from error
+                raise _of_row(document.where, error) from error
         documents += 1
         if documents >= rows:
             return
@@ -118,7 +129,7 @@ def check_images(source: Source, rows: int, column: str, model: Path, *, chat: b
 
 
 def check_processor(model: Path, where: str) -> None:
-    """Refuse a model directory without the files of a processor."""
+    """Refuse a model directory without the files of a processor; ``where`` is the row that names an image."""
     if not any((model / name).is_file() for name in PROCESSOR_FILES):
         raise SourceError(
             f"{where} names an image, and {model} has no processor: neither {' nor '.join(PROCESSOR_FILES)}",
@@ -126,86 +137,85 @@ def check_processor(model: Path, where: str) -> None:
         )
 
 
-def _tables(source: Source) -> list[Path]:
-    if source.path is None:
-        return []
-    return [path for path in files_of(source.path, source) if path.suffix.lower() == ".jsonl"]
+def read_image(path: Path, where: str) -> Image:
+    """Return an image as RGB, turned as its EXIF data says; of several frames the first.
+
+    Args:
+        path: of the file.
+        where: the row that names it.
+
+    Raises:
+        SourceError: Pillow is missing; the file is missing, is in none of `FORMATS`, is damaged or has too many pixels.
+    """
+    try:
+        from PIL import Image as pillow
+        from PIL import ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise SourceError(f"{where} names an image, which Pillow reads", INSTALL) from error
+    try:
+        data = FILES.read(path, IMAGE, None)
+    except SourceError as error:
+        raise _of_row(where, error) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pillow.DecompressionBombWarning)
+            with pillow.open(BytesIO(data), formats=FORMATS) as file:
+                return ImageOps.exif_transpose(file).convert("RGB")
+    except Exception as error:  # of a damaged file Pillow raises whatever its readers come upon
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "its format is not one of them" if unknown else error
+        raise SourceError(
+            f"{where}: image {path} cannot be read: {reason}",
+            f"give an image as {', '.join(FORMATS)}, no larger than a model reads",
+        ) from error
 
 
-def _document(where: str, folder: Path, fields: Mapping[str, Any], found: Record) -> ImageDocument:
-    listed = _listed(where, fields)
-    if isinstance(found, str):
-        names = listed
-    else:
-        names, messages = _of_messages(where, listed, found.messages)
-        found = replace(found, messages=messages)
-    return ImageDocument(where, found, tuple(_path(where, folder, name) for name in names))
+def _of_row(where: str, error: SourceError) -> SourceError:
+    return SourceError(f"{where}: image {error.message}", error.hint)
 
 
-def _listed(where: str, fields: Mapping[str, Any]) -> list[Any]:
+def _names(where: str, fields: Mapping[str, Any]) -> list[Any]:
+    """Return what a row's own fields name as images."""
     given = [fields[name] for name in FIELDS if fields.get(name)]
     if len(given) > 1:
         raise SourceError(f"{where} has both `image` and `images`", "one of them")
-    found = given[0] if given else []
-    return found if isinstance(found, list) else [found]
+    names = given[0] if given else []
+    return names if isinstance(names, list) else [names]
 
 
-def _of_messages(
-    where: str, listed: list[Any], messages: Sequence[Mapping[str, Any]]
-) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    """Return the names of images in the order of their places, and the messages without them."""
-    left, names = list(listed), []
-    plain: list[Mapping[str, Any]] = []
-    for message in messages:
+def _placed(where: str, listed: list[Any], record: Record) -> tuple[list[Any], Record]:
+    """Return the names of images in the order of their places, and the text or conversation without the names."""
+    if isinstance(record, str):
+        return listed, record
+    left, names, messages = list(listed), [], []
+    for message in record.messages:
         content = message.get("content")
-        if not isinstance(content, list):
-            plain.append(message)
-            continue
-        parts = []
-        for part in content:
-            if not _is_place(part):
-                parts.append(part)
-                continue
-            own = next((part[key] for key in _NAMES if part.get(key)), None)
-            names.append(own if own is not None else left.pop(0) if left else None)
-            parts.append({"type": _PART})
-        plain.append({**message, "content": parts})
+        parts = content if isinstance(content, list) else []
+        for part in filter(_is_image, parts):
+            own = part.get("image") or part.get("path") or part.get("url")
+            names.append(own or (left.pop(0) if left else None))
+        plain = [{"type": "image"} if _is_image(part) else part for part in parts]
+        messages.append({**message, "content": plain} if plain else message)
     if left or None in names:
         raise SourceError(
             f"{where} names {len(listed)} image(s) beside its messages, which have {len(names)} place(s) for any",
             'a part {"type": "image"} of a message for each of them, or its path in that part',
         )
-    return names, plain
+    return names, replace(record, messages=messages)
 
 
-def _places(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of messages that stand for images."""
-    try:
-        messages = messages_in("", fields)
-    except SourceError:  # told where conversations are asked for
-        return
-    for message in messages:
-        content = message.get("content")
-        yield from (
-            (part for part in content if _is_place(part)) if isinstance(content, list) else ()
-        )
-
-
-def _is_place(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in {_PART, "image_url"}
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _path(where: str, folder: Path, name: Any) -> Path:
-    if isinstance(name, Mapping):  # as tables of the hub write them, and messages of OpenAI's
-        name = name.get("path") or name.get("url")
-    if not isinstance(name, str) or not name.strip():
-        raise SourceError(f"{where}: an image is {type(name).__name__} and no path", _NAMED)
-    if "://" in name or name.startswith("data:"):
+    if isinstance(name, Mapping):  # as the hub's tables write images
+        name = name.get("path")
+    path = PurePosixPath(name) if isinstance(name, str) and name.strip() else None
+    address = path is not None and ("://" in name or name.startswith("data:"))
+    if path is None or address or Path(name).is_absolute() or ".." in path.parts:
         raise SourceError(
-            f"{where}: {name[:80]!a} is an address; nothing is fetched for calibration",
-            f"fetch it first, and give {_NAMED}",
+            f"{where}: image {str(name)[:80]!a} is not a path below the folder of the file; nothing is fetched",
+            "a path such as images/1.png",
         )
-    path = PurePosixPath(name)
-    if path.is_absolute() or Path(name).is_absolute() or ".." in path.parts:
-        raise SourceError(f"{where}: {name[:80]!a} leads out of the folder of the file", _NAMED)
-    return folder / name
+    return folder / path

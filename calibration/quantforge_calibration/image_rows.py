@@ -3,25 +3,24 @@
 A row begins with a document, and others follow, in the order of the file, with the end-of-text token between them. The
 row is cut at its length, never before the end of an image: a document whose images do not fit begins the next row, and
 what is left of this one is filled with the builtin text. So there is no padding, which every statistic would have to
-leave out. What is behind a cut is dropped and counted.
+leave out. What is after a cut is dropped and counted.
 
 A row keeps its text and the paths of its images. Its pixels are made anew whenever they are asked for, and compared
-with what they were: of hundreds of rows they would take gigabytes.
+with what they were: for hundreds of rows they would take gigabytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantforge_calibration.image_documents import ImageDocument
-from quantforge_calibration.images import read_image
+from quantforge_calibration.image_documents import ImageDocument, read_image
 from quantforge_calibration.row_count import BYTES_PER_TOKEN
 from quantforge_calibration.row_processor import IDS, RowProcessor
 from quantforge_calibration.source_error import SourceError
@@ -44,7 +43,7 @@ class ImageRow:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The rest of what a model takes of rows, beside their ids; None stands for a row of a text without a processor.
+    """What a model takes of rows beside their ids; None stands for a row of a text without a processor.
 
     Attributes:
         filled: ids that are builtin text.
@@ -64,13 +63,14 @@ class ImageRows:
         found = self.rows[row]
         if found is None:
             return {}
-        values = made(found, self.processor, self.length)
-        if digest_of(values) != found.digest:
+        values = _made(found, self.processor, self.length)
+        if _digest(values) != found.digest:
             raise SourceError(
                 f"{found.where}: an image of calibration row {row} changed meanwhile",
                 "leave the images as they are while a run reads them",
             )
-        return {name: value for name, value in values.items() if name != IDS}
+        del values[IDS]
+        return values
 
     @property
     def count(self) -> int:
@@ -92,19 +92,9 @@ def combined(parts: Sequence[tuple[ImageRows | None, int]]) -> ImageRows | None:
     return replace(found[0], rows=tuple(row for part in rows for row in part), filled=filled)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A row that is being filled, with its tokens so far."""
-
-    where: str = ""
-    texts: list[str] = field(default_factory=list)
-    images: list[Path] = field(default_factory=list)
-    used: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class PackedImages:
-    """Rows of ids ``[rows, length]``, the rest of them, and counts of ids as of a report of text."""
+    """Rows of ids ``[rows, length]``, the rest of them, and counts of ids as in a report on text."""
 
     ids: Tensor
     images: ImageRows
@@ -124,58 +114,88 @@ def pack_images(
     Raises:
         SourceError: an image cannot be read, the processor refuses a document, or its images do not fit into a row.
     """
+    measured = _Measured(documents, processor, tokenizer)
     between = _token(tokenizer, tokenizer.eos_id) or _SEAM
-    filling = _filling()
-    done: list[ImageRow] = []
-    available = dropped = filled = 0
-
-    def close(row: _Open) -> None:
-        nonlocal dropped, filled
-        missing = max(0, length - row.used)
-        dropped, filled = dropped + max(0, row.used - length), filled + missing
+    filling = (character for text in cycle([*builtin()]) for character in text)
+    done, ids = [], [torch.empty(0, length, dtype=torch.int64)]
+    dropped = filled = 0
+    for group, used in islice(_grouped(measured, length), rows):
+        missing = max(0, length - used)
+        dropped, filled = dropped + max(0, used - length), filled + missing
         filler = "".join(islice(filling, BYTES_PER_TOKEN * (missing + SPARE)))
-        text = between.join([*row.texts, filler])
-        done.append(ImageRow(text, tuple(row.images), row.where))
+        text = between.join([*(str(document.record) for document in group), filler])
+        images = tuple(path for document in group for path in document.images)
+        row = ImageRow(text, images, group[0].where)
+        values = _made(row, processor, length)
+        tokenizer.check(values[IDS][0, ~processor.seen(values)[:length]].tolist(), row.where)
+        ids.append(values[IDS])
+        done.append(replace(row, digest=_digest(values)))
+    packed = ImageRows(tuple(done), processor, length, filled)
+    return PackedImages(torch.cat(ids), packed, measured.tokens, dropped)
 
-    row = _Open()
-    for document in documents:
-        text = _without_beginning(str(document.record), tokenizer)
-        count, end = _measured(replace(document, record=text), processor, tokenizer)
-        available += count
+
+@dataclass(slots=True)
+class _Measured:
+    """Documents without a token at their beginning, which the processor puts before every row, with their lengths.
+
+    Iteration yields each with its number of tokens, and how many there are to the end of its last image.
+
+    Attributes:
+        tokens: of all documents so far.
+    """
+
+    documents: Iterable[ImageDocument]
+    processor: RowProcessor
+    tokenizer: TextTokenizer
+    tokens: int = 0
+
+    def __iter__(self) -> Iterator[tuple[ImageDocument, int, int]]:
+        beginning = _token(self.tokenizer, self.tokenizer.bos_id) or ""
+        for document in self.documents:
+            text, where = str(document.record).removeprefix(beginning), document.where
+            self.processor.check(text, len(document.images), where)
+            # Within its time: the processor's own has no end to it. The model looks no places of images up.
+            replace(self.tokenizer, rows=None).encode(text)
+            values = self.processor(
+                text, [read_image(path, where) for path in document.images], where
+            )
+            places = self.processor.seen(values).nonzero()
+            end = 1 + int(places.max()) if len(places) else 0
+            if document.images and not end:
+                raise SourceError(
+                    f"{where}: the model's processor makes no tokens of its {len(document.images)} image(s)",
+                    f"write {self.processor.placeholder or 'the place of an image'} where each belongs",
+                )
+            count = values[IDS].shape[1]
+            self.tokens += count
+            yield replace(document, record=text), count, end
+
+
+def _grouped(
+    documents: Iterable[tuple[ImageDocument, int, int]], length: int
+) -> Iterator[tuple[list[ImageDocument], int]]:
+    """Yield the documents of each row with the number of their tokens; that of the last row may be less than a row."""
+    group: list[ImageDocument] = []
+    used = 0
+    for document, count, end in documents:
         if end > length:
             raise SourceError(
                 f"{document.where}: its images end with token {end}, and rows have {length}",
                 f"--length {end}, or more; or smaller images, where the model reads them in their own size",
             )
-        if row.texts and row.used + end > length:
-            close(row)
-            row = _Open()
-            if len(done) == rows:
-                break
-        row.where = row.where or document.where
-        row.texts.append(text)
-        row.images += document.images
-        row.used += count + 1
-        if row.used >= length:
-            close(row)
-            row = _Open()
-            if len(done) == rows:
-                break
-    if row.texts and len(done) < rows:
-        close(row)
-    ids, made_rows = [], []
-    for each in done:
-        values = made(each, processor, length)
-        of_text = ~processor.seen(values)[:length]
-        tokenizer.check(values[IDS][0, of_text].tolist(), each.where)
-        ids.append(values[IDS])
-        made_rows.append(replace(each, digest=digest_of(values)))
-    images = ImageRows(tuple(made_rows), processor, length, filled)
-    joined = torch.cat(ids) if ids else torch.empty(0, length, dtype=torch.int64)
-    return PackedImages(joined, images, available, dropped)
+        if group and used + end > length:
+            yield group, used
+            group, used = [], 0
+        group.append(document)
+        used += count + 1
+        if used >= length:
+            yield group, used
+            group, used = [], 0
+    if group:
+        yield group, used
 
 
-def made(row: ImageRow, processor: RowProcessor, length: int) -> dict[str, Tensor]:
+def _made(row: ImageRow, processor: RowProcessor, length: int) -> dict[str, Tensor]:
     """Return what a model takes of a row: ids ``[1, length]``, and the rest by argument.
 
     Raises:
@@ -194,7 +214,7 @@ def made(row: ImageRow, processor: RowProcessor, length: int) -> dict[str, Tenso
     }
 
 
-def digest_of(values: Mapping[str, Tensor]) -> str:
+def _digest(values: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 (hex) of tensors with their names, types and shapes."""
     hasher = hashlib.sha256()
     for name, value in sorted(values.items()):
@@ -203,36 +223,5 @@ def digest_of(values: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
-def _measured(
-    document: ImageDocument, processor: RowProcessor, tokenizer: TextTokenizer
-) -> tuple[int, int]:
-    """Return how many tokens a document has, and how many to the end of its last image."""
-    text = str(document.record)
-    processor.check(text, len(document.images), document.where)
-    # Within its time: the processor's own has no end to it. The model looks no places of images up.
-    replace(tokenizer, rows=None).encode(text)
-    pictures = [read_image(path, document.where) for path in document.images]
-    values = processor(text, pictures, document.where)
-    places = processor.seen(values).nonzero()
-    end = 1 + int(places.max()) if len(places) else 0
-    if pictures and not end:
-        raise SourceError(
-            f"{document.where}: the model's processor makes no tokens of its {len(pictures)} image(s)",
-            f"write {processor.placeholder or 'the place of an image'} where each belongs",
-        )
-    return values[IDS].shape[1], end
-
-
 def _token(tokenizer: TextTokenizer, number: int | None) -> str | None:
     return None if number is None else tokenizer.tokenizer.id_to_token(number)
-
-
-def _without_beginning(text: str, tokenizer: TextTokenizer) -> str:
-    """Return a text without the token that begins one: the processor puts it in front of every row."""
-    return text.removeprefix(_token(tokenizer, tokenizer.bos_id) or "")
-
-
-def _filling() -> Iterator[str]:
-    """Yield the characters of the builtin text over and over."""
-    texts: Sequence[str] = [*builtin()]
-    return (character for text in cycle(texts) for character in text)

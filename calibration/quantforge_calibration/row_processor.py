@@ -1,8 +1,8 @@
 """The processor of a model: token ids of a text with images, pixel values, and what else the model takes.
 
 It is transformers' own code, chosen by the names of classes in the model's files; code that comes with a model is never
-run. The files are read by our opener and laid into a folder of their own, where nothing else lies that a library could
-come upon. Of two implementations the one on Pillow is taken, which depends on no further library.
+run. The files are read by our opener and copied into a folder of their own, where a library finds nothing else. Of two
+implementations the one on Pillow is taken, which depends on no further library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from quantforge_calibration.image_documents import COPY, PROCESSOR_FILES, check_processor
 from quantforge_calibration.opening import FILES
 from quantforge_calibration.source_error import SourceError
-from quantforge_files.roles import CARRIED, CONFIG, SETTINGS, FileRole
+from quantforge_files.roles import CARRIED, CONFIG, SETTINGS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 IDS, MASK = "input_ids", "attention_mask"
 VIDEOS = "video_processor"
 _KINDS = ("mm_token_type_ids", "token_type_ids")  # of tokens: 0 for text
+_TEXT_ALONE = "give rows of text alone"
 
 
 class RowProcessor:
@@ -65,25 +66,21 @@ class RowProcessor:
         """
         try:
             with self._lock:  # the tokenizer inside is set anew for every call
-                found = self._processor(
+                values = self._processor(
                     text=[text], images=[[*images]] if images else None, return_tensors="pt",
                     padding=False, truncation=False,
                 )  # fmt: skip
-        except (
-            Exception
-        ) as error:  # whatever a processor raises about values that it does not expect
+        except Exception as error:  # whatever a processor raises about unexpected values
             raise SourceError(
-                f"{where}: the model's processor refuses it: {' '.join(str(error).split())[:300]}",
+                f"{where}: the model's processor refuses it: {_shortened(error)}",
                 "compare the text with the model's publication, and its processor files too",
             ) from error
-        values = {name: value for name, value in found.items() if name != MASK}
-        other = [name for name, value in values.items() if not isinstance(value, Tensor)]
-        if other or IDS not in values:
+        if other := [name for name, value in values.items() if not isinstance(value, Tensor)]:
             raise SourceError(
-                f"{where}: the model's processor makes {', '.join(other) or 'no token ids'}, and no tensor of it",
-                "give rows of text alone",
+                f"{where}: the model's processor makes {other[0]}, which is not a tensor",
+                _TEXT_ALONE,
             )
-        return values
+        return {name: value for name, value in values.items() if name != MASK}
 
     def seen(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return which tokens stand for parts of images, bool ``[tokens]``."""
@@ -95,41 +92,32 @@ class RowProcessor:
 
 
 def load_processor(model: Path, where: str) -> RowProcessor:
-    """Load the processor of a model directory; ``where`` a row names an image.
+    """Load the processor of a model directory; ``where`` is the row that names an image.
 
     Raises:
         SourceError: its files are missing or malformed, transformers has no such class, or that needs other libraries.
     """
     check_processor(model, where)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        settings = dict(_copied(model, place))
+        settings = _copied(model, Path(folder))
+        kind = _class(settings, where)
         try:
-            return RowProcessor(_loaded(place, settings, where))
-        except ImportError as error:
-            said = " ".join(str(error).split())[:300]
+            return RowProcessor(_loaded(kind, Path(folder)))
+        except Exception as error:  # files that transformers does not expect, or a missing library
             raise SourceError(
-                f"{where}: the model's processor needs more: {said}", "install it"
-            ) from error
-        except SourceError:
-            raise
-        except Exception as error:  # of files that transformers does not expect
-            said = " ".join(str(error).split())[:300]
-            raise SourceError(
-                f"{where}: {model}: its processor cannot be loaded: {said}", COPY
+                f"{where}: the processor of {model} cannot be loaded: {_shortened(error)}",
+                f"install what it names; or {COPY}; or {_TEXT_ALONE}",
             ) from error
 
 
-def _copied(model: Path, place: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Copy the files that a processor consists of; yield those that are settings, read."""
-    config = FILES.parse_object(
-        FILES.read(model / "config.json", CONFIG, model), model / "config.json", CONFIG, loose=True
-    )
-    least = {"model_type": config.get("model_type")}
-    (place / "config.json").write_text(json.dumps(least))
-    yield "config.json", least
+def _copied(model: Path, place: Path) -> dict[str, Mapping[str, Any]]:
+    """Copy the files that a processor consists of; return those that are settings, parsed, by name."""
+    path = model / "config.json"
+    config = FILES.parse_object(FILES.read(path, CONFIG, model), path, CONFIG, loose=True)
+    settings: dict[str, Mapping[str, Any]] = {path.name: {"model_type": config.get("model_type")}}
+    (place / path.name).write_text(json.dumps(settings[path.name]))
     for name in FILES.listing(model, model):
-        role = _role(name)
+        role = next((CARRIED[pattern] for pattern in CARRIED if fnmatchcase(name, pattern)), None)
         if role is None:
             continue
         data = FILES.read(model / name, role, model)
@@ -137,64 +125,54 @@ def _copied(model: Path, place: Path) -> Iterator[tuple[str, Mapping[str, Any]]]
             FILES.check_json(data, model / name, role)
         (place / name).write_bytes(data)
         if role is SETTINGS:
-            yield name, FILES.parse_object(data, model / name, role, loose=True)
-
-
-def _role(name: str) -> FileRole | None:
-    return next((role for pattern, role in CARRIED.items() if fnmatchcase(name, pattern)), None)
+            settings[name] = FILES.parse_object(data, model / name, role, loose=True)
+    return settings
 
 
 def _class(settings: Mapping[str, Mapping[str, Any]], where: str) -> Any:
-    """Return the class of a processor: that which its files name, else the one of the family."""
+    """Return the class of a processor: the one that its files name, else the one of the family."""
     from transformers import ProcessorMixin
     from transformers.models.auto import processing_auto as auto
 
     files = (*PROCESSOR_FILES, "tokenizer_config.json")
     named = [settings[name].get("processor_class") for name in files if name in settings]
     named.append(auto.PROCESSOR_MAPPING_NAMES.get(settings["config.json"]["model_type"]))
-    names = [name for name in named if isinstance(name, str)]
-    kind = auto.processor_class_from_name(names[0]) if names else None
+    name = next((name for name in named if isinstance(name, str)), "")
+    kind = auto.processor_class_from_name(name) if name else None
     if not isinstance(kind, type) or not issubclass(kind, ProcessorMixin):
         raise SourceError(
-            f"{where} names an image: transformers has no processor {names[0] if names else 'of this model'}",
-            "code that comes with a model is never run; give rows of text alone",
+            f"{where} names an image: transformers has no processor {name or 'of this model'}",
+            f"code that comes with a model is never run; {_TEXT_ALONE}",
         )
     return kind
 
 
-def _loaded(place: Path, settings: Mapping[str, Mapping[str, Any]], where: str) -> Any:
+def _loaded(kind: Any, place: Path) -> Any:
+    """Load a processor without its part for videos, whose class needs a library that images do not."""
     import transformers
 
-    kind = _class(settings, where)
-    options = {"local_files_only": True, "trust_remote_code": False}
-    loaders: dict[str, Callable[[], Any]] = {
-        "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
-            place, backend="pil", **options
-        ),
-        "feature_extractor": lambda: transformers.AutoFeatureExtractor.from_pretrained(
-            place, **options
-        ),
-        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(place, **options),
-        # Videos are not read, and its class needs a library that images do not.
-        VIDEOS: lambda: object.__new__(transformers.BaseVideoProcessor),
-    }
-    parts = kind.get_attributes()
-    if unknown := [name for name in parts if name not in loaders]:
-        raise SourceError(
-            f"{where} names an image: {kind.__name__} has a part that is not known: {unknown[0]}",
-            "give rows of text alone",
-        )
-    values, _ = kind.get_processor_dict(place, **options)
-    taken = inspect.signature(kind.__init__).parameters
-    own = {name: value for name, value in values.items() if name in taken and name not in parts}
-    return _unchecked(kind)(**{name: loaders[name]() for name in parts}, **own)
-
-
-def _unchecked(kind: Any) -> Any:
-    """Return the class, which takes what stands for its part of videos without looking for that part's class."""
-
-    class Images(kind):  # type: ignore[misc]
+    class ImagesAlone(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
             return None if name == VIDEOS else super().check_argument_for_proper_class(name, value)
 
-    return Images
+    loaders = {
+        "image_processor": transformers.AutoImageProcessor,
+        "feature_extractor": transformers.AutoFeatureExtractor,
+        "tokenizer": transformers.AutoTokenizer,
+    }
+    options = {"local_files_only": True, "trust_remote_code": False}
+    parts = {
+        name: object.__new__(transformers.BaseVideoProcessor)
+        if name == VIDEOS
+        else loaders[name].from_pretrained(
+            place, **({"backend": "pil"} if name == "image_processor" else {}), **options
+        )
+        for name in kind.get_attributes()
+    }
+    values, _ = kind.get_processor_dict(place, **options)
+    own = (inspect.signature(kind.__init__).parameters.keys() & values.keys()) - parts.keys()
+    return ImagesAlone(**parts, **{name: values[name] for name in own})
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

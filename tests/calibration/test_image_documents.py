@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from quantforge_calibration import SourceError, parse_sources
-from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
-from quantforge_calibration.images import read_image
+from quantforge_calibration.image_documents import (
+    ImageDocument,
+    first_image,
+    image_documents,
+    read_image,
+)
 from quantforge_files.roles import IMAGE
 from tests.vision import draw_image, write_rows
 
@@ -60,18 +64,19 @@ def test_messages_have_places_for_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "said"),
+    "image",
     [
-        ("https://example.org/1.png", "is an address; nothing is fetched"),
-        ("data:image/png;base64,AAAA", "is an address"),
-        ("/etc/1.png", "leads out of the folder"),
-        ("../1.png", "leads out of the folder"),
-        (7, "an image is int and no path"),
-        ({"bytes": "AAAA"}, "an image is NoneType and no path"),
+        "https://example.org/1.png",
+        "data:image/png;base64,AAAA",
+        "/etc/1.png",
+        "../1.png",
+        7,
+        {"bytes": "AAAA"},
     ],
 )
-def test_what_is_no_path_below_the_file_is_refused(tmp_path: Path, image: Any, said: str) -> None:
-    with pytest.raises(SourceError, match=rf"rows.jsonl, line 2: .*{said}"):
+def test_what_is_not_a_path_below_the_file_is_refused(tmp_path: Path, image: Any) -> None:
+    refused = "rows.jsonl, line 2: image .* is not a path below the folder of the file; nothing is"
+    with pytest.raises(SourceError, match=refused):
         documents(tmp_path, {"text": "a"}, {"text": "b", "image": image})
 
 
@@ -113,11 +118,11 @@ def test_files_that_are_no_image_are_refused(tmp_path: Path) -> None:
         read_image(tmp_path / "missing.png", "row 7")
     text = tmp_path / "text.png"
     text.write_text("a text")
-    with pytest.raises(SourceError, match=r"row 7: image .*text.png is no image"):
+    with pytest.raises(SourceError, match=r"row 7: image .*text.png cannot be read: its format"):
         read_image(text, "row 7")
     short = tmp_path / "short.png"
     short.write_bytes(good.read_bytes()[:300])
-    with pytest.raises(SourceError, match=r"row 7: image .*short.png is damaged"):
+    with pytest.raises(SourceError, match=r"row 7: image .*short.png cannot be read"):
         read_image(short, "row 7")
     with pytest.raises(SourceError, match=r"not a regular file|Is a directory"):
         read_image(tmp_path, "row 7")
@@ -133,5 +138,5 @@ def test_files_that_are_no_image_are_refused(tmp_path: Path) -> None:
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
     tmp_path: Path, side: int
 ) -> None:
-    with pytest.raises(SourceError, match=r"row 7: image .*more than 89478485 pixels"):
+    with pytest.raises(SourceError, match=r"row 7: image .*pixels\) exceeds limit"):
         read_image(bomb(tmp_path / "bomb.png", side), "row 7")

@@ -20,7 +20,7 @@ from quantforge.verbs import allocate
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.draw import Request, draw
-from quantforge_calibration.images import read_image
+from quantforge_calibration.image_documents import read_image
 from quantforge_calibration.row_processor import IDS, load_processor
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.equivalence.test_stream import opened, whole_model

@@ -29,19 +29,11 @@ EXCEPTIONS = {
     ("quantforge_kernels.cpu.program_cache", "os.open"): "this user's own folder, checked",
     ("quantforge_kernels.cpu.program_cache", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",
-    ("quantforge_calibration.images", "pillow.open"): "is given what the Opener read",
+    ("quantforge_calibration.image_documents", "pillow.open"): "is given what the Opener read",
     (
         "quantforge_calibration.row_processor",
-        "transformers.AutoImageProcessor.from_pretrained",
+        "loaders[name].from_pretrained",
     ): "a folder of copies of what the Opener read",
-    (
-        "quantforge_calibration.row_processor",
-        "transformers.AutoFeatureExtractor.from_pretrained",
-    ): "likewise",
-    (
-        "quantforge_calibration.row_processor",
-        "transformers.AutoTokenizer.from_pretrained",
-    ): "likewise",
     (
         "quantforge.verification.reading",
         "AutoTokenizer.from_pretrained",
