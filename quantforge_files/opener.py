@@ -70,7 +70,7 @@ class Opener:
         """
         real = self.real(path, inside)
         try:
-            descriptor = system.open_unlinked(real, system.READ | system.UNLINKED)
+            descriptor = system.open_nofollow(real, system.READ)
         except OSError as error:
             raise self._unreadable(path, error) from error
         try:
@@ -123,10 +123,10 @@ class Opener:
         with self.opened(path, role, inside) as descriptor:
             wanted = min(count, max(os.fstat(descriptor).st_size, _PART))
             try:
-                data = system.read_at(descriptor, wanted, 0)
+                data = os.pread(descriptor, wanted, 0)
                 parts = [data]
                 done = len(data)
-                while done < count and (data := system.read_at(descriptor, _PART, done)):
+                while done < count and (data := os.pread(descriptor, _PART, done)):
                     parts.append(data[: count - done])
                     done += len(parts[-1])
             except OSError as error:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -34,9 +35,9 @@ class Disk:
     """The calls themselves, see `quantforge_files.system`."""
 
     allocate: Callable[[int, int, int], None] = system.allocate
-    pwrite: Callable[[int, memoryview, int], int] = system.write_at
+    pwrite: Callable[[int, memoryview, int], int] = os.pwrite
     fsync: Callable[[int], None] = system.sync
-    rename: Callable[[Path, Path], None] = os.replace  # over a file, too: on Windows it alone does
+    rename: Callable[[Path, Path], None] = os.rename
     exchange: Callable[[Path, Path], None] = system.exchange
 
     def write_at(self, descriptor: int, data: memoryview, offset: int) -> None:
@@ -50,9 +51,7 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """Make a file or the names in a directory durable."""
-        descriptor = system.open_to_sync(path)
-        if descriptor is None:
-            return
+        descriptor = system.open_nofollow(path, system.READ)
         try:
             self.fsync(descriptor)
         finally:
@@ -70,7 +69,7 @@ def create(path: Path, mode: int = 0o666) -> int:
     Raises:
         FileExistsError: something has that name, be it a link that leads nowhere.
     """
-    return system.open_unlinked(path, system.NEW, mode)
+    return system.open_nofollow(path, system.NEW, mode)
 
 
 def fresh(path: Path) -> int:
@@ -85,7 +84,7 @@ def existing(path: Path, access: int = os.O_WRONLY) -> int:
     Raises:
         OSError: it is missing, a link, no regular file, or has a second name somewhere else.
     """
-    descriptor = system.open_unlinked(path, access | system.EXISTING)
+    descriptor = system.open_nofollow(path, access | system.EXISTING)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(descriptor)
@@ -208,7 +207,7 @@ def free_bytes(directory: Path) -> int:
     """Return how many bytes this user may still write in a directory, or in the nearest parent that exists."""
     while not directory.is_dir() and directory != directory.parent:
         directory = directory.parent
-    return system.free_bytes(directory)
+    return shutil.disk_usage(directory).free
 
 
 @contextmanager

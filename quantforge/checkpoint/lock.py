@@ -15,6 +15,7 @@ sees that it changes, and so that the process has not been stopped.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -26,7 +27,6 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import create, existing, folder
 from quantforge.errors import BusyError, RefusedError
-from quantforge_files import system
 
 FILE = "lock"
 BEAT_SECONDS = 1.0
@@ -98,7 +98,7 @@ class Lock:
                         self.directory.rmdir()
                 raise
             try:
-                system.lock(self._descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
                     return self._taken()
             except BlockingIOError as error:
@@ -123,7 +123,7 @@ class Lock:
             folder(self.directory)
             fresh = create(self._path)
             try:
-                system.lock(fresh)
+                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BaseException:
                 os.close(fresh)
                 raise
@@ -142,15 +142,13 @@ class Lock:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         holder = _Holder(os.getpid(), socket.gethostname(), started, publishing)
         os.ftruncate(self._descriptor, 0)
-        system.write_at(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
+        os.pwrite(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
 
     def release(self) -> None:
         """Free the lock; its directory goes too when it holds nothing else."""
         self._ends.set()
         try:
             if self._is_there() and [path.name for path in self.directory.iterdir()] == [FILE]:
-                if not system.removes_open_files():
-                    self._close()
                 self._path.unlink()
                 self.directory.rmdir()
         except OSError:
@@ -198,10 +196,9 @@ class Lock:
 
     def _beat(self, ends: threading.Event) -> None:
         """Set the time of the file until the lock is freed."""
-        follows = os.utime not in os.supports_follow_symlinks  # Windows
         while not ends.wait(BEAT_SECONDS):
             with suppress(OSError):  # somebody has removed it
-                os.utime(self._path, follow_symlinks=follows)
+                os.utime(self._path, follow_symlinks=False)
 
     def _is_there(self) -> bool:
         """Return whether the locked file is the one at its name."""
@@ -230,7 +227,7 @@ class Lock:
 
 def _read(descriptor: int) -> _Holder | None:
     """Read a lock file: an empty `_Holder` if it is empty (its run was killed just then), None if it is not ours."""
-    data = system.read_at(descriptor, _MAX_BYTES, 0).strip(b"\0")
+    data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
     if not data:
         return _Holder()
     try:

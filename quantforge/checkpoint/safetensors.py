@@ -20,6 +20,7 @@ little-endian, like the file.
 from __future__ import annotations
 
 import math
+import os
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -111,12 +112,12 @@ def read_header(path: Path, root: Path | None = None) -> Header:
     """
     with FILES.opened(path, WEIGHTS, root) as descriptor:
         stamp = Stamp.of(descriptor)
-        length = int.from_bytes(system.read_at(descriptor, 8, 0), "little")
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 2 <= length <= stamp.size - 8:
             raise _error(path, f"a header of {length} bytes in a file of {stamp.size}")
         if length > MAX_HEADER_BYTES:
             raise _error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
-        text = system.read_at(descriptor, length, 8)
+        text = os.pread(descriptor, length, 8)
         if len(text) != length:
             raise changed(path)
         # The reference library skips any whitespace around the object; its description does not.
@@ -126,7 +127,7 @@ def read_header(path: Path, root: Path | None = None) -> Header:
             header = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
         for name, entry in header.entries.items():
             if entry.nbytes <= _DESCRIPTION_BYTES and any(part in name for part in DESCRIBING):
-                data = system.read_at(descriptor, entry.nbytes, entry.start)
+                data = os.pread(descriptor, entry.nbytes, entry.start)
                 if len(data) != entry.nbytes:
                     raise changed(path, name)
                 header.entries[name] = replace(entry, data=data)

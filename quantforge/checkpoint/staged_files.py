@@ -16,7 +16,7 @@ from quantforge.checkpoint.disk import Disk, folder, free_bytes, fresh, no_space
 from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.reader import role_of
 from quantforge.errors import RefusedError
-from quantforge_files import Stamp, roles, system
+from quantforge_files import Stamp, roles
 
 _COPY_BYTES = 2**20
 PART = ".part"  # ends the name of a file that is not whole
@@ -80,9 +80,7 @@ class StagedFiles:
                 descriptor = fresh(part)
                 try:
                     done = 0
-                    while data := system.read_at(
-                        reading, min(_COPY_BYTES, stamp.size - done), done
-                    ):
+                    while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
                         digest.update(data)
                         self._disk.write_at(descriptor, memoryview(data), done)
                         done += len(data)

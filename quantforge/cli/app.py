@@ -157,7 +157,7 @@ def main() -> None:
                 errors="backslashreplace"
             )  # a terminal that is not UTF-8 gets escapes
     try:
-        for number in system.stopping():
+        for number in system.STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
                 signal.signal(number, stop)
         code = _run(console, arguments)
@@ -169,7 +169,7 @@ def main() -> None:
             raise
         # Whoever read our output has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + 13)  # SIGPIPE, which Windows does not name
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError
 from quantforge.results.significant import size
-from quantforge_files import system
 
 Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
 OPTIONAL = {  # by the extra of our package that asks for it
@@ -34,7 +32,7 @@ def doctor(as_json: options.Json = False) -> None:
     """Check versions, kernels (by running them), disk and optional packages; say what is fast here."""
     console = Console(as_json=as_json)
     checks: list[Check] = [("PASS", "quantforge", __version__)]
-    for check in (_packages, _system, _programs, _cpu_kernels, _cuda, _disk):
+    for check in (_packages, _programs, _cpu_kernels, _cuda, _disk):
         checks += check()
     if as_json:
         rows = [
@@ -68,12 +66,6 @@ def _version(name: str, missing: str, detail: str) -> Check:
         return ("PASS", name, version(name))
     except PackageNotFoundError:
         return (missing, name, detail)
-
-
-def _system() -> list[Check]:
-    """Say what this operating system does not offer, and what happens instead."""
-    lacking: list[Check] = [("WARN", "system", f"lacks {what}") for what in system.lacks()]
-    return lacking or [("PASS", "system", f"{sys.platform}: locks, durable files and names, swaps")]
 
 
 def _programs() -> list[Check]:

@@ -15,7 +15,6 @@ from quantforge.execution.units import SHOWN
 from quantforge.planning.decisions import decisions
 from quantforge.plans import Plan
 from quantforge.results.significant import size
-from quantforge_files import system
 
 _LOG = b'{"part": "'  # how a log begins
 
@@ -90,7 +89,7 @@ def _is_log(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return system.read_at(descriptor, len(_LOG), 0) in {b"", _LOG}
+        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
     finally:
         os.close(descriptor)
 

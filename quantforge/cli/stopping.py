@@ -31,10 +31,8 @@ def stop(number: int, frame: FrameType | None) -> None:
 def _again(number: int) -> None:
     """Send a signal to the main thread, which may wait for something: a signal of another thread would not wake it."""
     main = threading.main_thread().ident
-    if hasattr(signal, "pthread_kill") and main is not None:
-        signal.pthread_kill(main, number)
-    else:
-        signal.raise_signal(number)
+    assert main is not None  # it is running
+    signal.pthread_kill(main, number)
 
 
 def _imports(frame: FrameType | None) -> bool:

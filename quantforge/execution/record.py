@@ -81,5 +81,5 @@ def progress_of(unit: str, record: Record, done: int, total: int, start: float) 
         total=total,
         seconds=time.monotonic() - start,
         error=sum(errors) / len(errors) if errors else None,
-        peak_bytes=system.peak_bytes() or 0,
+        peak_bytes=system.peak_bytes(),
     )

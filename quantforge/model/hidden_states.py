@@ -6,6 +6,7 @@ killed run leaves nothing behind; it is read and written by offset, not mapped, 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,7 @@ class UnnamedFile:
         view = _bytes(values.detach().cpu().contiguous())
         while view:
             try:
-                count = system.write_at(self._file.fileno(), view, offset)
+                count = os.pwrite(self._file.fileno(), view, offset)
             except OSError as error:
                 raise self._failed(error) from error
             view, offset = view[count:], offset + count

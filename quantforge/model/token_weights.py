@@ -156,7 +156,7 @@ class TokenWeights:
         view = memoryview(values.view(-1).view(torch.uint8).numpy().data)
         with writing(self._path, len(view)):
             while view:
-                count = system.write_at(self._file, view, offset)
+                count = os.pwrite(self._file, view, offset)
                 view, offset = view[count:], offset + count
 
 

@@ -40,7 +40,7 @@ class PeakMemory:
         else:
             trim()
             self._reset = _reset_mark()
-            self._before = _status("VmRSS") if self._reset else system.peak_bytes() or 0
+            self._before = _status("VmRSS") if self._reset else system.peak_bytes()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +48,7 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         elif self._reset:
             self.bytes = _status("VmHWM") - self._before
-        elif (mark := system.peak_bytes() or 0) > self._before:
+        elif (mark := system.peak_bytes()) > self._before:
             self.bytes = mark - self._before
 
 

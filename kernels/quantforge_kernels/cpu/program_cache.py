@@ -77,7 +77,7 @@ def keep(key: str, code: bytes) -> None:
 @contextmanager
 def _opened(make: bool) -> Iterator[int | None]:
     """Open the folder, as long as it is this user's alone; yield None where it is not."""
-    path = folder() if hasattr(os, "geteuid") else None
+    path = folder()
     if path is None:
         yield None
         return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
 from quantforge.checkpoint.files import changed
 from quantforge.errors import InputError
-from quantforge_files import system
 from quantforge_files.roles import GGUF_HEADER
 
 MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.limit, GGUF_HEADER.values
@@ -52,7 +52,7 @@ class Scan:
     def _pread(self, count: int) -> bytes:
         parts, done = [], 0
         while done < count:
-            part = system.read_at(self._descriptor, count - done, self._start + done)
+            part = os.pread(self._descriptor, count - done, self._start + done)
             if not part:
                 raise changed(self._path)
             parts.append(part)

@@ -67,7 +67,7 @@ def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directo
 def test_a_file_that_goes_while_it_is_opened_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, opened = tmp_path / "lock", system.open_unlinked
+    path, opened = tmp_path / "lock", system.open_nofollow
     path.touch()
 
     def opening(*arguments: Any) -> int:
@@ -75,7 +75,7 @@ def test_a_file_that_goes_while_it_is_opened_is_missing(
         path.unlink()
         return descriptor
 
-    monkeypatch.setattr(system, "open_unlinked", opening)
+    monkeypatch.setattr(system, "open_nofollow", opening)
     with pytest.raises(FileNotFoundError):
         existing(path)
 

@@ -11,7 +11,6 @@ import torch
 
 from quantforge.errors import ResourceError
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge_files import system
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -49,7 +48,7 @@ def test_what_a_disk_does_not_give_back_is_a_typed_error(
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(system, "read_into", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(ResourceError, match="Input/output error"):
         store.read(0, 1)
     store.close()
