@@ -16,7 +16,7 @@ from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.gates import check_gates, check_held
 from quantforge.evaluation.job_summary import write_summary
-from quantforge.evaluation.task_code import YAML
+from quantforge.evaluation.tasks import YAML
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:

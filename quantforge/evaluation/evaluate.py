@@ -21,14 +21,13 @@ from quantforge.evaluation.comparable import answering_of, check_comparable, pos
 from quantforge.evaluation.deployment import as_deployed
 from quantforge.evaluation.figures import plain
 from quantforge.evaluation.generated import Answering, Prompts
-from quantforge.evaluation.harness import run as run_tasks
 from quantforge.evaluation.kept_reference import KeptReference
 from quantforge.evaluation.kept_rows import KeptRows, keeping
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.made import Made
-from quantforge.evaluation.requests import Answers
 from quantforge.evaluation.speed import read_bandwidth
-from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation.tasks import Tasks
+from quantforge.evaluation.tasks import run as run_tasks
 from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import LENGTH, Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell
@@ -217,10 +216,11 @@ def _tell_kept(path: Path, loaded: Loaded, options: EvaluationOptions, bits: int
 
 def _answered(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, Any]:
     """Let a model answer the tasks."""
+    from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
+
     with phase(f"tasks on {path.name}", 0.5):
-        scales = loaded.kv_scales
-        answers = Answers(loaded.model, tokenizer_of(path), positions_of(path), scales)
-        return {"tasks": run_tasks(answers, tasks)}
+        model = TaskModel(loaded.model, tokenizer_of(path), positions_of(path), loaded.kv_scales)
+        return {"tasks": run_tasks(model, tasks)}
 
 
 def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column
-from quantforge.evaluation.harness import TASK_ERROR
+from quantforge.evaluation.tasks import TASK_ERROR
 from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace
 from quantforge.results.significant import significant, size, with_error
 

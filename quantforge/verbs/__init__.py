@@ -30,7 +30,7 @@ In this folder:
     measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
     mixture_search       Search for a mixture of schemes of a given size, planned from headers
-    move_codes           Move: a model in the codes of another format, written, published
+    move_codes           Move a model into the codes of another format, and publish it; an interrupted one starts anew
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     plan_release         Plan of a release: every variant planned, those that cannot be made named at once

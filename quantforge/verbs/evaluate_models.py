@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.delivery import delivery
-from quantforge.evaluation.task_names import Tasks, check_names
+from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
@@ -161,7 +161,7 @@ def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
         options.get("allow_code", False),
         offline,
     )
-    check_names(tasks)
+    check_files(tasks)
     return tasks
 
 
@@ -170,7 +170,6 @@ def _measurement(
 ) -> EvaluationOptions:
     """Have tasks checked, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""
     from quantforge.evaluation.evaluate import EvaluationOptions
-    from quantforge.evaluation.harness import check
 
     if tasks is not None:
         check(tasks)

@@ -21,7 +21,7 @@ from quantforge.evaluation import kept_rows
 from quantforge.evaluation.evaluate import EvaluationOptions
 from quantforge.evaluation.figures import KEYS
 from quantforge.evaluation.kept_rows import KeptRows, keeping
-from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.windows import Protocol
 from quantforge.settings import Settings
 from quantforge.verbs import evaluate

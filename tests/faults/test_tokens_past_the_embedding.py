@@ -11,7 +11,7 @@ from quantforge import verbs
 from quantforge.errors import InputError
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.requests import Answers
+from quantforge.evaluation.task_model import TaskModel
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
@@ -92,7 +92,7 @@ def evaluate_tasks(model, pairs):
     from quantforge.runtime.text_side import as_input_errors
 
     with as_input_errors():  # as `evaluate`
-        return Answers(load(model).model, tokenizer_of(model), 64).continuations(pairs)
+        return TaskModel(load(model).model, tokenizer_of(model), 64).continuations(pairs)
 
 
 @pytest.mark.parametrize("name", ENTRANCES)

@@ -14,15 +14,11 @@ from typer.testing import CliRunner
 
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation import bounded_templates, harness, task_names
-from quantforge.evaluation.harness import run
-from quantforge.evaluation.language_model import language_model
-from quantforge.evaluation.requests import Answers, disjoint
-from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation import tasks as task_library
+from quantforge.evaluation.task_model import TaskModel, disjoint
+from quantforge.evaluation.tasks import Tasks, check, run
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
-
-pytest.importorskip("lm_eval")
 
 CHOICE = """
 task: local_choice
@@ -88,7 +84,7 @@ def tasks(tmp_path, monkeypatch):
 
 def test_local_tasks(tiny, tasks):
     files, rows = tasks
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
     found = run(answers, Tasks(tuple(files)))
     choices = [" model", " grid", " row"]
     right = 0
@@ -104,28 +100,29 @@ def test_local_tasks(tiny, tasks):
     assert 0 <= found["local_write"]["exact_match"] <= 1
 
 
-def test_what_is_no_name_of_the_library_is_not_found():
-    assert not task_names.library_names() & {"hellaswag_", "task", "doc_to_text", "."}
-
-
 @pytest.mark.parametrize(
-    ("name", "hint"), [("arc_esy", "did you mean 'arc_easy'?"), ("zzz*", "lm-eval ls tasks")]
+    ("name", "hint"), [("local_tesk", "did you mean 'local_texts'?"), ("zzz*", "lm-eval ls tasks")]
 )
-def test_a_misspelt_name_is_refused_before_the_library_is_read(name, hint, monkeypatch):
-    monkeypatch.setattr(harness, "_manager", lambda _: pytest.fail("read"))
+def test_a_misspelled_name_is_refused(tasks, name, hint):
     with pytest.raises(InputError, match="no task") as refusal:
-        harness.check(Tasks((name,)))
+        check(Tasks((*tasks[0], name)))
     assert hint in str(refusal.value.hint)
+
+
+def test_a_pattern_that_means_thousands_of_tasks_is_refused(tasks, monkeypatch):
+    monkeypatch.setattr(task_library, "MOST_TASKS", 2)
+    with pytest.raises(InputError, match="means more than 2 tasks"):
+        check(Tasks((*tasks[0], "local_*")))
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [("nosuch.yaml", "no file nosuch.yaml"), ("t.yaml,nosuch", "has no task 'nosuch'")],
+    [("nosuch.yaml", "no file nosuch.yaml"), ("t.yaml", "has no name")],
 )
 def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(
     asked, said, tiny, tmp_path
 ):
-    (tmp_path / "t.yaml").write_text("task: mine\noutput_type: loglikelihood\n")
+    (tmp_path / "t.yaml").write_text("output_type: loglikelihood\n")
     script = (
         "import sys\nfrom quantforge import verbs\n"
         f"try: verbs.evaluate({str(tiny('llama-wide'))!r}, tasks={asked.split(',')!r})\n"
@@ -148,32 +145,17 @@ BROKEN = {
     "a loop without end": ('doc_to_text: "{% for i in range(9999999999) %}x{% endfor %}"', "range"),
     "metrics that are none": ("metric_list: [5]", "Error"),
     "data that is nowhere": ("dataset_kwargs: {data_files: nowhere.json}", "nowhere.json"),
-    "two names": ("task: another", "a second name"),
-    "a gigabyte": ("doc_to_text: \"{{ 'a' * 1000000000 }}\"", "more than 256 MiB"),
-    "a gigabyte of each": ('doc_to_text: "{{ question * 1000000000 }}"', "more than 256 MiB"),
-    "hours": (
-        'doc_to_text: "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"',
-        "more than 1 seconds",
-    ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_task_that_cannot_be_asked_is_refused_before_any_work(tasks, what, tmp_path, monkeypatch):
-    monkeypatch.setattr(bounded_templates, "MOST_SECONDS", 1.0)
+def test_a_task_that_cannot_be_asked_is_refused_before_any_work(tasks, what, tmp_path):
     line, match = BROKEN[what]
-    key = line.partition(":")[0]
-    text = Path(tasks[0][0]).read_text()
-    if key != "task":
-        data = yaml.safe_load(text) | yaml.safe_load(line)
-        text = yaml.safe_dump(data)
-    else:
-        text += line
-    (tmp_path / "own").mkdir()
-    file = tmp_path / "own" / "broken.yaml"
-    file.write_text(text)
+    data = yaml.safe_load(Path(tasks[0][0]).read_text()) | yaml.safe_load(line)
+    file = tmp_path / "broken.yaml"
+    file.write_text(yaml.safe_dump(data))
     with pytest.raises(InputError, match=match):
-        harness.check(Tasks((str(file),)))
+        check(Tasks((str(file),)))
 
 
 @pytest.mark.parametrize("how", ["the hub is not reached", "the option"])
@@ -196,7 +178,7 @@ def test_data_that_are_nowhere_are_told_from_a_name_that_is_not(tasks, how, tmp_
     data = yaml.safe_load(Path(tasks[0][0]).read_text())
     file.write_text(yaml.safe_dump({**data, "dataset_path": "acme/nosuch", "dataset_kwargs": {}}))
     with pytest.raises(InputError, match="not in the local cache") as refusal:
-        harness.check(Tasks((str(file),), offline=how == "the option"))
+        check(Tasks((str(file),), offline=how == "the option"))
     assert bool(asked) == (how != "the option")
     assert "HF_HOME" in refusal.value.hint
     assert "data_files" in refusal.value.hint
@@ -209,59 +191,29 @@ def test_no_name_is_not_no_wish(tiny, names):
     assert ended.exit_code == 2 or "no task" in str(ended.exception)
 
 
-@pytest.mark.parametrize("name", ["null", "5", "''", "[a]"])
-def test_names_are_texts(tasks, name, tmp_path):
-    (tmp_path / "own").mkdir()
-    file = tmp_path / "own" / "t.yaml"
-    text = Path(tasks[0][0]).read_text()
-    file.write_text(text.replace("task: local_choice", f"task: {name}"))
-    with pytest.raises(InputError, match="has no name"):
-        harness.check(Tasks((str(file),)))
-
-
 @pytest.mark.thorough
-def test_names_with_blanks_and_groups_are_found_and_all_of_the_library_without_it(
-    tiny, tasks, tmp_path
-):
-    text = Path(tasks[0][0]).read_text()
-    (tmp_path / "own").mkdir()
-    file, group = tmp_path / "own" / "t.yaml", tmp_path / "own" / "g.yaml"
-    file.write_text(text.replace("local_choice", "my task"))
+def test_a_group_means_tasks_of_other_files_and_of_the_library(tiny, tasks, tmp_path):
+    file, group = tmp_path / "t.yaml", tmp_path / "g.yaml"
+    file.write_text(Path(tasks[0][0]).read_text().replace("local_choice", "my task"))
     group.write_text("group: ours\ntask:\n  - my task\n")
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
-    for path in (file, group):
-        harness.check(Tasks((str(path),)))
-        assert "my task" in run(answers, Tasks((str(path),)))
-    known = {*harness._manager(Tasks((str(group),))).all_tasks} - {"my task", "ours"}
-    assert len(known) > 1000  # a group may name them
-    assert not known - task_names.library_names()
+    wanted = Tasks((str(file), str(group)))
+    check(wanted)
+    model = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    assert {"my task", "ours"} <= run(model, wanted).keys()
+    assert len(task_library._found(wanted)[0].all_tasks) > 1000
 
 
-@pytest.mark.parametrize("neighbour", ["pipe", "deep", "large", "same name", "deep and trusted"])
-def test_neighbours_that_the_library_would_read_are_looked_at(tasks, neighbour, tmp_path):
-    (tmp_path / "own").mkdir()
-    file, other = tmp_path / "own" / "b.yaml", tmp_path / "own" / "a.yaml"
+def test_other_files_beside_a_task_file_are_not_read(tasks, tmp_path):
+    """Not even looked at: a pipe that nobody writes to, a deep nesting, the same name."""
+    file = tmp_path / "own" / "b.yaml"
+    file.parent.mkdir()
     file.write_text(Path(tasks[0][0]).read_text())
-    if neighbour == "pipe":
-        os.mkfifo(other)
-    elif neighbour == "same name":
-        other.write_text(file.read_text())
-    else:
-        other.write_bytes(b"x" * (2 << 20) if neighbour == "large" else b"task: " + b"[" * 50_000)
-    with pytest.raises(InputError, match=r"a\.yaml") as refusal:
-        harness.check(Tasks((str(file),), code="trusted" in neighbour))
-    assert "folder" in refusal.value.hint
-
-
-def test_neighbours_that_are_no_yaml_do_not_matter(tasks, tmp_path):
-    (tmp_path / "own").mkdir()
-    file, odd = tmp_path / "own" / "b.yaml", tmp_path / "own" / "odd.yaml"
-    file.write_text(Path(tasks[0][0]).read_text())
-    odd.write_text("? [a]\n: b\n" + file.read_text().replace("local_choice", "odd"))
-    (tmp_path / "own" / "a.yaml").write_text("{{ no yaml")
-    harness.check(Tasks((str(file),)))
-    with pytest.raises(InputError, match="odd"):
-        harness.check(Tasks((str(odd),)))
+    os.mkfifo(file.with_name("a.yaml"))
+    file.with_name("c.yaml").write_bytes(b"task: " + b"[" * 50_000)
+    file.with_name("d.yaml").write_text(file.read_text())
+    check(Tasks((str(file),)))
+    with pytest.raises(InputError, match=r"no file .*a\.yaml"):
+        check(Tasks((str(file.with_name("a.yaml")),)))
 
 
 def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
@@ -275,27 +227,27 @@ def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
     file = tmp_path / "own" / "a.yaml"
     file.write_text(text)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a program"))
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
     capfd.readouterr()
-    harness.check(Tasks((str(file),)))
+    check(Tasks((str(file),)))
     run(answers, Tasks((str(file),)))
     assert capfd.readouterr() == ("", "")
 
 
 def test_patterns_are_all_that_they_mean(tiny, tasks, tmp_path):
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
-    wanted = Tasks((tasks[0][0], "local_te*"))
-    harness.check(wanted)
-    assert set(run(answers, wanted)) == {"local_choice", "local_texts"}
+    answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    wanted = Tasks((*tasks[0], "local_te*"))
+    check(wanted)
+    assert set(run(answers, wanted)) == {"local_choice", "local_texts", "local_write"}
 
 
 def test_our_own_errors_are_not_those_of_a_task(tiny, tasks, monkeypatch):
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
 
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Answers, "continuations", broken)
+    monkeypatch.setattr(TaskModel, "continuations", broken)
     with pytest.raises(ZeroDivisionError):
         run(answers, Tasks((tasks[0][0],)))
 
@@ -317,13 +269,6 @@ def test_windows_are_those_of_the_library():
         assert [(part.ids, part.count) for part in disjoint(ids, 7, 16)] == theirs
 
 
-def test_it_is_a_model_of_the_library(tiny):
-    from lm_eval.api.model import LM
-
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
-    assert isinstance(language_model(answers), LM)
-
-
 def test_the_command(tiny, tasks):
     files, _ = tasks
     arguments = ["eval", str(tiny("llama")), "--tasks", files[0], "--no-speed", "--windows", "1",
@@ -341,19 +286,26 @@ def test_the_command(tiny, tasks):
 
 
 def test_code_is_kept_from_running_wherever_the_library_finds_it(tiny, tasks, tmp_path):
-    """A file beside the one that is named, a template that reaches for Python, and --allow-code."""
+    """A function, a metric of the hub, a template that reaches for Python; and --allow-code."""
     (file, *_), _ = tasks
     ran = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nf = lambda d: d\n"
     (tmp_path / "helper.py").write_text(ran)
     text = (tmp_path / "choice.yaml").read_text()
-    beside = text.replace("local_choice", "beside") + "process_docs: !function helper.f\n"
-    (tmp_path / "beside.yaml").write_text(beside)
-    answers = Answers(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
+    coded = tmp_path / "coded.yaml"
+    coded.write_text(text.replace("local_choice", "coded") + "process_docs: !function helper.f\n")
+    answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
     with pytest.raises(RefusedError, match="!function"):
-        run(answers, Tasks((file, "beside")))
+        run(answers, Tasks((str(coded),)))
     assert not (tmp_path / "ran").exists()
-    run(answers, Tasks((file, "beside"), code=True))
+    run(answers, Tasks((str(coded),), code=True))
     assert (tmp_path / "ran").exists()
+    script = tmp_path / "script.py"
+    script.write_text(ran)
+    (tmp_path / "ran").unlink()
+    coded.write_text(text.replace("metric: acc", f"metric: {script}"))
+    with pytest.raises(RefusedError, match="a script of the hub"):
+        run(answers, Tasks((str(coded),)))
+    assert not (tmp_path / "ran").exists()
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() | length }}"
     (tmp_path / "choice.yaml").write_text(text.replace("{{question}}", escape))
     with pytest.raises(InputError, match="SecurityError"):

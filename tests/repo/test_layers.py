@@ -206,8 +206,8 @@ def test_modules_say_what_they_are_and_do_not_print():
 
 
 # Where a library raises what it likes at foreign input, or others go on: every one of them says so in a comment.
-CATCHING = {"quantforge.cli.app", "quantforge.evaluation.harness",
-            "quantforge.evaluation.language_model", "quantforge.results.signing",
+CATCHING = {"quantforge.cli.app", "quantforge.evaluation.tasks",
+            "quantforge.evaluation.task_model", "quantforge.results.signing",
             "quantforge_calibration.image_documents", "quantforge_calibration.row_processor",
             "quantforge.serving.engine_thread",  # one command, one step
             "quantforge.verification.reading", "quantforge_calibration.tokenizer",

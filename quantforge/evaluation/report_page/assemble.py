@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.block_errors import DEFINITION
 from quantforge.evaluation.cache_tables import cache_tables
-from quantforge.evaluation.harness import TASK_ERROR
 from quantforge.evaluation.report_page.charts import heat, quantiles, series, with_errors
 from quantforge.evaluation.report_page.drawing import Chart
 from quantforge.evaluation.report_page.front_chart import front_chart
@@ -19,6 +18,7 @@ from quantforge.evaluation.report_page.sections import (
     plain_table,
     sortable,
 )
+from quantforge.evaluation.tasks import TASK_ERROR
 from quantforge.evaluation.text_tables import quality_columns, speed_columns
 from quantforge.evaluation.verdict import Verdict
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.columns import ABSENT, Column, fitting
 from quantforge.evaluation.report_page.differing_words import Part, marked
+from quantforge.evaluation.tasks import YAML
 from quantforge.evaluation.verdict import MARK, Verdict
 from quantforge.evaluation.windows import Protocol
 from quantforge.results.significant import UNITS, significant
@@ -165,7 +166,7 @@ def _further(options: EvaluationOptions) -> Iterator[str]:
     """Yield the options that the protocol does not state."""
     if options.tasks is not None:
         tasks = options.tasks
-        names = [Path(name).name if Path(name) in tasks.files else name for name in tasks.names]
+        names = [Path(name).name if name.endswith(YAML) else name for name in tasks.names]
         yield from ("--tasks", ",".join(names))
         yield from ("--task-limit", str(tasks.limit)) if tasks.limit else ()
         yield from ("--allow-code",) if tasks.code else ()

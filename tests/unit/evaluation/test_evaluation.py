@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
-from quantforge.evaluation import deployment, figures, harness, perplexity, report, speed
+from quantforge.evaluation import deployment, figures, perplexity, report, speed, tasks
 from quantforge.evaluation import evaluate as run
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
@@ -331,4 +331,4 @@ def test_figures_of_tasks_are_finite_numbers():
         "acc_stderr,none": math.nan,
         "perplexity,none": math.inf,
     }
-    assert harness._figures(given) == {"acc": 0.5}
+    assert tasks._figures(given) == {"acc": 0.5}

@@ -23,7 +23,7 @@ from quantforge.evaluation.report_page.charts import quantiles, series
 from quantforge.evaluation.report_page.differing_words import marked
 from quantforge.evaluation.report_page.front_chart import APART, front_chart, shortened, spread
 from quantforge.evaluation.report_page.sections import sort_key
-from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.harness import check
-from quantforge.evaluation.language_model import continuation_of
-from quantforge.evaluation.requests import Answers, Continuation, batches, disjoint, ended
-from quantforge.evaluation.task_names import Tasks
+from quantforge.evaluation.task_model import Generation, TaskModel, batches, disjoint
+from quantforge.evaluation.tasks import Tasks, check
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.text_side import tokenizer_of
@@ -29,13 +27,13 @@ def made(tiny):
     """Return a function from a family and a number of positions to what answers."""
 
     @cache
-    def make(family: str = "llama", positions: int = 64) -> Answers:
-        return Answers(load(tiny(family)).model, tokenizer_of(tiny(family)), positions)
+    def make(family: str = "llama", positions: int = 64) -> TaskModel:
+        return TaskModel(load(tiny(family)).model, tokenizer_of(tiny(family)), positions)
 
     return make
 
 
-def by_hand(answers: Answers, ids: list[int], count: int) -> tuple[float, bool]:
+def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool]:
     """From all logits of one text."""
     with torch.inference_mode():
         logits = answers._model(torch.tensor([ids[:-1]])).logits[0, -count:].double()
@@ -71,7 +69,7 @@ def test_a_continuation_without_a_token_is_certain(made, family):
 def test_what_the_model_would_say_is_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
-        said = answers.go_on(context, Continuation(new_tokens=1))
+        said = answers.generate(context, Generation(new_tokens=1))
         whole = answers._tokenizer.encode(context + said)
         if len(whole) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
             assert answers.continuations([(context, said)])[0][1]
@@ -135,48 +133,44 @@ def test_batches_are_of_similar_lengths():
 def test_going_on_is_greedy_generation(made, family):
     answers = made(family)
     context, tokenizer = "the weights of the", answers._tokenizer
-    ids = answers._prefix() + tokenizer.encode(context)
+    ids = answers._prefix + tokenizer.encode(context)
     model = answers._model
     wanted = model.generate(
         torch.tensor([ids]), do_sample=False, max_new_tokens=8, pad_token_id=0,
         eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
     text = tokenizer.tokenizer.decode(wanted[0, len(ids) :].tolist())
-    assert answers.go_on(context, Continuation(new_tokens=8)) == text
+    assert answers.generate(context, Generation(new_tokens=8)) == text
     if len(text) > 3:
         stop = text[2:4]
-        assert answers.go_on(context, Continuation((stop,), 8)) == text[: text.find(stop)]
+        for stops in ((stop,), ("", "\0", text[3:], stop)):
+            assert answers.generate(context, Generation(stops, 8)) == text[: text.find(stop)]
 
 
 def test_more_tokens_than_positions_are_refused(made):
     with pytest.raises(InputError, match="64 new tokens"):
-        made().go_on("the", Continuation(new_tokens=64))
+        made().generate("the", Generation(new_tokens=64))
 
 
 def test_a_likelihood_that_is_no_number_is_an_error(tiny):
     model = load(tiny("llama")).model
-    answers = Answers(model, tokenizer_of(tiny("llama")), 64)
+    answers = TaskModel(model, tokenizer_of(tiny("llama")), 64)
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = float("nan")
-    with pytest.raises(InputError, match="no number"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         answers.continuations([("the", " model")])
 
 
-def test_a_text_ends_before_its_first_stop():
-    assert ended("a\n\nb. c", (".", "\n\n")) == "a"
-    assert ended("abc", ("", "x")) == "abc"
-
-
 def test_arguments_of_generation():
-    assert continuation_of({"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}) == (
-        Continuation(("\n",), 7)
+    assert Generation.of({"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}) == (
+        Generation(("\n",), 7)
     )  # fmt: skip
-    assert continuation_of({"until": "x"}).stop == ("x",)
-    drawn = continuation_of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3})
+    assert Generation.of({"until": "x"}).stop == ("x",)
+    drawn = Generation.of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3})
     assert drawn.sampling == Sampling(temperature=0.7, top_p=0.9, seed=3)
-    assert continuation_of({"do_sample": False, "temperature": 0.7}).sampling.greedy
+    assert Generation.of({"do_sample": False, "temperature": 0.7}).sampling.greedy
     with pytest.raises(UsageError, match="num_beams"):
-        continuation_of({"num_beams": 4})
+        Generation.of({"num_beams": 4})
 
 
 def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):
@@ -184,7 +178,7 @@ def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):
         check(Tasks(()))
     with pytest.raises(InputError, match="no file"):
         check(Tasks((str(tmp_path / "task.yaml"),)))
-    monkeypatch.setattr("quantforge.evaluation.task_names.find_spec", lambda _name: None)
+    monkeypatch.setattr("quantforge.evaluation.tasks.find_spec", lambda _name: None)
     with pytest.raises(InputError, match="not installed") as raised:
         check(Tasks(("hellaswag",)))
     assert "quantforge[eval]" in raised.value.hint

@@ -1,4 +1,4 @@
-"""Requests of tasks to a model, through our runtime: how likely is this continuation, this text; go on from here.
+"""A model that answers the requests of lm-evaluation-harness through our runtime.
 
 Tokens are counted as other evaluations count them, so that figures compare. A continuation is what
 the tokens of ``context + continuation`` have beyond those of the context. Spaces at the end of a
@@ -11,16 +11,18 @@ never sees the context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from lm_eval.api.model import LM
 from torch import Tensor
 
-from quantforge.errors import InputError
+from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.perplexity import forward_tokens
+from quantforge.evaluation.tasks import ModelError
 from quantforge.model.inner import inner
 from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
 from quantforge.runtime.sampling import Sampling
@@ -33,21 +35,47 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 256
 CHECKED_TOKENS = 8
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """Rules for the continuation of a text.
+class Generation:
+    """How a text is continued.
 
     Attributes:
-        stop: what ends it; the result ends before.
-        new_tokens: at most so many.
+        stop: strings that end it; the result ends before the first of them.
+        new_tokens: at most this many.
         sampling: how tokens are chosen.
     """
 
     stop: tuple[str, ...] = ()
     new_tokens: int = NEW_TOKENS
     sampling: Sampling = field(default_factory=Sampling)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Generation:
+        """Read the arguments of a request, in the library's names.
+
+        Raises:
+            UsageError: one of them is not supported here, so that it would change nothing.
+        """
+        given = dict(arguments)
+        stop = given.pop("until", [])
+        most = given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or NEW_TOKENS
+        drawn = given.pop("do_sample", given.get("temperature", 0) > 0)
+        temperature = given.pop("temperature", 1.0)
+        sampling = Sampling(
+            temperature=float(temperature) if drawn else 0.0,
+            top_k=int(given.pop("top_k", 0)),
+            top_p=float(given.pop("top_p", 1.0)),
+            repetition_penalty=float(given.pop("repetition_penalty", 1.0)),
+            seed=int(given.pop("seed", 0)),
+        )
+        if given:
+            raise UsageError(
+                f"generation arguments {', '.join(sorted(given))}", "leave them out of the task"
+            )
+        return cls((stop,) if isinstance(stop, str) else tuple(stop), int(most), sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +86,8 @@ class Scored:
     count: int
 
 
-class Answers:
-    """A model that answers.
+class TaskModel(LM):  # type: ignore[misc]
+    """A model as the library asks it.
 
     Args:
         model: loaded, in the type in which it is to be measured.
@@ -79,6 +107,7 @@ class Answers:
         positions: int,
         scales: LayerScales | None = None,
     ) -> None:
+        super().__init__()
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if begin is None:
             raise InputError(
@@ -86,6 +115,7 @@ class Answers:
                 "set bos_token or eos_token in tokenizer_config.json",
             )
         self._begin: int = begin
+        self._prefix = [] if tokenizer.bos_id is None else [begin]
         self._model = model
         self._tokenizer = tokenizer
         self._positions = positions
@@ -95,6 +125,19 @@ class Answers:
         ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
         with torch.inference_mode():
             check_head(model, self._head, ids)
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Return what `continuations` does for requests of the library."""
+        return _own(self.continuations, [request.args for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Return what `texts` does for requests of the library."""
+        return _own(self.texts, [request.args[0] for request in requests])
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Return what `generate` does for each request of the library."""
+        asked = [(request.args[0], Generation.of(request.args[1])) for request in requests]
+        return [_own(self.generate, *request) for request in asked]
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return ``(log-likelihood in nats, is it the greedy one)`` of each ``(context, continuation)``."""
@@ -108,11 +151,11 @@ class Answers:
             found.append(sum(value for value, _ in self._score(parts)))
         return found
 
-    def go_on(self, context: str, wanted: Continuation) -> str:
+    def generate(self, context: str, wanted: Generation) -> str:
         """Return the continuation of a text.
 
         Raises:
-            InputError: more new tokens than the model has positions, or logits that are no numbers.
+            InputError: more new tokens than the model has positions, or logits that are NaN or infinite.
         """
         room = self._positions - wanted.new_tokens
         if room < 1:
@@ -120,38 +163,33 @@ class Answers:
                 f"{wanted.new_tokens} new tokens, the model has {self._positions} positions",
                 "ask for fewer (max_gen_toks)",
             )
-        ids = (self._prefix() + self._tokenizer.encode(context))[-room:] or [self._begin]
+        ids = (self._prefix + self._tokenizer.encode(context))[-room:] or [self._begin]
         if self._engine is None:
             self._engine = engine_of(self._model, scales=self._scales)[0]
         found: list[int] = []
+        text = ""
         for token in tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):
             if token == self._tokenizer.eos_id:
                 break
             found.append(token)
             text = self._tokenizer.decode(found)
-            if any(stop in text for stop in wanted.stop):
-                break
-        return ended(self._tokenizer.decode(found), wanted.stop)
+            if ends := [text.find(stop) for stop in wanted.stop if stop and stop in text]:
+                return text[: min(ends)]
+        return text
 
     def split(self, context: str, continuation: str) -> Scored:
         """Return the tokens of a context and its continuation; those of the continuation are scored, at least one."""
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
-        if not context:
-            ids = self._tokenizer.encode(continuation)
-            return self._shortened([self._begin, *ids], len(ids))
-        before = self._prefix() + self._tokenizer.encode(context)
-        whole = self._prefix() + self._tokenizer.encode(context + continuation)
-        return self._shortened(whole, max(len(whole) - len(before), 1))
-
-    def _prefix(self) -> list[int]:
-        bos = self._tokenizer.bos_id
-        return [] if bos is None else [bos]
-
-    def _shortened(self, ids: list[int], count: int) -> Scored:
-        """Return the last tokens, as many as the model sees, one of them to begin with."""
-        kept = ids[-(self._positions + 1) :]
-        return Scored(tuple(kept), min(count, len(kept) - 1))
+        if context:
+            before = self._prefix + self._tokenizer.encode(context)
+            ids = self._prefix + self._tokenizer.encode(context + continuation)
+            count = max(len(ids) - len(before), 1)
+        else:
+            ids = [self._begin, *self._tokenizer.encode(continuation)]
+            count = len(ids) - 1
+        ids = ids[-(self._positions + 1) :]  # as many as the model sees, and one to begin with
+        return Scored(tuple(ids), min(count, len(ids) - 1))
 
     def _score(self, items: Sequence[Scored]) -> list[tuple[float, bool]]:
         found = [(0.0, True)] * len(items)  # what has no token to score is certain
@@ -159,15 +197,14 @@ class Answers:
         asked = [place for place, item in enumerate(items) if item.count]
         for batch in batches([len(items[place].ids) - 1 for place in asked], most):
             places = [asked[index] for index in batch]
-            for place, values in zip(
-                places, self._batch([items[place] for place in places]), strict=True
-            ):
+            scores = self._batch([items[place] for place in places])
+            for place, values in zip(places, scores, strict=True):
                 found[place] = values
         return found
 
     @torch.inference_mode()
     def _batch(self, items: Sequence[Scored]) -> Iterator[tuple[float, bool]]:
-        """Score some texts together; shorter ones are filled up behind, where nobody looks."""
+        """Score some texts together; shorter ones are padded after their end, which causal attention ignores."""
         longest = max(len(item.ids) for item in items) - 1
         ids = torch.full((len(items), longest), self._begin)
         for row, item in zip(ids, items, strict=True):
@@ -185,7 +222,7 @@ class Answers:
             nll = sums.nll
             if not bool(nll.isfinite().all()):
                 raise InputError(
-                    "a log-likelihood is no number",
+                    "a log-likelihood is NaN or infinite",
                     "the weights are damaged, or activations overflow this type",
                 )
             total -= nll.sum().item()
@@ -203,11 +240,8 @@ def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
     found = []
     for first in range(0, len(ids), positions):
         last = min(first + positions, len(ids))
-        count = last - first
-        window = (
-            (begin, *ids[:last]) if first == 0 else tuple(ids[max(0, last - positions - 1) : last])
-        )
-        found.append(Scored(tuple(window), count))
+        window = ids[max(0, last - positions - 1) : last] if first else (begin, *ids[:last])
+        found.append(Scored(tuple(window), last - first))
     return found
 
 
@@ -227,7 +261,9 @@ def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
         yield batch
 
 
-def ended(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first of some strings."""
-    ends = [text.find(mark) for mark in stop if mark and mark in text]
-    return text[: min(ends)] if ends else text
+def _own(call: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function of ours from the library, and mark its exceptions as ours."""
+    try:
+        return call(*arguments)
+    except Exception as error:  # any: the caller raises it again, behind the library
+        raise ModelError(error) from error
