@@ -171,7 +171,7 @@ NOTES = (
     " gptqmodel's torch kernels compute AWQ in float16. vLLM reads"
     " bitsandbytes through vllm-bnb-plugin 0.0.3. Its plugin for GGUF (vllm-gguf-plugin 0.0.5, tried by hand) reads our"
     " file and stops at its kernels, which need CUDA. What vLLM refuses here it refuses by design (GPTQ that is not"
-    " symmetric 4 or 8 bits, MLX) or for want of a CPU kernel. SGLang, TensorRT-LLM and TGI were not run.",
+    " symmetric 4 or 8 bits, MLX) or for want of a CPU kernel. SGLang and TensorRT-LLM were not run.",
 )
 
 

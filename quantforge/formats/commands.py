@@ -1,7 +1,7 @@
 """Commands that serve a result: one record for each engine, with the options for what a person asks of it.
 
 The options are those of vLLM 0.33, SGLang 0.5.23, LMDeploy 0.18 and mlx-lm 0.32 (read in their packages), and of
-TensorRT-LLM 1.3, its model for Triton Inference Server, llama.cpp b10749, Ollama 0.14 and TGI 3.3.7 (read in their
+TensorRT-LLM 1.3, llama.cpp b10749 and Ollama 0.14 (read in their
 documentation and sources), in 2026-11. ``tests/golden/engine_options.toml`` lists them as they are documented.
 """
 
@@ -70,18 +70,6 @@ COMMANDS: Mapping[str, Command] = {
         devices=Part("--tp_size {devices}"),
         file="trtllm.yaml",
     ),
-    "triton": Command(
-        "python3 tensorrt_llm/triton_backend/scripts/launch_triton_server.py --model_repo=llmapi_repo/",
-        context=_line("max_seq_len: {context}"),
-        caches=_TRT_CACHE,
-        draft=_TRT_DRAFT,
-        devices=_line("tensor_parallel_size: {devices}"),
-        before="cp -R tensorrt_llm/triton_backend/all_models/llmapi/ llmapi_repo/",
-        file="llmapi_repo/tensorrt_llm/1/model.yaml",
-        lines=(
-            "model: {out}", "backend: pytorch", "triton_config: {{max_batch_size: 0, decoupled: false}}",
-        ),
-    ),
     "lmdeploy": Command(
         "lmdeploy serve api_server {out}",
         context=Part("--session-len {context}"),
@@ -123,13 +111,6 @@ COMMANDS: Mapping[str, Command] = {
         caches={"int8": Part("--kv-bits 8"), "int4": Part("--kv-bits 4")},
         draft=Part("--draft-model {draft}"),
         lacks={"context": _UNBOUNDED},
-    ),
-    "tgi": Command(
-        "text-generation-launcher --model-id {out}",
-        context=Part("--max-total-tokens {context}"),
-        caches={"fp8": Part("--kv-cache-dtype fp8_e4m3fn")},
-        devices=Part("--num-shard {devices}"),
-        lacks={"draft": "it speculates by n-grams (--speculate 3) and Medusa heads, not with another model"},
     ),
     "transformers": Command(
         "transformers serve {out}",

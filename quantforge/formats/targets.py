@@ -1,7 +1,7 @@
 """Targets of a quantization: each engine with its format of choice, what it refuses, and how it is served.
 
 One table, data only; the facts are those of `quantforge.formats.engines` (2026-11, sources of vLLM 0.33, SGLang 0.5.23,
-TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32; TGI's last release is 3.3.7).
+TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32).
 """
 
 from __future__ import annotations
@@ -61,10 +61,6 @@ TARGETS: Mapping[str, Target] = {
     "tensorrt-llm": Target(
         _TENSORRT, "tensorrt-llm", _BLACKWELL, port=8000, packages="tensorrt-llm"
     ),
-    "triton": Target(
-        _TENSORRT, "tensorrt-llm",
-        f"TensorRT-LLM inside of Triton Inference Server, from a checkout of tensorrtllm_backend; {_BLACKWELL}",
-    ),
     "lmdeploy": Target(
         {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "according to its source, not run",
         port=23333, packages="lmdeploy",
@@ -78,10 +74,6 @@ TARGETS: Mapping[str, Target] = {
     "mlx": Target(
         {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (2, 3, 4, 5, 6, 8)}, "mlx",
         packages="mlx-lm", library=libraries.MLX,
-    ),
-    "tgi": Target(
-        {4: {"format": "gptq", "scheme": "int4:g128:sym"}, 8: {"format": "gptq", "scheme": "int8:g128:sym"}},
-        "transformers", "archived since 2026-03-21, last release 3.3.7: reads GPTQ, AWQ and fp8 of its day",
     ),
 }  # fmt: skip
 _SERVE, _PLACE = "serve it with: ", "OUT"  # of notes

@@ -33,10 +33,10 @@ FORMAT_WORDS: Mapping[str, str] = {
 }  # fmt: skip
 ENGINE_WORDS: Mapping[str, str] = {
     "hf huggingface pytorch torch accelerate optimum": "--for transformers",
-    "trt trtllm tensorrt nim": "--for tensorrt-llm",
+    "trt trtllm tensorrt nim triton tritoninferenceserver": "--for tensorrt-llm",
     "mlxlm apple": "--for mlx",
     "lmstudio koboldcpp kobold gpt4all jan oobabooga ggml gguf llamafile llamaserver": "--for llama.cpp",
-    "textgenerationinference hftgi": "--for tgi",
+    "tgi textgenerationinference hftgi": "it is archived, and reads --format gptq",
     "aphrodite vllmomni": "--for vllm",
     "turbomind": "--for lmdeploy",
     "exllama exllamav2 exllamav3 tabbyapi onnxruntime openvino":

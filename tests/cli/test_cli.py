@@ -147,7 +147,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan", "MODEL", "--method", "aqw"], 2, ["error: unknown method 'aqw'\n", "'awq'"]),
         (["plan", "MODEL", "--method", "aqw+gptq"], 2, ["'aqw' in 'aqw+gptq'", "'awq'"]),
         (["plan", "MODEL", "--context", "64", "--device-name", "H100"], 2, ["'h100-pcie' or 'h100-sxm'"]),
-        (["verify", "MODEL", "--for", "tgii", "-q"], 2, ["tgii", "'tgi'"]),
+        (["verify", "MODEL", "--for", "vlm", "-q"], 2, ["vlm", "'vllm'"]),
         (["plan", "MODEL", "--method", "gptq+awq"], 2, ["gptq+awq", "awq+gptq"]),
         (["plan", "MODEL", "--format", "compresed-tensors"], 2, ["'compressed-tensors'"]),
         (["plan", "MODEL", "--bits", "9"], 2, ["--bits"]),

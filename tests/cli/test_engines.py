@@ -27,7 +27,7 @@ def made(tiny: Tiny, tmp_path: Path):
     [
         ("int4:g128:sym:f16", "gptq", "vllm", "gptq"),  # as it is
         ("int4:g128:sym:f16", "gptq", "mlx", "mlx"),
-        ("int4:g32:sym", "compressed-tensors", "tgi", "compressed-tensors"),
+        ("int4:g32:sym", "compressed-tensors", "transformers", "compressed-tensors"),
         ("mxfp4", "mlx", "vllm", "compressed-tensors"),
     ],
 )
@@ -67,9 +67,9 @@ def test_a_plain_model_is_rounded_into_what_the_engine_is_fast_with(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    asked = ("export", tiny("llama-wide"), "--for", "tgi", "--calibration", "none", "-o", out)
+    asked = ("export", tiny("llama-wide"), "--for", "lmdeploy", "--calibration", "none", "-o", out)
     result = command(capsys, *asked)
     assert result.code == 0, result.err
-    assert detect(json.loads((out / "config.json").read_text())).KEY == "gptq"
-    assert f"text-generation-launcher --model-id {out}" in result.err
+    assert detect(json.loads((out / "config.json").read_text())).KEY == "awq"
+    assert f"lmdeploy serve api_server {out}" in result.err
     assert command(capsys, "export", out, "-o", tmp_path / "o").code == 2

@@ -113,14 +113,14 @@ def test_what_an_engine_does_not_read_is_refused_with_the_nearest():
         if not allowed(engine, Serving(cache=kind))
     }
     assert ("vllm", "int4") not in refused
-    assert {("sglang", "int8"), ("llama.cpp", "fp8"), ("mlx", "fp8"), ("tgi", "int4")} <= refused
+    assert {("sglang", "int8"), ("llama.cpp", "fp8"), ("mlx", "fp8")} <= refused
     for engine, kind in refused:
         with pytest.raises(RefusedError, match=f"--for {engine}: no cache in {kind}") as error:
             check_serving(engine, Serving(cache=kind))
         near = error.value.hint.removeprefix("--cache ")
         assert near == "leave --cache out" or near in COMMANDS[engine].caches
     drafts = {engine for engine in COMMANDS if not allowed(engine, Serving(draft="d"))}
-    assert drafts == {"lmdeploy", "tgi", "transformers"}
+    assert drafts == {"lmdeploy", "transformers"}
     split = {engine for engine in COMMANDS if not allowed(engine, Serving(devices=2))}
     assert split == {"llama.cpp", "ollama", "mlx", "transformers"}
     with pytest.raises(RefusedError, match="spreads the layers"):
@@ -152,7 +152,7 @@ def test_heads_are_drafts_of_their_own_kind(tmp_path):
 
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
-    said = check("tgi", Serving(), [], (), "gptq")
+    said = check("lmdeploy", Serving(), [], (), "awq")
     assert all(map(of_engine, said))
     assert not of_engine("linears as declared for llama")
     with pytest.raises(UsageError, match="'int5'"):
@@ -194,7 +194,7 @@ def test_plugins_of_vllm_are_named(form, engine, package):
     assert "since vLLM 0.2" in verdict.note
 
 
-@pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm", "triton"])
+@pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm"])
 def test_a_path_is_filled_in_for_a_shell(engine):
     note = check(engine, Serving(32768, "fp8" if engine != "ollama" else "int8"), [], (), "plain")[
         -1

@@ -302,8 +302,7 @@ def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch)
         ("3.5bpw", {"engine": "vllm", "candidates": ()}, RefusedError, "4 and 8 bits only"),
         ("5bpw", {"engine": "vllm"}, RefusedError, "--candidates int2:g64:asym: vllm does not"),
         ("5bpw", {"engine": "lmdeploy", "candidates": ()}, RefusedError, "fewer than two"),
-        ("5bpw", {"engine": "triton", "candidates": ()}, RefusedError, "reads no integers"),
-        ("5bpw", {"engine": "tgi", "candidates": ()}, RefusedError, "one width for all"),
+        ("5bpw", {"engine": "tensorrt-llm", "candidates": ()}, RefusedError, "reads no integers"),
         ("5bpw", {"engine": "nope"}, UsageError, "unknown engine"),
         ("5bpw", {"engine": "vllm", "bits": 4}, UsageError, "--candidates"),
         (

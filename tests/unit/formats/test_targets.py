@@ -103,7 +103,7 @@ def test_what_is_given_wins_and_what_is_unknown_is_named():
     )
     assert build_recipe(None, engine="vllm", scheme="nvfp4").scheme == "nvfp4"
     assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
-    assert any("archived" in line for line in check("tgi", ALONE, [], (), "gptq"))
+    assert any("not run" in line for line in check("lmdeploy", ALONE, [], (), "awq"))
     with pytest.raises(UsageError, match="unknown engine"):
         filled("vlm", {})
     with pytest.raises(UsageError, match="4 or 8 bits"):
