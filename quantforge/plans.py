@@ -113,15 +113,14 @@ class Serving:
     """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.
 
     Attributes:
-        context, cache, draft: most tokens of a sequence, type of the cache, smaller model that proposes; or None.
-        devices, heads: that share the model by tensors; the kind of heads that ``draft`` holds, "" for a model.
+        context: most tokens of a sequence, or None.
+        cache: type of the cache, or None.
+        devices: that share the model by tensors.
     """
 
     context: int | None = None
     cache: str | None = None
-    draft: str | None = None
     devices: int = 1
-    heads: str = ""
 
 
 @dataclass(frozen=True, slots=True)

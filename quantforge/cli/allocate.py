@@ -70,7 +70,7 @@ def allocate(
     settings = Settings(
         device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
-        serving=serving_of(None, cache, None),
+        serving=serving_of(None, cache),
     )  # fmt: skip
     with console.watch():
         from quantforge import verbs

@@ -52,7 +52,6 @@ def export(
     requantize: options.Requantize = False,
     context: options.Context = None,
     cache: options.Cache = None,
-    draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     log: options.Log = None,
@@ -79,7 +78,7 @@ def export(
     start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
     settings = Settings(
         device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
-        serving=serving_of(context, cache, draft, form.get("engine")), modelfile=modelfile, mmproj=mmproj,
+        serving=serving_of(context, cache, form.get("engine")), modelfile=modelfile, mmproj=mmproj,
         provenance=provenance, sign=sign, base_model=base_model, **run_log.listeners(),
     )  # fmt: skip
 

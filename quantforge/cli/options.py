@@ -230,12 +230,3 @@ DeviceName = Annotated[
 Price = Annotated[
     str | None, _served("--price", metavar="PRICE", help="Of all devices for an hour: 2.5/h.")
 ]
-Draft = Annotated[
-    str | None,
-    _served(
-        "--draft",
-        metavar="MODEL",
-        help="A smaller model that proposes tokens, in the command of --for's engine.",
-        autocompletion=models,
-    ),
-]

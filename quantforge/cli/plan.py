@@ -42,7 +42,6 @@ def plan(
     context: options.Context = None,
     batch: options.Batch = None,
     cache: options.Cache = None,
-    draft: options.Draft = None,
     memory: options.Memory = None,
     bandwidth: options.Bandwidth = None,
     compute: options.Compute = None,
@@ -67,7 +66,7 @@ def plan(
         context, batch, cache, memory, bandwidth, compute, device_name, price
     )
     settings = Settings(threads=threads, activations=activations, offline=offline, mmproj=mmproj,
-                        serving=serving_of(context, cache, draft))  # fmt: skip
+                        serving=serving_of(context, cache))  # fmt: skip
     given = {**given, **size}
     with uncollected():
         if deployment.given:

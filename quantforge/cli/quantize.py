@@ -46,7 +46,6 @@ def quantize(
     base_model: options.BaseModel = "",
     context: options.Context = None,
     cache: options.Cache = None,
-    draft: options.Draft = None,
     overwrite: options.Overwrite = False,
     join: options.Join = False,
     dry_run: options.DryRun = False,
@@ -75,7 +74,7 @@ def quantize(
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), join=join or ranks.shared(), **run_log.listeners(),
-        serving=serving_of(context, cache, draft, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
+        serving=serving_of(context, cache, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
         modelfile=modelfile, mmproj=mmproj, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip
 

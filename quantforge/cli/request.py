@@ -84,25 +84,22 @@ def percent(text: str, option: str) -> float:
     return value
 
 
-def serving_of(
-    context: str | None, cache: str | None, draft: str | None, engine: str | None = "any"
-) -> Serving:
+def serving_of(context: str | None, cache: str | None, engine: str | None = "any") -> Serving:
     """Return how a result is to be served.
 
     Args:
         context: tokens, as they are typed.
         cache: type of the cache.
-        draft: a smaller model.
         engine: whose command asks for them; None where nobody would.
 
     Raises:
         UsageError: one of them is not understood, or there is no engine.
     """
-    given = {"--context": context, "--cache": cache, "--draft": draft}
+    given = {"--context": context, "--cache": cache}
     for option, text in given.items():
         if text is not None and engine is None:
             raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
     if cache is not None:
         kinds_of(cache)
     tokens = None if context is None else quantities.tokens(context, "--context")
-    return Serving(tokens, cache, draft)
+    return Serving(tokens, cache)

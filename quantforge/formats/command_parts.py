@@ -20,14 +20,10 @@ class PartKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Text for one thing that is asked: ``{out}``, ``{context}``, ``{draft}``, ``{devices}``, ``{name}`` are filled in.
-
-    ``document`` is JSON that follows the text, with the same words in its texts.
-    """
+    """Text for one thing that is asked: ``{out}``, ``{context}``, ``{devices}``, ``{name}`` are filled in."""
 
     text: str
     kind: PartKind = PartKind.OPTION
-    document: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +32,7 @@ class Command:
 
     Attributes:
         start: the command, with ``{out}`` for the result.
-        context, draft, devices: for these; None where there is no option.
-        heads: in the place of ``draft`` where that is a directory of draft heads, by their kind.
+        context, devices: for these; None where there is no option.
         caches: by type of the cache.
         named: gives the model the name ``{name}`` in requests.
         before: a command that comes first.
@@ -50,8 +45,6 @@ class Command:
     start: str
     context: Part | None = None
     caches: Mapping[str, Part] = field(default_factory=dict)
-    draft: Part | None = None
-    heads: Mapping[str, Part] = field(default_factory=dict)
     devices: Part | None = None
     named: str = ""
     before: str = ""
@@ -63,14 +56,7 @@ class Command:
 
 def filled(part: Part, words: Mapping[str, str]) -> str:
     """Return a part as a shell reads it, with ``words`` by name."""
-    text = part.text.format(**{key: shlex.quote(word) for key, word in words.items()})
-    if not part.document:
-        return text
-    given = {
-        key: value.format(**words) if isinstance(value, str) else value
-        for key, value in part.document.items()
-    }
-    return f"{text} {shlex.quote(json.dumps(given))}"
+    return part.text.format(**{key: shlex.quote(word) for key, word in words.items()})
 
 
 def line_of(text: str, words: Mapping[str, str]) -> str:

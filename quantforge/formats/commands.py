@@ -11,13 +11,11 @@ import shlex
 from collections.abc import Mapping
 
 from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
-from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.errors import RefusedError
 from quantforge.formats import GGUF
 from quantforge.formats.command_parts import Command, Part, PartKind, filled, line_of
 from quantforge.plans import Serving
 
-DRAFTED = 4  # tokens that a draft model proposes at a time, where an engine has to be told
 _NEAREST = {"int8": ("fp8", "int4"), "fp8": ("int8", "int4"), "int4": ("int8", "fp8")}
 
 
@@ -26,9 +24,6 @@ def _line(text: str) -> Part:
 
 
 _TRT_CACHE = {"fp8": _line("kv_cache_config: {{dtype: fp8}}")}
-_TRT_DRAFT = _line(
-    f"speculative_config: {{{{decoding_type: Draft_Target, max_draft_len: {DRAFTED}, speculative_model: {{draft}}}}}}"
-)
 _GGML_CACHES = {"int8": "q8_0", "int4": "q4_0"}
 _LAYERS = "it spreads the layers over all devices that it sees, unasked"
 _UNBOUNDED = "its cache grows with the sequence, no option bounds it"
@@ -41,14 +36,6 @@ COMMANDS: Mapping[str, Command] = {
             "int8": Part("--kv-cache-dtype int8_per_token_head"),
             "int4": Part("--kv-cache-dtype int4_per_token_head"),
         },
-        draft=Part(
-            "--speculative-config",
-            document={"method": "draft_model", "model": "{draft}", "num_speculative_tokens": DRAFTED},
-        ),
-        heads={EAGLE3: Part(
-            "--speculative-config",
-            document={"method": EAGLE3, "model": "{draft}", "num_speculative_tokens": DRAFTED},
-        )},
         devices=Part("--tensor-parallel-size {devices}"),
         named="--served-model-name {name}",
         by_format={GGUF: "--tokenizer {source}"},
@@ -57,8 +44,6 @@ COMMANDS: Mapping[str, Command] = {
         "python -m sglang.launch_server --model-path {out}",
         context=Part("--context-length {context}"),
         caches={"fp8": Part("--kv-cache-dtype fp8_e4m3")},
-        draft=Part("--speculative-algorithm STANDALONE --speculative-draft-model-path {draft}"),
-        heads={EAGLE3: Part("--speculative-algorithm EAGLE3 --speculative-draft-model-path {draft}")},
         devices=Part("--tp-size {devices}"),
         named="--served-model-name {name}",
     ),
@@ -66,7 +51,6 @@ COMMANDS: Mapping[str, Command] = {
         "trtllm-serve {out}",
         context=Part("--max_seq_len {context}"),
         caches=_TRT_CACHE,
-        draft=_TRT_DRAFT,
         devices=Part("--tp_size {devices}"),
         file="trtllm.yaml",
     ),
@@ -76,8 +60,7 @@ COMMANDS: Mapping[str, Command] = {
         caches={"int8": Part("--quant-policy int8"), "int4": Part("--quant-policy int4")},
         devices=Part("--tp {devices}"),
         named="--model-name {name}",
-        lacks={"draft": "it drafts with EAGLE, MTP and DFlash heads, not with another model",
-               "cache": "its TurboMind engine refuses fp8"},
+        lacks={"cache": "its TurboMind engine refuses fp8"},
     ),
     "llama.cpp": Command(
         "llama-server -m {out}",
@@ -86,7 +69,6 @@ COMMANDS: Mapping[str, Command] = {
             name: Part(f"--flash-attn on --cache-type-k {kind} --cache-type-v {kind}")
             for name, kind in _GGML_CACHES.items()
         },
-        draft=Part("--spec-type draft-simple --spec-draft-model {draft}"),
         named="--alias {name}",
         lacks={"devices": f"{_LAYERS} (its --split-mode tensor is experimental)"},
     ),
@@ -101,7 +83,6 @@ COMMANDS: Mapping[str, Command] = {
             )
             for name, kind in _GGML_CACHES.items()
         },
-        draft=_line("DRAFT {draft}"),
         file="Modelfile",
         lines=("FROM {out}",),
         lacks={"devices": _LAYERS},
@@ -109,12 +90,11 @@ COMMANDS: Mapping[str, Command] = {
     "mlx": Command(
         "mlx_lm.server --model {out}",
         caches={"int8": Part("--kv-bits 8"), "int4": Part("--kv-bits 4")},
-        draft=Part("--draft-model {draft}"),
         lacks={"context": _UNBOUNDED},
     ),
     "transformers": Command(
         "transformers serve {out}",
-        lacks={"context": _UNBOUNDED, "draft": "its server takes none; generate(assistant_model=...) does"},
+        lacks={"context": _UNBOUNDED},
     ),
 }  # fmt: skip
 
@@ -141,15 +121,6 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
             f"--for {engine}: no cache in {cache}{why.get('cache', '')}",
             f"--cache {near}" if near else "leave --cache out",
         )
-    if serving.heads and serving.heads not in command.heads:
-        raise RefusedError(
-            f"--for {engine}: no command of it with {serving.heads} heads is known here",
-            "leave --draft out, or name a smaller model",
-        )
-    if serving.draft is not None and not serving.heads and command.draft is None:
-        raise RefusedError(
-            f"--for {engine}: no draft model{why.get('draft', '')}", "leave --draft out"
-        )
     if serving.context is not None and command.context is None:
         return (f"{engine}: --context changes nothing{why.get('context', '')}",)
     return ()
@@ -158,12 +129,6 @@ def check_serving(engine: str, serving: Serving) -> tuple[str, ...]:
 def _cache_of(serving: Serving) -> str:
     """Return the one name of the cache that is asked for, however it was written."""
     return name_of(*kinds_of(serving.cache or PLAIN))
-
-
-def _draft_of(command: Command, serving: Serving) -> Part | None:
-    if serving.draft is None:
-        return None
-    return command.heads[serving.heads] if serving.heads else command.draft
 
 
 def command_of(
@@ -181,13 +146,12 @@ def command_of(
     """
     command = COMMANDS[engine]
     words = {
-        "out": str(out), "context": str(serving.context), "draft": str(serving.draft), "source": source,
+        "out": str(out), "context": str(serving.context), "source": source,
         "devices": str(serving.devices), "name": name or "NAME",
     }  # fmt: skip
     parts = [
         command.context if serving.context is not None else None,
         command.caches.get(_cache_of(serving)),
-        _draft_of(command, serving),
         command.devices if serving.devices > 1 else None,
     ]
     asked = [part for part in parts if part is not None]

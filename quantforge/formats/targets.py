@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT, GGUF, format_of, libraries
 from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.libraries import Library
-from quantforge.formats.sources.head_directory import open_heads
 from quantforge.formats.unknown_names import ENGINE_WORDS
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Serving, TensorPlan
@@ -128,16 +126,11 @@ def check(
         source: the original model.
 
     Raises:
-        UsageError: something is asked of a command without an engine.
-        InputError: the draft is a directory of heads that cannot be read.
         RefusedError: with the engine's reason, the layer that cannot be split over the devices, or what its command
             cannot be asked.
     """
     if engine is None:
-        _check_unasked(serving)
         return ()
-    heads = open_heads(Path(serving.draft)) if serving.draft is not None else None
-    serving = replace(serving, heads=heads.kind if heads else "")
     target = target_of(engine)
     wanted = f"--bits {either(target.wanted)}"
     for verdict in verdicts:
@@ -163,12 +156,6 @@ def check(
         *said,
         f"{_SERVE}{command_of(engine, _PLACE, serving, key, source)}",
     )
-
-
-def _check_unasked(serving: Serving) -> None:
-    """Refuse a draft model, which nothing but the command of an engine uses; raise `UsageError`."""
-    if serving.draft is not None:
-        raise UsageError(f"--draft {serving.draft}: for which engine", "add --for ENGINE")
 
 
 def of_engine(note: str) -> bool:
