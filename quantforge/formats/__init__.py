@@ -10,17 +10,13 @@ In this folder:
     auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    bnb_engines            Engines that load bitsandbytes files: through which package
     bnb_layouts            Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks                 Checks of stored values that all formats share: scales are sound, group numbers are in range
-    command_parts          Parts of commands: options, lines of a file that a command reads, and what comes before it
-    commands               Commands that serve a result: one record for each engine
     compressed_tensors     compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions         Contradictions of a configuration with its own tensors: engines believe one or the other
     convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
     ct_arguments           Schemes in the words of compressed-tensors: the arguments of a config group, written and read
-    ct_engines             Engines that load compressed-tensors: which of its many formats each has kernels for
     ct_groups              Config groups of compressed-tensors, as they are read
     ct_layouts             Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
     ct_reader              Reading of one linear in the formats of compressed-tensors
@@ -39,7 +35,6 @@ In this folder:
     headers                Headers of stored tensors: what a format announces has to be there, with its type and shape
     kept_experts           Experts that stay as they are, by the names under which engines look for them
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    libraries              Engines that are libraries of Python: the program that loads a result and lets it write
     loading                Code that loads a result, for its card: Python where an engine is a library
     matching               A quantized checkpoint, matched as if its weights were stored plainly
     matrix                 The matrix of conversions
@@ -50,7 +45,7 @@ In this folder:
     patterns               Regular expressions that users type and that files hold: none may take for ever
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
     storage                Storage of a plan's tensors in the files of a format
-    targets                Targets of a quantization: each engine with its format of choice, what it refuses
+    targets                Engines as targets: what is made for each, what it refuses
     unknown_names          Words that other tools have for formats, engines and types, with what they mean here
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
     sources/               Sources in low precision: models that are published in 4 or 8 bits

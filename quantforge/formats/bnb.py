@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, bnb_layouts
-from quantforge.formats.bnb_engines import ENGINES
 from quantforge.formats.bnb_layouts import (
     STATE,
     STORAGE,
@@ -33,6 +32,7 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
+from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
 from quantforge.formats.headers import matrix, refuse_open_head, require
 from quantforge.formats.kept_experts import skipped_with_mixtures
@@ -49,6 +49,26 @@ __all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "d
            "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "bnb"
+_JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+_UNREAD = Engine(never="does not read bitsandbytes")
+
+
+def _no_expert_bytes(layer: LayerScheme) -> str:
+    return "its plugin (0.0.3) has no experts in 8 bits" if layer.weight.integer else ""
+
+
+ENGINES = by_engine(
+    transformers=Engine(note="through bitsandbytes", experts=_JOINED, unrolls=True),
+    vllm=Engine(
+        note="through vllm-bnb-plugin (since vLLM 0.28)",
+        packed_experts=_no_expert_bytes,
+        kept_experts="its plugin (0.0.3) takes all experts for packed ones",
+    ),
+    sglang=Engine(note=UNTRIED),
+    tensorrt_llm=_UNREAD,
+    lmdeploy=_UNREAD,
+    mlx=_UNREAD,
+)
 ABOUT = About(
     packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(

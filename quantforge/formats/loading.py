@@ -9,16 +9,43 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantforge.formats import About
-from quantforge.formats.commands import COMMANDS, command_of
-from quantforge.formats.libraries import PROMPT, QUESTION
-from quantforge.formats.targets import TARGETS
+from quantforge.formats.targets import TARGETS, command_of
 from quantforge.plans import EngineVerdict, Serving
 
 _CALLED = "model"  # in requests: a directory has another name wherever it is copied
+_PROMPT, _QUESTION = "The first thing to know is", "What can you do?"
+_MESSAGES = f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]\n'
+# Of engines that are libraries: a program, and its inputs for a model without and with a chat template.
+_PROGRAMS: Mapping[str, tuple[str, str, str]] = {
+    "transformers": (
+        """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+place = "{name}"
+tokenizer = AutoTokenizer.from_pretrained(place)
+model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", device_map="auto")
+{inputs}
+output = model.generate(**inputs.to(model.device), max_new_tokens=64)
+print(tokenizer.decode(output[0], skip_special_tokens=True))""",
+        f'inputs = tokenizer("{_PROMPT}", return_tensors="pt")',
+        f"{_MESSAGES}inputs = tokenizer.apply_chat_template(\n"
+        '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True\n)',
+    ),
+    "mlx": (
+        """\
+from mlx_lm import generate, load
+
+model, tokenizer = load("{name}")
+{inputs}
+print(generate(model, tokenizer, prompt=prompt, max_tokens=64))""",
+        f'prompt = "{_PROMPT}"',
+        f"{_MESSAGES}prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +84,20 @@ def snippets(
         install = f"pip install {packages}\n" if packages else ""
         if repository:
             install += f"hf download {shlex.quote(repository)} {shlex.quote(place)} --local-dir .\n"
-        library = TARGETS[engine].library
-        if library is not None:
-            code = library.code(place, chat=chat)
-            found.append(
-                Snippet(
-                    engine, "python", "".join(f"# {line}\n" for line in install.splitlines()) + code
-                )
-            )
+        if engine in _PROGRAMS:
+            comments = "".join(f"# {line}\n" for line in install.splitlines())
+            code = comments + _program(engine, place, chat=chat)
+            found.append(Snippet(engine, "python", code))
         else:
             found.append(Snippet(engine, "bash", install + _served(engine, place, chat=chat)))
     return found
+
+
+def _program(engine: str, place: str, *, chat: bool) -> str:
+    """Return the program that loads a result and lets it write."""
+    program, plain, with_template = _PROGRAMS[engine]
+    name = json.dumps(place, ensure_ascii=False)[1:-1]  # between the quotes of the program
+    return program.format(name=name, inputs=with_template if chat else plain)
 
 
 def _served(engine: str, place: str, *, chat: bool) -> str:
@@ -77,10 +107,8 @@ def _served(engine: str, place: str, *, chat: bool) -> str:
     command = command_of(engine, place, Serving(), name=label)
     if not target.port:
         return command
-    asked = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": PROMPT}
-    request = json.dumps(
-        {"model": label if COMMANDS[engine].named else place, **asked, "max_tokens": 64}
-    )
+    asked = {"messages": [{"role": "user", "content": _QUESTION}]} if chat else {"prompt": _PROMPT}
+    request = json.dumps({"model": label if target.named else place, **asked, "max_tokens": 64})
     route = "chat/completions" if chat else "completions"
     return (
         f"{command}\n\n# in another terminal\n"

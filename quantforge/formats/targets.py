@@ -1,21 +1,23 @@
-"""Targets of a quantization: each engine with its format of choice, what it refuses, and how it is served.
+"""Engines as targets: what is made for each, what it refuses, and the command that serves a result.
 
-One table, data only; the facts are those of `quantforge.formats.engines` (2026-11, sources of vLLM 0.33, SGLang 0.5.23,
-TensorRT-LLM's PyTorch backend, llama.cpp 0c1e570, mlx-lm 0.32).
+One table, `TARGETS`. The options of the commands are those of vLLM 0.33, SGLang 0.5.23, LMDeploy 0.18 and mlx-lm 0.32
+(read in their packages), and of TensorRT-LLM 1.3, llama.cpp b10749 and Ollama 0.14 (read in their documentation and
+sources), in 2026-11. ``tests/golden/engine_options.toml`` lists them as they are documented.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
-from quantforge.formats import DEFAULT, GGUF, format_of, libraries
-from quantforge.formats.commands import COMMANDS, check_serving, command_of
-from quantforge.formats.libraries import Library
+from quantforge.formats import DEFAULT, GGUF, format_of
+from quantforge.formats.engines import UNTRIED
 from quantforge.formats.unknown_names import ENGINE_WORDS
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Serving, TensorPlan
@@ -23,23 +25,34 @@ from quantforge.plans import EngineVerdict, Serving, TensorPlan
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One engine; how it is started is in `quantforge.formats.commands`.
+    """One engine.
 
     Attributes:
         wanted: by bits, what a recipe takes that says nothing else: ``format``, and ``scheme`` or ``type``.
         judged: name of the engine whose verdict on a format counts (the one it is made of).
+        command: that serves a result: ``{model}`` is the result, ``{from_line}`` the line of a Modelfile that names it,
+            ``{name}`` a name for it, ``{options}`` the options that are asked for, each after a space.
+        context: option for the most tokens of a sequence.
+        caches: options for types of the cache, by type.
+        devices: option for the number of devices that the model is split over.
+        named: option that gives the model a name in requests.
+        tokenizer: option for the original model, whose tokenizer a GGUF file is served with.
         note: what a user has to know.
         port: where its server answers unless told otherwise, 0 for none that speaks OpenAI's protocol.
         packages: of Python that it consists of, "" where it is installed in other ways.
-        library: the program that loads a result, where it is a library.
     """
 
     wanted: Mapping[int, Mapping[str, str]]
     judged: str
+    command: str
+    context: str = ""
+    caches: Mapping[str, str] = field(default_factory=dict)
+    devices: str = ""
+    named: str = ""
+    tokenizer: str = ""
     note: str = ""
     port: int = 0
     packages: str = ""
-    library: Library | None = None
 
 
 def _packed(scheme: str) -> dict[str, str]:
@@ -49,32 +62,69 @@ def _packed(scheme: str) -> dict[str, str]:
 _TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
 _GGUF = {bits: {"format": GGUF, "type": name} for bits, name in _TYPES.items()}
 _SERVED = {4: _packed("int4:g128:sym"), 8: _packed("FP8_DYNAMIC")}
-_TENSORRT = {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}
-_BLACKWELL = "nvfp4 needs a Blackwell GPU; according to its source, not run"
 TARGETS: Mapping[str, Target] = {
-    "vllm": Target(_SERVED, "vllm", port=8000, packages="vllm"),
+    "vllm": Target(
+        _SERVED, "vllm", "vllm serve {model}{options}",
+        context="--max-model-len {}",
+        caches={
+            "fp8": "--kv-cache-dtype fp8", "int8": "--kv-cache-dtype int8_per_token_head",
+            "int4": "--kv-cache-dtype int4_per_token_head",
+        },
+        devices="--tensor-parallel-size {}",
+        named="--served-model-name {}",
+        tokenizer="--tokenizer {}",
+        port=8000, packages="vllm",
+    ),
     "sglang": Target(
-        _SERVED, "sglang", "according to its source, not run", port=30000, packages="'sglang[all]'"
+        _SERVED, "sglang", "python -m sglang.launch_server --model-path {model}{options}",
+        context="--context-length {}",
+        caches={"fp8": "--kv-cache-dtype fp8_e4m3"},
+        devices="--tp-size {}",
+        named="--served-model-name {}",
+        note=UNTRIED, port=30000, packages="'sglang[all]'",
     ),
     "tensorrt-llm": Target(
-        _TENSORRT, "tensorrt-llm", _BLACKWELL, port=8000, packages="tensorrt-llm"
+        {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}, "tensorrt-llm", "trtllm-serve {model}{options}",
+        context="--max_seq_len {}",
+        devices="--tp_size {}",
+        note=f"nvfp4 needs a Blackwell GPU; {UNTRIED}", port=8000, packages="tensorrt-llm",
     ),
     "lmdeploy": Target(
-        {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "according to its source, not run",
-        port=23333, packages="lmdeploy",
+        {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "lmdeploy serve api_server {model}{options}",
+        context="--session-len {}",
+        caches={"int8": "--quant-policy int8", "int4": "--quant-policy int4"},
+        devices="--tp {}",
+        named="--model-name {}",
+        note=UNTRIED, port=23333, packages="lmdeploy",
     ),
     "transformers": Target(
-        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers",
-        packages="transformers accelerate", library=libraries.TRANSFORMERS,
+        {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers", "transformers serve {model}",
+        packages="transformers accelerate",
     ),
-    "llama.cpp": Target(_GGUF, "llama.cpp", port=8080),
-    "ollama": Target(_GGUF, "llama.cpp"),
+    "llama.cpp": Target(
+        _GGUF, "llama.cpp", "llama-server -m {model}{options}",
+        context="--ctx-size {}",
+        caches={
+            name: f"--flash-attn on --cache-type-k {kind} --cache-type-v {kind}"
+            for name, kind in (("int8", "q8_0"), ("int4", "q4_0"))
+        },
+        named="--alias {}",
+        port=8080,
+    ),
+    "ollama": Target(
+        _GGUF, "llama.cpp",
+        "printf '%s\\n' {from_line}{options} > Modelfile && ollama create {name} -f Modelfile && ollama run {name}",
+        context="'PARAMETER num_ctx {}'",
+    ),
     "mlx": Target(
         {bits: {"format": "mlx", "scheme": f"int{bits}:g64:min"} for bits in (2, 3, 4, 5, 6, 8)}, "mlx",
-        packages="mlx-lm", library=libraries.MLX,
+        "mlx_lm.server --model {model}{options}",
+        caches={"int8": "--kv-bits 8", "int4": "--kv-bits 4"},
+        packages="mlx-lm",
     ),
 }  # fmt: skip
 _SERVE, _PLACE = "serve it with: ", "OUT"  # of notes
+_UNBOUNDED = "its cache grows with the sequence, no option bounds it"
 # Linears that engines split along their inputs; all others are split along their outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 
@@ -139,22 +189,62 @@ def check(
                 f"{engine} does not load this in {key}: {verdict.reason}",
                 f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
             )
-    if serving.devices > 1 and COMMANDS[engine].devices is None:
-        why = COMMANDS[engine].lacks.get("devices", "")
-        raise RefusedError(
-            f"{engine} does not split a model by tensors{why and f': {why}'}",
-            "drop --tensor-parallel",
-        )
+    if serving.devices > 1 and not target.devices:
+        raise RefusedError(f"{engine} does not split a model by tensors", "drop --tensor-parallel")
     for tensor in tensors:
         if tensor.scheme is not None and serving.devices > 1:
             _check_split(tensor, serving.devices)
-    said = check_serving(engine, serving)
+    _check_cache(engine, target, serving)
+    unbounded = serving.context is not None and not target.context
     needed = format_of(key).ABOUT.packages.get(engine, "")
     return (
         *([f"{engine}: {target.note}"] if target.note else []),
         *([f"{engine}: {key} files need pip install {needed}"] if needed else []),
-        *said,
-        f"{_SERVE}{command_of(engine, _PLACE, serving, key, source)}",
+        *([f"{engine}: --context changes nothing: {_UNBOUNDED}"] if unbounded else []),
+        f"{_SERVE}{command_of(engine, _PLACE, serving, tokenizer=source if key == GGUF else '')}",
+    )
+
+
+def _check_cache(engine: str, target: Target, serving: Serving) -> None:
+    cache = _cache_of(serving)
+    if cache not in {PLAIN, *target.caches}:
+        raise RefusedError(
+            f"--for {engine}: no cache in {cache}",
+            f"--cache {either(target.caches)}" if target.caches else "leave --cache out",
+        )
+
+
+def _cache_of(serving: Serving) -> str:
+    """Return the one name of the cache that is asked for, however it was written."""
+    return name_of(*kinds_of(serving.cache or PLAIN))
+
+
+def command_of(
+    engine: str, model: object, serving: Serving, *, name: str = "", tokenizer: str = ""
+) -> str:
+    """Return the command that serves a result, for a shell.
+
+    Args:
+        engine: one of `TARGETS`.
+        model: the result.
+        serving: what is asked, as `check` allows it.
+        name: of the model in requests, "" where that is left to the engine.
+        tokenizer: the original model, of a result that engines take its tokenizer for; "" for others.
+    """
+    target, place = TARGETS[engine], str(model)
+    plain = re.fullmatch(r"[\w./+-]+", place)  # other text stands in quotes in a Modelfile
+    options = (
+        target.context.format(serving.context) if serving.context is not None else "",
+        target.caches.get(_cache_of(serving), ""),
+        target.devices.format(serving.devices) if serving.devices > 1 else "",
+        target.named.format(shlex.quote(name)) if name else "",
+        target.tokenizer.format(shlex.quote(tokenizer)) if tokenizer else "",
+    )
+    return target.command.format(
+        model=shlex.quote(place),
+        from_line=shlex.quote(f"FROM {place if plain else json.dumps(place)}"),
+        name=shlex.quote(name or "NAME"),
+        options="".join(f" {option}" for option in options if option),
     )
 
 

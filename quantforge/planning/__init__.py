@@ -24,7 +24,6 @@ In this folder:
     drafting           Planners of formats that plan whole models instead of module by module
     effort             Effort: the one dial for time against quality, and what it sets of a recipe
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
-    engine_format      The format in which an engine loads a quantized model, found by planning the export into each
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
     gguf_files         Contents of GGUF files: the tensor table, where experts are one tensor
     gguf_types         Types of the tensors of a GGUF file: from the mixture, from ``--scheme``

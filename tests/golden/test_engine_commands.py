@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from quantforge.architectures.cache_kinds import WORDS as KINDS
-from quantforge.errors import RefusedError, UsageError
+from quantforge.errors import RefusedError, UsageError, either
 from quantforge.formats import format_of
-from quantforge.formats.commands import COMMANDS, check_serving, command_of
 from quantforge.formats.loading import snippets
-from quantforge.formats.targets import TARGETS, check, of_engine, placed
+from quantforge.formats.targets import TARGETS, check, command_of, of_engine, placed
 from quantforge.plans import EngineVerdict, Serving
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
@@ -44,11 +42,10 @@ def takes(value: str, documented: Any) -> bool:
     return not documented or value in documented
 
 
-def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """The options, the lines of the file and the environment of a command, each with its value."""
+def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The options and the lines of the file of a command, each with its value."""
     known = DOCUMENTED[engine]
     words = shlex.split(command, comments=False)
-    environment = dict(word.split("=") for word in words if word.startswith("OLLAMA_"))
     lines: dict[str, str] = {}
     if "printf" in words:
         start, end = words.index("printf"), words.index(">")
@@ -64,56 +61,50 @@ def parsed(engine: str, command: str) -> tuple[dict[str, str], dict[str, str], d
     rest = words[len(program) :]
     rest = rest[: rest.index("&&")] if "&&" in rest else rest
     options = dict(zip(rest[::2], rest[1::2], strict=True))
-    return options, lines, environment
+    return options, lines
 
 
-@pytest.mark.parametrize("engine", COMMANDS)
+@pytest.mark.parametrize("engine", TARGETS)
 def test_every_option_is_documented_with_such_a_value(engine):
     known = DOCUMENTED[engine]
     seen = 0
     for serving in ASKED:
         if not allowed(engine, serving):
             continue
-        options, lines, environment = parsed(
-            engine, command_of(engine, OUT, serving, source="org/name", name="it")
+        options, lines = parsed(
+            engine, command_of(engine, OUT, serving, tokenizer="org/name", name="it")
         )
         for name, value in options.items():
             assert takes(value, known["options"][name]), name
         for name, value in lines.items():
             documented = known["file"][name]
-            if documented == "yaml":
-                assert isinstance(yaml.safe_load(f"{name}: {value}")[name], dict)
-            elif name == "PARAMETER":
+            if name == "PARAMETER":
                 assert takes(value.split()[0], documented)
             else:
                 assert takes(value, documented), name
-        for name, value in environment.items():
-            assert value in known["environment"][name]
         told = " ".join((*options.values(), *lines.values()))
         assert serving.devices == 1 or "2" in told.split()
-        if serving.context is not None and COMMANDS[engine].context is not None:
+        if serving.context is not None and TARGETS[engine].context:
             assert "32768" in told
         seen += 1
     assert seen >= 4
 
 
-def test_what_an_engine_does_not_read_is_refused_with_the_nearest():
+def test_what_an_engine_does_not_read_is_refused():
     refused = {
         (engine, kind)
-        for engine, kind in itertools.product(COMMANDS, KINDS)
+        for engine, kind in itertools.product(TARGETS, KINDS)
         if not allowed(engine, Serving(cache=kind))
     }
     assert ("vllm", "int4") not in refused
     assert {("sglang", "int8"), ("llama.cpp", "fp8"), ("mlx", "fp8")} <= refused
     for engine, kind in refused:
         with pytest.raises(RefusedError, match=f"--for {engine}: no cache in {kind}") as error:
-            check_serving(engine, Serving(cache=kind))
-        near = error.value.hint.removeprefix("--cache ")
-        assert near == "leave --cache out" or near in COMMANDS[engine].caches
-    split = {engine for engine in COMMANDS if not allowed(engine, Serving(devices=2))}
+            check(engine, Serving(cache=kind), [], (), "plain")
+        known = TARGETS[engine].caches
+        assert error.value.hint == (f"--cache {either(known)}" if known else "leave --cache out")
+    split = {engine for engine in TARGETS if not allowed(engine, Serving(devices=2))}
     assert split == {"llama.cpp", "ollama", "mlx", "transformers"}
-    with pytest.raises(RefusedError, match="spreads the layers"):
-        check("ollama", Serving(devices=2), [], (), "gguf")
 
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
@@ -121,19 +112,19 @@ def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
     assert all(map(of_engine, said))
     assert not of_engine("linears as declared for llama")
     with pytest.raises(UsageError, match="'int5'"):
-        check_serving("vllm", Serving(cache="int5"))
+        check("vllm", Serving(cache="int5"), [], (), "plain")
 
 
-@pytest.mark.parametrize("engine", COMMANDS)
-def test_keys_and_values_of_different_widths_are_refused_with_the_reason(engine):
-    with pytest.raises(RefusedError, match="keys and values alike") as raised:
-        check_serving(engine, Serving(cache="v=int4,k=int8"))
-    assert ("--cache int8" in raised.value.hint) == ("int8" in COMMANDS[engine].caches)
+@pytest.mark.parametrize("engine", TARGETS)
+def test_keys_and_values_of_different_widths_are_refused(engine):
+    with pytest.raises(RefusedError, match="no cache in k=int8,v=int4") as raised:
+        check(engine, Serving(cache="v=int4,k=int8"), [], (), "plain")
+    assert ("int8" in raised.value.hint) == ("int8" in TARGETS[engine].caches)
     with pytest.raises(UsageError, match="k=int8: one word"):
-        check_serving(engine, Serving(cache="k=int8"))
+        check(engine, Serving(cache="k=int8"), [], (), "plain")
 
 
-@pytest.mark.parametrize("engine", COMMANDS)
+@pytest.mark.parametrize("engine", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine, kind):
     alike = [Serving(cache=name) for name in (kind, f"k={kind},v={kind}", f"v={kind},k={kind}")]
@@ -142,8 +133,9 @@ def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine, kind):
 
 
 def test_a_context_that_nothing_bounds_is_told():
-    assert "its cache grows" in check_serving("mlx", Serving(context=4096))[0]
-    assert check_serving("vllm", Serving(context=4096)) == ()
+    said = {engine: check(engine, Serving(4096), [], (), "plain") for engine in ("mlx", "vllm")}
+    assert any("its cache grows" in note for note in said["mlx"])
+    assert len(said["vllm"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -161,9 +153,7 @@ def test_plugins_of_vllm_are_named(form, engine, package):
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm"])
 def test_a_path_is_filled_in_for_a_shell(engine):
-    note = check(engine, Serving(32768, "fp8" if engine != "ollama" else "int8"), [], (), "plain")[
-        -1
-    ]
+    note = check(engine, Serving(32768, "fp8" if engine == "vllm" else None), [], (), "plain")[-1]
     command = placed(note, OUT).removeprefix("serve it with: ")
     words = shlex.split(command)
     assert any(word.endswith(OUT) for word in words)
@@ -172,8 +162,9 @@ def test_a_path_is_filled_in_for_a_shell(engine):
 
 def test_cards_take_their_commands_from_the_same_table():
     about = format_of("compressed-tensors").ABOUT
-    engines = [name for name in COMMANDS if TARGETS[name].library is None]
-    loads = [EngineVerdict(name, True) for name in engines]
-    for item in snippets(about, loads, "made", chat=True):
-        assert command_of(item.engine, "made", Serving(), name="model") in item.code
-    assert set(COMMANDS) == set(TARGETS) == set(DOCUMENTED)
+    made = snippets(about, [EngineVerdict(name, True) for name in TARGETS], "made", chat=True)
+    for item in made:
+        if item.language == "bash":
+            assert command_of(item.engine, "made", Serving(), name="model") in item.code
+    assert [item.engine for item in made] == [*TARGETS]
+    assert set(TARGETS) == set(DOCUMENTED)

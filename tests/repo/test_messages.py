@@ -15,8 +15,6 @@ from scripts.structure import modules, parsed
 
 RAW = (tuple, list, set, frozenset, dict, range, type, type(None))
 HERE = re.compile(r"\b(docs|tests|scripts|benchmarks)/[\w-]|CONTRIBUTING|CHANGELOG")
-# Paths of others.
-OTHERS = {"quantforge.formats.commands": "tensorrt_llm/triton_backend/scripts/"}
 OURS = [
     name
     for name in modules()
@@ -73,7 +71,7 @@ def texts(tree: ast.Module) -> Iterator[ast.Constant]:
 def paths(name: str) -> Iterator[str]:
     """The texts of a module that name a file of this repository."""
     for node in texts(parsed(name)):
-        if HERE.search(str(node.value).replace(OTHERS.get(name, "\0"), "")):
+        if HERE.search(str(node.value)):
             yield f"{name}, line {node.lineno}: {node.value!r}"
 
 

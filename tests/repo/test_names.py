@@ -46,7 +46,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.vocabulary": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.targets": ("awq mlx", "the format of choice of each engine; mlx is an engine"),
-    "formats.commands": ("mlx", "an engine"),
+    "formats.loading": ("mlx", "an engine"),
     "formats.gguf": ("mlx", "an engine"),
     "checkpoint": ("fp8 int8", "a kind of KV cache, which a recipe names; a type of torch"),
     "formats.engine_families": ("kimi_linear llama4 llama4_text", "what the loader of an engine does not do for it"),

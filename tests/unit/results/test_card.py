@@ -17,7 +17,6 @@ from huggingface_hub.utils import validate_repo_id
 from quantforge.checkpoint.hub import repository_name
 from quantforge.errors import UsageError
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.libraries import TRANSFORMERS
 from quantforge.formats.loading import snippets
 from quantforge.formats.targets import TARGETS
 from quantforge.plans import EngineVerdict
@@ -154,7 +153,8 @@ def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
     assert name in shlex.split(command)
     assert json.loads(shlex.split(asked)[-1])["messages"]
     assert json.loads(shlex.split(asked)[-1])["model"] in {name, name.removesuffix(".gguf")}
-    (place,) = re.findall(r"^place = .*", TRANSFORMERS.code(name, chat=False), re.MULTILINE)
+    (loaded,) = snippets(about, [EngineVerdict("transformers", True)], name, chat=False)
+    (place,) = re.findall(r"^place = .*", loaded.code, re.MULTILINE)
     assert ast.literal_eval(place.removeprefix("place = ").partition("  # ")[0]) == name
     assert code("a.gguf") == "`a.gguf`"
     shown = code(name)
