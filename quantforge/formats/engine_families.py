@@ -1,12 +1,13 @@
 """Engines and families: which engine loads a quantized model, by its layers, by its family, by how that stores them.
 
-`HOW` is the one list of families whose artifacts are known not to load: what a plan says, which runs no loader.
-`verify --for transformers` runs its loader on headers (`quantforge.model.transformers_loading`), and takes its word for
-names and shapes. A plan leaves open whether transformers finds tensors under names that it is not known to look for.
-Seen with transformers 5.23 on tiny models of every family: the source loads, what is quantized does not, or loads with
-layers left random. A format of one file is not meant: it has names of its own for every tensor. Experts that are stored
-one by one load in compressed-tensors and in fp8 tiles (mixtral, qwen3_moe), and not packed by bitsandbytes. vLLM 0.32:
-it compares the projections of a mixture's first expert, and takes the others for alike.
+`_NOT_IN_TRANSFORMERS` lists the families whose quantized models transformers is known not to load. A plan consults this
+list, because it runs no loader; `verify --for transformers` runs transformers' loader on headers
+(`quantforge.model.transformers_loading`), whose answer about names and shapes wins. Where transformers is not known to
+look for the names of tensors, a plan leaves the question open. Seen with transformers 5.23 on tiny models of every
+family: the source loads, and what is quantized does not, or loads with layers left random. Formats of one file are
+exempt: they have names of their own for every tensor. Experts that are stored one by one load in compressed-tensors and
+in fp8 tiles (mixtral, qwen3_moe), but not from bitsandbytes. vLLM 0.32 compares the projections of a mixture's first
+expert, and takes the others for alike.
 """
 
 from __future__ import annotations
@@ -42,16 +43,14 @@ _UNSTACKED = (
     "it knows the experts of this family stacked in one tensor, and these are stored one by one; quantforge eval and "
     "--format gguf know them, and --ignore '*experts*' leaves them as they are"
 )
-# By engine and kind of draft heads: what it reads quantized ones as.
 _OF_EAGLE3 = "as the draft model of EAGLE-3, from its change 28435 (2025-11) on; according to its source, not run"
-_READ_BESIDE = {("vllm", EAGLE3): _OF_EAGLE3}
 _NOT_READ = "nothing says that it reads quantized draft heads; quantforge generate --draft does"
 _NOT_READ_MIXED = (
     "it takes one scheme for all linears of draft heads, and no quantized head or embedding"
 )
-_ALIKE: Mapping[str, str] = {
-    "vllm": "it holds the experts of a mixture as one module, so that all of them are packed alike, or none"
-}
+_ALIKE = (
+    "it holds the experts of a mixture as one module, so that all of them are packed alike, or none"
+)
 _TURNED_ROWS = (
     "it reorders the rows of q and k of this family on loading, those of packed ones wrongly or not at all (vLLM: "
     "changes 34243, 34471 and 34997); --ignore '*self_attn*' leaves them as they are"
@@ -61,31 +60,21 @@ _UNMAPPED = "transformers is not known to look for {}; verify --for transformers
 _OF_NAMES = frozenset({_CONVERTED, _CUT, _SPLIT, _UNROLLED})
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _STACK = re.compile(r"\bexperts\.[^\W\d]\w*$")
-_UNROLLED_FAMILIES = ("llama4", "llama4_text")
-# Families whose experts an engine takes one by one beside packed layers, though their own files stack them. Seen with
+# Families whose experts engines take one by one beside packed layers, though their own files stack them. Seen with
 # transformers, in the formats that say so (`Engine.unrolls`); of vLLM according to its source.
-_UNROLLS: Mapping[str, tuple[str, ...]] = {
-    "transformers": _UNROLLED_FAMILIES,
-    "vllm": _UNROLLED_FAMILIES,
-}
-_TURNS_ROWS: Mapping[str, tuple[str, ...]] = {
-    "vllm": _UNROLLED_FAMILIES,
-    "sglang": _UNROLLED_FAMILIES,
-}
-HOW: Mapping[str, Mapping[str, str]] = {
-    "transformers": {
-        "bailing_hybrid": _CONVERTED, "glm5_next": _CONVERTED, "glm5_next_text": _CONVERTED, "hrm_text": _CONVERTED,
-        "inkling_mm_model": _CONVERTED, "kimi_linear": _CONVERTED,
-        "minimax_m3_vl": _CONVERTED, "molmo2": _CONVERTED, "olmo_hybrid": _CONVERTED,
-        "qianfan_ocr": _CUT, "step3p7": _CONVERTED,
-        "ernie4_5_vl_moe": _SPLIT, "ernie4_5_vl_moe_text": _SPLIT,
-        **dict.fromkeys(_UNROLLED_FAMILIES, _UNROLLED),
-        "blt": _WEIGHT, "falcon": _WEIGHT, "falcon_mamba": _WEIGHT, "gpt_bigcode": _WEIGHT,
-        "mamba": _WEIGHT, "mamba2": _WEIGHT,
-        "kosmos-2": _WEIGHT, "modernbert-decoder": _WEIGHT, "nanochat": _WEIGHT,
-        "recurrent_gemma": _WEIGHT, "rwkv": _WEIGHT, "xlstm": _WEIGHT, "zamba": _WEIGHT, "zamba2": _WEIGHT,
-        "longcat_flash": _TYPES,
-    },
+_LLAMA4 = ("llama4", "llama4_text")
+_TURNS_ROWS = ("vllm", "sglang")  # engines that reorder rows of these families
+_NOT_IN_TRANSFORMERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("bailing_hybrid", "glm5_next", "glm5_next_text", "hrm_text", "inkling_mm_model", "kimi_linear",
+         "minimax_m3_vl", "molmo2", "olmo_hybrid", "step3p7"), _CONVERTED),
+    "qianfan_ocr": _CUT,
+    **dict.fromkeys(("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), _SPLIT),
+    **dict.fromkeys(_LLAMA4, _UNROLLED),
+    **dict.fromkeys(
+        ("blt", "falcon", "falcon_mamba", "gpt_bigcode", "kosmos-2", "mamba", "mamba2", "modernbert-decoder",
+         "nanochat", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"), _WEIGHT),
+    "longcat_flash": _TYPES,
 }  # fmt: skip
 
 
@@ -129,16 +118,6 @@ class ModelToLoad:
     def kept_experts(self) -> bool:
         """Return whether experts that are stored one by one stay as they are."""
         return any(_EXPERT.search(name) for name in self.kept)
-
-    @cached_property
-    def kept_stacks(self) -> bool:
-        """Return whether experts that are stored in one tensor stay as they are."""
-        return any(map(_STACK.search, self.kept))
-
-    @cached_property
-    def packs_rotated(self) -> bool:
-        """Return whether projections to queries or keys are packed."""
-        return any(module.endswith((".q_proj", ".k_proj")) for module in self.layers)
 
     def among(self, families: tuple[str, ...]) -> bool:
         """Return whether the text model or the whole is one of these families."""
@@ -198,15 +177,15 @@ def _by_layers(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
         return tuple(EngineVerdict(verdict.engine, False, _UNSTACKED) for verdict in found)
     if about.one_file or not model.layers:
         return found
-    return tuple(_judged(verdict, about.engines[verdict.engine], model) for verdict in found)
+    return tuple(_of_model(verdict, about.engines[verdict.engine], model) for verdict in found)
 
 
 def reads_weights(*model_types: str) -> bool:
     """Return whether one of these is a family whose blocks take no packed linears."""
-    return any(HOW[TRANSFORMERS].get(name) == _WEIGHT for name in model_types)
+    return any(_NOT_IN_TRANSFORMERS.get(name) == _WEIGHT for name in model_types)
 
 
-def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
+def _of_model(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> EngineVerdict:
     if model.turned and not engine.decodes:
         return EngineVerdict(verdict.engine, False, TURNED)
     if model.transposed and engine.transposed and not model.turned:
@@ -214,18 +193,21 @@ def _judged(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Engin
     if not verdict.loads:
         return verdict
     decoded = engine.decodes and (model.turned or reads_weights(*model.model_types))
-    unrolls = engine.unrolls and model.among(_UNROLLS.get(verdict.engine, ()))
-    turns = model.packs_rotated and model.among(_TURNS_ROWS.get(verdict.engine, ()))
+    llama4, of_vllm = model.among(_LLAMA4), verdict.engine == "vllm"
+    unrolls = engine.unrolls and llama4
+    rotated = any(module.endswith((".q_proj", ".k_proj")) for module in model.layers)
+    turns = rotated and llama4 and verdict.engine in _TURNS_ROWS
+    of_family = _family(model, unrolls=unrolls) if verdict.engine == TRANSFORMERS else ""
     obstacles = (
-        _one_scheme(model) if decoded else _family(verdict.engine, model, unrolls=unrolls),
+        _one_scheme(model) if decoded else of_family,
         _EMBEDDING if model.embedding and not engine.embedding else "",
         _TURNED_ROWS if turns else "",
         *(() if unrolls else _of_experts(engine, model)),
-        _ALIKE.get(verdict.engine, "") if model.divided_mixtures else "",
+        _ALIKE if of_vllm and model.divided_mixtures else "",
     )
     if reason := next(filter(None, obstacles), ""):
         return EngineVerdict(verdict.engine, False, reason)
-    if unrolls and model.experts and verdict.engine in _TURNS_ROWS:
+    if unrolls and model.experts and of_vllm:
         said = "; ".join(filter(None, (verdict.reason, UNTRIED)))
         return EngineVerdict(verdict.engine, True, said)
     return _with_notes(verdict, model) if decoded else verdict
@@ -242,20 +224,19 @@ def _of_experts(engine: Engine, model: ModelToLoad) -> Iterator[str]:
 
 
 def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
-    read = _READ_BESIDE.get((verdict.engine, model.draft))
-    if read is None:
+    if (verdict.engine, model.draft) != ("vllm", EAGLE3):
         return EngineVerdict(verdict.engine, False, _NOT_READ)
     outside = any(module.endswith(("lm_head", "embed_tokens")) for module in model.layers)
     if verdict.loads and (_one_scheme(model) or outside):
         return EngineVerdict(verdict.engine, False, _NOT_READ_MIXED)
-    said = filter(None, (verdict.reason, read if verdict.loads else ""))
+    said = filter(None, (verdict.reason, _OF_EAGLE3 if verdict.loads else ""))
     return EngineVerdict(verdict.engine, verdict.loads, "; ".join(said))
 
 
 def converts(config: Mapping[str, Any]) -> bool:
     """Return whether transformers joins or cuts tensors of a family, which it cannot do beside packed weights."""
     types = (text_config(config).get("model_type"), config.get("model_type"))
-    return any(HOW[TRANSFORMERS].get(str(name)) == _CONVERTED for name in types)
+    return any(_NOT_IN_TRANSFORMERS.get(str(name)) == _CONVERTED for name in types)
 
 
 def _one_scheme(model: ModelToLoad) -> str:
@@ -272,13 +253,11 @@ def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
     return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 
-def _family(engine: str, model: ModelToLoad, *, unrolls: bool) -> str:
-    reasons = HOW.get(engine, {})
-    family = next((name for name in model.model_types if name in reasons), "")
-    if not family or (model.running and reasons[family] == _CONVERTED):
+def _family(model: ModelToLoad, *, unrolls: bool) -> str:
+    """Return why transformers does not load the family of a model, "" where it does."""
+    family = next((name for name in model.model_types if name in _NOT_IN_TRANSFORMERS), "")
+    reason = _NOT_IN_TRANSFORMERS.get(family, "")
+    settled = (model.running and reason == _CONVERTED) or (model.compared and reason in _OF_NAMES)
+    if not reason or settled or (unrolls and not any(map(_STACK.search, model.kept))):
         return ""
-    if model.compared and reasons[family] in _OF_NAMES:
-        return ""
-    if unrolls and not model.kept_stacks:
-        return ""
-    return f"{family} does not load: {reasons[family]}"
+    return f"{family} does not load: {reason}"
