@@ -88,7 +88,6 @@ class CalibrationOptions:
         None  # share of the rows whose tokens are drawn at random, see `planning.calibration_rows`
     )
     chat_template: bool = False  # render `messages` documents through the model's chat template
-    propagate: str = "source"  # what the next block reads: outputs of the source's blocks | of the quantized ones
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
     experts: str = "routed"  # tokens that calibrate an expert: those sent to it | all

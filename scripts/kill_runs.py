@@ -60,7 +60,6 @@ CANARIES = (
     "m.txt", "m.gguf.part", "m.log.jsonl", ".m.qf-stage/model.safetensors", ".m.gguf.qf.lock", "m.Modelfile", "*.gguf",
 )  # fmt: skip
 ROWS = CalibrationOptions(samples=8, length=64)
-QUANTIZED = replace(ROWS, propagate="quantized")
 EVERYONE = replace(ROWS, experts="all")
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. " * 200
 EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
@@ -93,7 +92,6 @@ CASES: dict[str, Case] = {
     "gptq, activations on disk, over an earlier release": Case(
         Recipe(method="gptq", bits=4, calibration=ROWS), over=True, activations="disk"
     ),
-    "gptq, quantized propagation": Case(Recipe(method="gptq", bits=4, calibration=QUANTIZED)),
     "awq, awq": Case(Recipe(method="awq", bits=4, format="awq", calibration=ROWS)),
     "awq+gptq, gptq": Case(Recipe(method="awq+gptq", bits=4, format="gptq", calibration=ROWS)),
     "gptq, gptq_v2, shards": Case(

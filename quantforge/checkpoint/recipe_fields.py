@@ -42,7 +42,6 @@ VALUES = {
     "kv_cache": ("none", "fp8", "fp8_head"),
     "mtp": ("keep", "quantize", "drop"),
     "calibration.precision": ("float32", "bfloat16"),
-    "calibration.propagate": ("source", "quantized"),
     "calibration.experts": ("routed", "all"),
     "gptq.order": ("activation", "natural"),
     "gptq.group_scales": ("static", "refresh"),

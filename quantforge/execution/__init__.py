@@ -2,6 +2,7 @@
 
 In this folder:
 
+    block_tensors       The tensors of a block as the plan has them, by their names inside of the block
     calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write
     calibrated_experts  The experts of one block of a calibrated run: one after the other observed, transformed
     calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
@@ -26,7 +27,6 @@ In this folder:
     quiet_holders       Quiet holders: processes that have a lock and are not heard of
     record              Record that a finished part of a run leaves in the journal: events, figures
     relayout            A planned conversion carried out: every tensor settled before the first byte is written
-    restoring           Finished parts: checked against the journal, and put back into a block
     resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
     rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
     row_strips          Strips of rows of matrices that are rounded under a Hessian of their own

@@ -23,10 +23,10 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 
 if TYPE_CHECKING:
+    from quantforge.execution.block_tensors import BlockTensors
     from quantforge.execution.data_free import DataFree
     from quantforge.execution.guided_rounding import GuidedRounding
     from quantforge.execution.lockstep import SeenTogether
-    from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
@@ -37,20 +37,18 @@ class CalibratedBlock:
     """Worker on blocks through which the calibration rows pass.
 
     Attributes:
-        from_source: whether the next block reads what the source's block computes, not the quantized one.
         guided: rounds the linears where their statistics are guided.
         early: whether rows pass experts before these are rounded, for others who wait: they are run once more.
     """
 
     def __init__(
-        self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, restoring: Restoring
+        self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, tensors: BlockTensors
     ) -> None:
         self.guided: GuidedRounding | None = None
         self.early = False
-        self.from_source = planned.recipe.calibration.propagate == "source"
         self._plan, self._recipe = planned.plan, planned.recipe
-        self._rounding, self._data_free, self._restoring = rounding, data_free, restoring
-        self._experts = CalibratedExperts(planned, rounding, restoring)
+        self._rounding, self._data_free, self._tensors = rounding, data_free, tensors
+        self._experts = CalibratedExperts(planned, rounding, tensors)
 
     @property
     def changes(self) -> bool:
@@ -64,7 +62,7 @@ class CalibratedBlock:
 
     def watching(self, part: BlockPart) -> tuple[list[Observer], list[str]]:
         """Return the observers of a block, and the keys of the shared inputs that they look at."""
-        targets, changing = self._restoring.targets(part), self._restoring.changing(part)
+        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
         read = [
             shared.key for shared in part.inputs if any(name in changing for name in shared.linears)
         ]
@@ -85,12 +83,12 @@ class CalibratedBlock:
             ends: whether nobody reads what it computes.
             seen: what was observed of it in a pass for several runs; see `observe_together`.
         """
-        targets, changing = self._restoring.targets(part), self._restoring.changing(part)
+        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
         observers, read = self.watching(part)
         if seen is not None:
             observers = list(seen.observers)
         moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
-        advance = self.from_source and not ends
+        advance = not ends
         once = not moments[Moment.AFTER] and self.guided is None
         observed = dict(seen.statistics) if seen is not None else {}
         if seen is None:
@@ -117,8 +115,6 @@ class CalibratedBlock:
                 record,
                 self._experts.work(part, changing, wanted, do, add=advance, guided=self.guided),
             )
-            if not self.from_source:
-                self._restoring.experts(part)
         if advance and not part.advanced:  # by a block that transforms had not changed yet
             part.advance_source()
         for observer in observers:
@@ -152,8 +148,6 @@ class CalibratedBlock:
             passing = advance and not self._plan.transforms and part.experts is None
             own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
             merge(record, self.guided.work(part, observed, own, advance=passing))
-            for name, tensor in () if self.from_source else own.items():
-                self._restoring.linear(part, name, tensor)
             return
         for index, shared in enumerate(part.inputs):
             chosen = [name for name in shared.linears if name in targets]
@@ -163,14 +157,11 @@ class CalibratedBlock:
             tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
             weights = {targets[name].name: part.weight(name) for name in chosen}
             merge(record, self._rounding.shared(weights, observed.get(shared.key, Statistics())))
-            if not self.from_source:
-                for name in chosen:
-                    self._restoring.linear(part, name, targets[name])
             trim()
 
     def _write_kept(self, part: BlockPart) -> None:
         """Write what is not quantized: as the source has it, or as a transform left it."""
-        for local, tensor in self._restoring.kept(part).items():
+        for local, tensor in self._tensors.kept(part).items():
             if tensor.expert >= 0:
                 continue
             if part.is_apart(local) or not self._plan.transforms:

@@ -22,8 +22,8 @@ from quantforge.numerics.allocator import trim
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
+    from quantforge.execution.block_tensors import BlockTensors
     from quantforge.execution.guided_rounding import GuidedRounding
-    from quantforge.execution.restoring import Restoring
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.model.block import BlockPart
     from quantforge.model.experts import Experts
@@ -53,9 +53,9 @@ class Wanted(NamedTuple):
 class CalibratedExperts:
     """Worker on the experts of blocks whose tokens have been collected."""
 
-    def __init__(self, planned: Planned, rounding: MatrixRounding, restoring: Restoring) -> None:
+    def __init__(self, planned: Planned, rounding: MatrixRounding, tensors: BlockTensors) -> None:
         self._plan, self._recipe = planned.plan, planned.recipe
-        self._rounding, self._restoring = rounding, restoring
+        self._rounding, self._tensors = rounding, tensors
 
     def work(
         self,
@@ -94,7 +94,7 @@ class CalibratedExperts:
         counts = dict(
             zip(experts.numbers, experts.tokens.counts(len(experts.numbers)), strict=True)
         )
-        kept = {tensor.expert for tensor in self._restoring.kept(part).values()}
+        kept = {tensor.expert for tensor in self._tensors.kept(part).values()}
         written = {tensor.expert for tensor in mine.values()} | kept
         for index, number in enumerate(experts.numbers):
             inputs = [shared for shared in part.inputs if shared.expert == number]
@@ -166,7 +166,7 @@ class CalibratedExperts:
 
     def _write_kept(self, part: BlockPart, number: int) -> None:
         """Write the matrices of an expert that are not quantized, as the transforms left them."""
-        for local, tensor in self._restoring.kept(part).items():
+        for local, tensor in self._tensors.kept(part).items():
             if tensor.expert == number:
                 self._rounding.output.keep(tensor, part.parameter(local))
 

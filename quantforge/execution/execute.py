@@ -2,9 +2,9 @@
 
 For methods that look at data a part is a decoder block: observe what its linears read while the hidden states pass,
 transform, round, write, forget it. Methods without data only read, round and write. The next block reads what the
-source's block computes; with ``propagate = "quantized"`` it reads what the quantized one does, in a second pass.
+source's block computes, not what the quantized one does: so one pass observes and advances.
 A part is done when its bytes are on the disk and the journal says so, with their checksums; the same command goes on
-after the last of them, and the hidden states are brought there by running the finished parts again.
+after the last of them, and the hidden states are brought there by running the blocks of the source again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
+from quantforge.execution.block_tensors import BlockTensors
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
@@ -30,7 +31,6 @@ from quantforge.execution.lockstep import execute_together
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of, scaled_of
-from quantforge.execution.restoring import Restoring, check
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.tuned_run import TunedRun
@@ -95,14 +95,11 @@ class Run:
         source = SourceTensors(checkpoint, matched, settings.device)
         rounding = MatrixRounding(planned, source, self._output, settings, importance)
         self._rounding = rounding
-        from_source = planned.recipe.calibration.propagate == "source"
         self._data_free = DataFree(plan, rounding)
-        self._restoring = Restoring(
-            plan, self._output, settings.device, rounded_inputs=not from_source
-        )
-        tuning = Tuning(planned, self._output, self._restoring, work)
+        tensors = BlockTensors(plan, self._output)
+        tuning = Tuning(planned, self._output, tensors, work)
         self.tuned = TunedRun(planned, tuning, checkpoint, settings, self._tuned, self._share)
-        self._block = CalibratedBlock(planned, rounding, self._data_free, self._restoring)
+        self._block = CalibratedBlock(planned, rounding, self._data_free, tensors)
 
     def execute(self, sample: Sample | None) -> None:
         """Do every part that is not done yet.
@@ -136,11 +133,21 @@ class Run:
         """Check what is done, copy what others did, do what blocks need, as one of ``runs``; errors as `execute`."""
         self._shares = {name: share / runs for name, share in self._shares.items()}
         self.tuned.begin(alone=runs == 1)
-        check(self._work.done.values(), self._output, self._work.directory)
+        self._check_finished()
         for name in self._finished:
             self._do(self._units[name], dict)
         if calibrated:
             self._do(self._units[OUTER], partial(self._data_free.work, self._units[OUTER]))
+
+    def _check_finished(self) -> None:
+        """Check the finished parts of an interrupted run against the checksums of its journal.
+
+        Raises:
+            IntegrityError: a tensor is not as it was written.
+        """
+        for record in self._work.done.values():
+            for name, expected in record["sums"].items():
+                self._output.check(name, expected, f"start afresh: rm -r {self._work.directory}")
 
     def finish(self, *, calibrated: bool) -> None:
         """Do every unit that is left and needs no calibration rows."""
@@ -180,8 +187,6 @@ class Run:
     def pass_block(self, part: BlockPart, seen: SeenTogether | None, *, ends: bool) -> None:
         """Do a block unless it is done; ``seen`` was observed of it already."""
         unit = self._units[block_unit(part.index)]
-        if unit.name in self._work.done and not self._block.from_source:
-            self._restoring.block(part)
         self._do(unit, partial(self._block.work, part, self._do_inside, ends=ends, seen=seen))
 
     def pass_head(self, stream: ModelStream) -> None:

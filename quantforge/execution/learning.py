@@ -31,8 +31,8 @@ from quantforge.model.tuning_bounds import whole_epochs
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
+    from quantforge.execution.block_tensors import BlockTensors
     from quantforge.execution.journal import Workspace
-    from quantforge.execution.restoring import Restoring
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
     from quantforge.model.block_tuning import BlockTuned
@@ -48,10 +48,10 @@ class Tuning:
     """Tuning of what the blocks of a run have written."""
 
     def __init__(
-        self, planned: Planned, output: UnitOutput, restoring: Restoring, work: Workspace
+        self, planned: Planned, output: UnitOutput, tensors: BlockTensors, work: Workspace
     ) -> None:
         """Tune under a plan, into a journal."""
-        self._planned, self._output, self._restoring = planned, output, restoring
+        self._planned, self._output, self._tensors = planned, output, tensors
         self._work = work
 
     @property
@@ -173,11 +173,11 @@ class Tuning:
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
-            for name, tensor in self._restoring.targets(part).items()
+            for name, tensor in self._tensors.targets(part).items()
         }
         if self._planned.plan.transforms:  # gains go on from what these have left
-            self._restoring.parameters(part)
-        kept = self._restoring.kept(part)
+            self._tensors.load_kept(part)
+        kept = self._tensors.kept(part)
 
         def stored(local: str) -> Tensor:
             plan = kept[local]
@@ -190,7 +190,7 @@ class Tuning:
     def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""
         found: list[tuple[str, Tensor]] = []
-        for linear, tensor in self._restoring.targets(block.part).items():
+        for linear, tensor in self._tensors.targets(block.part).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
@@ -201,7 +201,7 @@ class Tuning:
                 steps = matrix.steps[CODES].snapshot()
                 figures["recoded"] = float(steps.count_nonzero()) / steps.numel()
             merge(record, {"figures": {tensor.name: figures}})
-        kept = self._restoring.kept(block.part)
+        kept = self._tensors.kept(block.part)
         for name, gains in block.gains.items():
             tensor = kept[name]
             (before_,) = self._output.read(tensor).values()

@@ -30,11 +30,10 @@ class SeenTogether:
 
 
 def shares_pass(planned: Planned) -> bool:
-    """Return whether a run may share a pass: it reads states of the source, and a block only before it changes that."""
+    """Return whether a run may share a pass: it reads a block only before it changes that."""
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.matched.layers)
-    from_source = planned.recipe.calibration.propagate == "source"
-    return from_source and not (stacks or plan.guide or observes_twice(plan))
+    return not (stacks or plan.guide or observes_twice(plan))
 
 
 def observe_together(

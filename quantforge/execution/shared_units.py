@@ -21,13 +21,13 @@ import torch
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.execution import leases
+from quantforge.execution.block_tensors import BlockTensors
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.handed_states import HandedStates, SteppedBackError
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, events_of, progress_of
-from quantforge.execution.restoring import Restoring
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.sharing import INSIDE, KEPT, places
 from quantforge.execution.source_tensors import SourceTensors
@@ -208,13 +208,11 @@ class Worker:
             return {**record, "unit": unit.name, "sums": output.finish()}
 
     def _block(self, part: BlockPart, free: DataFree) -> Record:
-        plan, last = self._planned.plan, part.index == self._planned.matched.blocks - 1
-        restoring = Restoring(
-            plan, free.rounding.output, self._settings.device, rounded_inputs=False
-        )
-        block = CalibratedBlock(self._planned, free.rounding, free, restoring)
+        last = part.index == self._planned.matched.blocks - 1
         ends = last and not self._units[HEAD].tensors
         output, inside = free.rounding.output, {}
+        tensors = BlockTensors(self._planned.plan, output)
+        block = CalibratedBlock(self._planned, free.rounding, free, tensors)
 
         def do(name: str, work: Callable[[], Record]) -> None:
             with output.apart():

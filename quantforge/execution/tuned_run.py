@@ -60,11 +60,10 @@ class TunedRun:
     def follows(self, index: int) -> bool:
         """Return whether a block is to be tuned behind its rounding.
 
-        Where the next block reads what the source computes, in float32, the rows pass the source only once so. Experts
-        run their tokens in other parts while they are rounded.
+        Where products are in float32, the rows pass the source only once so. Experts run their tokens in other parts
+        while they are rounded.
         """
-        options = self._planned.recipe.calibration
-        plain = options.propagate == "source" and options.precision == "float32"
+        plain = self._planned.recipe.calibration.precision == "float32"
         mixed = any(kind.stacks for kind in self._planned.matched.layers)
         return self._alone and plain and not mixed and tune_unit(index) in self._tuning.missing
 

@@ -137,22 +137,19 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
     return {name: work / whole for name, work in found.items()}
 
 
-def check_shareable(plan: Plan, propagate: str, *, overwrite: bool, prunes: bool) -> None:
+def check_shareable(plan: Plan, *, overwrite: bool, prunes: bool) -> None:
     """Refuse what several processes cannot share.
 
     Args:
         plan: of the run.
-        propagate: of the recipe's calibration.
         overwrite: whether an earlier result is to be replaced.
         prunes: whether experts are removed by what they do on a text.
 
     Raises:
         UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
-    reads_quantized = plan.needs and propagate != "source"
     alone = "use one process, without --join and torchrun"
     reasons = {
-        'propagate = "quantized": a block reads what the quantized one before has computed': (reads_quantized, alone),
         "the weights of tokens for --guide are made in one process":
             (plan.guide, f"{alone}; or {without('--guide')}"),
         "--prune-experts is calibrated here, in one process": (prunes, alone),

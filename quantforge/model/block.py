@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -141,18 +141,6 @@ class BlockPart(BlockRows):
         finally:
             handle.remove()
         return calls
-
-    def round_inputs(self, linear: str, rounded: Callable[[Tensor], Tensor]) -> None:
-        """Let a linear read its input as ``rounded`` returns it, from now on; that takes ``[tokens, in_features]``."""
-        if linear in self._places and self.experts is not None:
-            self.experts.round_inputs(self._places[linear], rounded)
-            return
-
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0]
-            return rounded(x.reshape(-1, x.shape[-1])).view_as(x).to(x.dtype), *args[1:]
-
-        self.module.get_submodule(linear).register_forward_pre_hook(hook)
 
     def advance(self) -> list[float]:
         """Replace the hidden states of all rows by the output of the block as it is now.

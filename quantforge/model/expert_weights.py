@@ -44,7 +44,6 @@ class ExpertWeights:
         self.numbers = tuple(self._places)
         self._load = load
         self._held: dict[int, dict[str, Tensor]] = {}
-        self._restore: Callable[[int], None] | None = None
 
     def weight(self, place: Place) -> Tensor:
         """Return the matrix ``[out_features, in_features]`` of an expert as a view; it is held until `release`."""
@@ -63,8 +62,6 @@ class ExpertWeights:
         """Return the parameters of an expert, ``[1, ...]`` each, read where they are not held yet."""
         if number not in self._held:
             self._held[number] = self._load(number, self._places[number])
-            if self._restore is not None:
-                self._restore(number)
         return self._held[number]
 
     def device(self, number: int) -> torch.device:
@@ -84,14 +81,6 @@ class ExpertWeights:
         self._held.clear()
         before, self._load = self._load, load
         return before
-
-    def restore_with(self, restore: Callable[[int], None]) -> None:
-        """Call ``restore`` with the number of every expert that is read from now on, to write into it what was rounded.
-
-        Experts that are held are let go.
-        """
-        self._held.clear()
-        self._restore = restore
 
     @contextmanager
     def filled(self, number: int) -> Iterator[None]:

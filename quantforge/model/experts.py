@@ -13,7 +13,7 @@ what an error of the expert's output is multiplied with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -60,11 +60,6 @@ class Experts(RoutedExperts):
     ) -> None:
         super().__init__(name, block, kind, load)
         self._bfloat16 = bfloat16
-        self._rounded: dict[int, dict[str, Callable[[Tensor], Tensor]]] = {}
-
-    def round_inputs(self, place: Place, rounded: Callable[[Tensor], Tensor]) -> None:
-        """Round what a matrix reads, from now on, with all others of its stack in this expert."""
-        self._rounded.setdefault(place.expert, {})[place.stack.parameter] = rounded
 
     def run(
         self,
@@ -158,8 +153,7 @@ class Experts(RoutedExperts):
             {
                 place.stack.parameter: stacks[place.stack.parameter]
                 for place in self._places[number].values()
-            },
-            self._rounded.get(number, {}),
+            }
         )
         autocast = torch.autocast(states.device.type, torch.bfloat16, enabled=self._bfloat16)
         with autocast, watcher, as_refusals("an expert"):

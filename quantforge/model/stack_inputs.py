@@ -37,19 +37,15 @@ class StackInputs(FunctionMode):
 
     Args:
         stacks: the parameters, by name.
-        rounded: what a stack reads from then on instead of its input, by name.
 
     Attributes:
         found: what was multiplied with each of them, ``[tokens, in_features]`` in float32, by name.
         products: what came of it, by name, for gradients.
     """
 
-    def __init__(
-        self, stacks: Mapping[str, Tensor], rounded: Mapping[str, Callable[[Tensor], Tensor]]
-    ) -> None:
+    def __init__(self, stacks: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {stack.untyped_storage().data_ptr(): name for name, stack in stacks.items()}
-        self._rounded = rounded
         self.found: dict[str, Tensor] = {}
         self.products: dict[str, Tensor] = {}
 
@@ -59,15 +55,7 @@ class StackInputs(FunctionMode):
         if where is not None and len(args) > where[1]:
             name = self._names.get(args[where[1]].untyped_storage().data_ptr())
             if name is not None:
-                product = function(*self._seen(name, tuple(args), where[0]), **kwargs)
-                self.products[name] = product
-                return product
+                self.found[name] = args[where[0]].detach().flatten(0, -2).float()
+                self.products[name] = function(*args, **kwargs)
+                return self.products[name]
         return function(*args, **kwargs)
-
-    def _seen(self, name: str, args: tuple[Any, ...], place: int) -> tuple[Any, ...]:
-        x = args[place].detach()
-        self.found[name] = x.flatten(0, -2).float()
-        if name not in self._rounded:
-            return args
-        rounded = self._rounded[name](self.found[name]).view_as(x).to(x.dtype)
-        return *args[:place], rounded, *args[place + 1 :]

@@ -115,7 +115,7 @@ def with_measuring(
 def _tuning_reads(matched: Matched, run: RunSizes) -> int:
     """Return how often tuning reads the source: blocks are tuned behind their rounding where that is possible."""
     mixed = any(kind.stacks for kind in matched.layers)
-    apart = mixed or run.calibration.propagate != "source" or bool(run.words[:-1])
+    apart = mixed or bool(run.words[:-1])
     return (bool(run.tune) and apart) + bool(whole_epochs(run.tune))
 
 
@@ -143,8 +143,7 @@ def _pass_operations(
     tokens = run.rows * run.length
     rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
     once = weights + tokens * matched.blocks * rows
-    passes = 1.0 + (run.calibration.propagate != "source")
-    return once * (passes + BACKWARD * bool(run.guide) + epoch_passes(matched) * run.tune)
+    return once * (1.0 + BACKWARD * bool(run.guide) + epoch_passes(matched) * run.tune)
 
 
 def _observe_operations(

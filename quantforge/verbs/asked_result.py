@@ -136,8 +136,8 @@ def wanted_of(
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     if settings.join:
-        propagate, prunes = recipe.calibration.propagate, recipe.prune_experts is not None
-        check_shareable(planned.plan, propagate, overwrite=settings.overwrite, prunes=prunes)
+        prunes = recipe.prune_experts is not None
+        check_shareable(planned.plan, overwrite=settings.overwrite, prunes=prunes)
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint)
     return AskedResult(source, checkpoint, before, planned, stage)
 

@@ -25,7 +25,7 @@ TEXT = "\n".join((Path(__file__).parents[2] / f"docs/{page}.md").read_text() for
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What only a recipe file says: no option, because few ever change it.
 IN_FILES_ALONE = {
-    "calibration.propagate", "calibration.micro_batch", "calibration.precision", "calibration.column",
+    "calibration.micro_batch", "calibration.precision", "calibration.column",
     "calibration.sha256", "calibration.random", "gptq.damping", "gptq.shrinkage",
     "gptq.order", "gptq.group_scales", "gptq.runs",
     "awq.points", "awq.duo", "awq.clip", "awq.rows", "adapter.sha256",

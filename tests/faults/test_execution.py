@@ -23,9 +23,7 @@ from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
-
-QUANTIZED = replace(CALIBRATION, propagate="quantized")
+from tests.runs import StopError, crash_after, quantize, recipe, tree
 
 
 def errors(source: Path, out: Path) -> dict[str, float]:
@@ -46,7 +44,7 @@ def errors(source: Path, out: Path) -> dict[str, float]:
         ("llama-wide", {"method": "gptq", "bits": 8}),
         ("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
         ("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
-        ("gpt2", {"method": "gptq", "scheme": "int8:row:sym", "calibration": QUANTIZED}),
+        ("gpt2", {"method": "gptq", "scheme": "int8:row:sym"}),
         ("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "head": "int8:row:sym"}),
         ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "head": "int8:row:sym", "scales": "absmax"}),
     ],
@@ -84,15 +82,7 @@ def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
     assert 2**27 < told[0].peak_bytes == told[0].peak_bytes // 1024 * 1024 < 2**37
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"method": "rtn"},
-        {"method": "smooth"},
-        {"method": "rtn", "calibration": QUANTIZED},
-        {"method": "smooth", "calibration": QUANTIZED},
-    ],
-)
+@pytest.mark.parametrize("values", [{"method": "rtn"}, {"method": "smooth"}])
 @pytest.mark.parametrize("scheme", ["int8:row:sym", "W8A8_STATIC"])
 def test_scales_of_a_cache_are_the_peaks_of_the_model(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], scheme: str

@@ -36,7 +36,6 @@ from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import (
-    CALIBRATION,
     StopError,
     command,
     copied,
@@ -576,11 +575,6 @@ def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out
 @pytest.mark.parametrize(
     ("wanted", "changes", "words"),
     [
-        (
-            swift("gptq", calibration=replace(CALIBRATION, propagate="quantized")),
-            {},
-            "quantized one before",
-        ),
         (swift("gptq", guide=1), {}, "--guide"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],

@@ -154,18 +154,6 @@ def test_neither_threads_nor_place_change_a_byte(
     assert found[0] == found[1]
 
 
-def test_the_next_block_may_read_what_the_quantized_one_computes(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    trees = []
-    for propagate in ("source", "quantized"):
-        calibration = replace(CALIBRATION, propagate=propagate)
-        wanted = swift("gptq", bits=2, guide=1, calibration=calibration)
-        quantize(tiny("llama"), tmp_path / propagate, wanted)
-        trees.append(tree(tmp_path / propagate))
-    assert trees[0]["model.safetensors"] != trees[1]["model.safetensors"]
-
-
 GUIDED = swift("gptq", bits=4, guide=2)
 
 

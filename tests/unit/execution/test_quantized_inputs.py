@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
 from quantforge.model.statistics import Statistics
@@ -15,7 +14,6 @@ from quantforge.notation import parse_layer
 from quantforge.packers.input_rounding import histogram, simulate, static_scale
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
-from tests.runs import CALIBRATION, quantize, recipe
 
 WEIGHT = torch.tensor([[0.5, 1.0, -1.0, 2.0], [1.0, 0.1, 0.2, 3.0]])
 
@@ -126,31 +124,3 @@ def test_kept_columns_leave_no_error_to_the_others():
     found = without_outliers(seen, plan).hessian
     assert found[2].tolist() == found[:, 2].tolist() == [0, 0, float(hessian[2, 2]), 0]
     assert found[0, 1] == hessian[0, 1]
-
-
-def test_the_calibration_forward_rounds_inputs_as_an_engine_will(tiny, tmp_path):
-    calibration = replace(CALIBRATION, propagate="quantized")
-    seen = {}
-    for scheme in ("int8:row:sym", "W8A8_STATIC"):
-        out = tmp_path / scheme.replace(":", "-")
-        quantize(
-            tiny("llama"),
-            out,
-            recipe("rtn", scheme=scheme, calibration=calibration, scales="absmax"),
-        )
-        seen[scheme] = out
-    # The ranges of the second block show what the first computed.
-    again = tmp_path / "source"
-    quantize(tiny("llama"), again, recipe("rtn", scheme="W8A8_STATIC", scales="absmax"))
-    ranges = [input_scales(path) for path in (seen["W8A8_STATIC"], again)]
-    first, second = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
-    assert ranges[0][first] == ranges[1][first]
-    assert ranges[0][second] != ranges[1][second]
-    assert ranges[0][second] == pytest.approx(ranges[1][second], rel=0.1)
-
-
-def input_scales(path):
-    checkpoint = open_checkpoint(path)
-    names = [name for name in checkpoint.entries if name.endswith(".input_scale")]
-    assert names
-    return {name.removesuffix(".input_scale"): float(checkpoint.read(name)) for name in names}

@@ -75,12 +75,11 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
 
 
 def test_what_processes_cannot_share_is_refused() -> None:
-    def check(plan: Any, propagate: str = "source", **asked: bool) -> None:
-        check_shareable(plan, propagate, **{"overwrite": False, "prunes": False, **asked})
+    def check(plan: Any, **asked: bool) -> None:
+        check_shareable(plan, **{"overwrite": False, "prunes": False, **asked})
 
     check(plan_of(*MIXTURE, needs=()))
     check(plan_of(MIXTURE[1], MIXTURE[4]))
-    check(plan_of(*MIXTURE, needs=()), "quantized")
     with pytest.raises(UsageError, match="--overwrite"):
         check(plan_of(MIXTURE[1]), overwrite=True)
     with pytest.raises(UsageError, match="--prune-experts"):
@@ -93,5 +92,3 @@ def test_what_processes_cannot_share_is_refused() -> None:
     tuned = plan_of(*MIXTURE, tune=2)  # by whoever puts the result together
     check(tuned)
     assert claimed_units(units_of(tuned, 2)) == claimed_units(units_of(plan_of(*MIXTURE), 2))
-    with pytest.raises(UsageError, match="quantized one before"):
-        check(plan_of(MIXTURE[1]), "quantized")

@@ -68,8 +68,6 @@ def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: 
     assert sweeps.operations["round"] > 1.3 * found.operations["round"]
     few = work(large, "gptq", calibration=CalibrationOptions(samples=32))
     assert few.operations["observe"] == found.operations["observe"] / 4
-    twice = work(large, "gptq", calibration=CalibrationOptions(propagate="quantized"))
-    assert twice.operations["pass"] == 2 * found.operations["pass"]
     guided = work(large, "gptq", guide=2)
     assert guided.reads == 4
     assert guided.guide_bytes > 0

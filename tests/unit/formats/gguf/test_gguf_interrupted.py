@@ -52,7 +52,7 @@ def test_an_interrupted_run_leaves_no_file_and_goes_on(models, tmp_path):
     ("name", "method"), [further("llama", "awq+gptq"), ("gpt2", "gptq"), ("gemma2", "gptq")]
 )
 def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models, tmp_path):
-    text = CalibrationOptions(samples=4, length=24, propagate="quantized")
+    text = CalibrationOptions(samples=4, length=24)
     values = {"method": method, "calibration": text, "type": "Q4_0", "gptq": GptqOptions(refine=0)}
 
     def run(out: Path, **settings: object) -> Path:

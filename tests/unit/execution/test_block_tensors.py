@@ -1,4 +1,4 @@
-"""Blocks that were done before are brought back from what was written for them."""
+"""Parameters of a block are brought back from what was written of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from quantforge.execution.restoring import Restoring
+from quantforge.execution.block_tensors import BlockTensors
 from quantforge.formats.gguf.storing import STORAGE
 from quantforge.plans import Action, StoredTensor, TensorPlan
 
@@ -22,8 +22,8 @@ def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
     present["norm.weight"] += 1
     output = SimpleNamespace(storage=STORAGE, read=lambda plan: {plan.name: written[plan.name]})
     part = SimpleNamespace(
-        linears=(), experts=None, stored_name=lambda name: name, parameters=lambda: list(present),
+        stored_name=lambda name: name, parameters=lambda: list(present),
         is_apart=lambda name: False, set_parameter=present.__setitem__,
     )  # fmt: skip
-    Restoring(SimpleNamespace(tensors=plans), output, "cpu", rounded_inputs=False).block(part)
+    BlockTensors(SimpleNamespace(tensors=plans), output).load_kept(part)
     assert all(torch.equal(present[name], values[name]) for name in values)
