@@ -32,8 +32,6 @@ class GptqOptions:
     shrinkage: float | None = (
         None  # of the Hessian's diagonal, added to it; None: as the grid has it
     )
-    order: str = "activation"  # processing order of the columns: activation | natural
-    group_scales: str = "static"  # from the original weights; refresh: from the compensated ones
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
     runs: int = 0  # of error feedback, each with scales fitted to what the last one rounded; 0: as the grid has it
 

@@ -97,12 +97,6 @@ class Scheme:
         return self.scale is ScaleType.E4M3
 
     @property
-    def separate(self) -> bool:
-        """Return whether each group of each row has parameters of its own, so that it can be fitted alone."""
-        alone = self.block is None or self.block.group == self.block.columns
-        return isinstance(self.granularity, PerGroup) and not self.whole and alone
-
-    @property
     def joint(self) -> bool:
         """Return whether matrices that engines join have to share a parameter, so that they are rounded together."""
         one_scale = isinstance(self.granularity, PerTensor) and not self.integer

@@ -43,8 +43,6 @@ VALUES = {
     "mtp": ("keep", "quantize", "drop"),
     "calibration.precision": ("float32", "bfloat16"),
     "calibration.experts": ("routed", "all"),
-    "gptq.order": ("activation", "natural"),
-    "gptq.group_scales": ("static", "refresh"),
 }
 # Words that mean something elsewhere, as `nearest` takes them: of a cache that a result is run with.
 ELSEWHERE = {

@@ -173,8 +173,8 @@ def _gains_little(dials: Dials, asked: Asked) -> str:
 
 
 def _no_runs(value: int, dials: Dials, tensors: Sequence[TensorPlan]) -> str:
-    if dials.scales != DEFAULTS.scales or dials.gptq.group_scales != DEFAULTS.gptq.group_scales:
-        return "scales are fitted again only where they are static and searched for"
+    if dials.scales != DEFAULTS.scales:
+        return "scales are fitted again only where they are searched for"
     schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.part >= 0]
     if not schemes:
         return "no matrix of a block is quantized"

@@ -8,8 +8,7 @@ the arithmetic is matrix products.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
@@ -82,37 +81,24 @@ def feed_back(
     scheme: Scheme,
     parameters: Mapping[str, Tensor],
     *,
-    refresh: bool = False,
-    search: bool = False,
     keep: bool = False,
 ) -> Solution:
     """Round ``weight`` ``[out, in]`` with ``parameters``.
 
-    ``refresh`` (of a scheme with groups) fits the parameters of each group when its first column comes up, to the
-    values that its columns would best take to make up for all errors so far; ``search`` is for these fits. ``keep``
-    returns the terms as well, which are as large as the weight.
+    ``keep`` returns the terms as well, which are as large as the weight.
     """
     packer, order, root = packer_of(scheme), factor.order, factor.root
     width = GRIDS[scheme.grid].weights_per_code
     loops = strips.loops_for(weight)
     working = by_column(parameters)
-    begins = _first_columns(order, scheme) if refresh else {}
-    inverse = factor.inverse_root() if refresh else root
     # A column is a row here, in processing order: of W where it is still to be rounded, then of E.
     error = weight.new_empty(weight.T.shape)
     torch.index_select(weight.T, 0, order, out=error)
-    terms = torch.empty_like(error) if refresh or keep else None
+    terms = torch.empty_like(error) if keep else None
     errors = weight.new_zeros(len(weight), dtype=torch.float64)
     codes: list[Tensor] = []
-    for start, stop in _panels(len(order), begins):
-        if start in begins:
-            group, members = begins[start]
-            assert terms is not None
-            moved = error[members] - matmul(inverse[:start, members].T, terms[:start])
-            importance = factor.importance[order[members]]
-            fitted = packer.fit(moved.T, scheme, importance, search=search)
-            for key, value in fitted.items():
-                working[key][:, group] = value[:, 0].float()
+    for start in range(0, len(order), PANEL):
+        stop = min(start + PANEL, len(order))
         pull = matmul(root[:start, start:stop].T, error[:start])
         for first in range(start, stop, STRIP):
             strip = slice(first, min(first + STRIP, stop))
@@ -166,14 +152,3 @@ def _round(
         error[j] -= value
         pull[j + 1 :].addr_(triangle[j, j + 1 :], error[j])
     return codes
-
-
-def _first_columns(order: Tensor, scheme: Scheme) -> dict[int, tuple[int, Tensor]]:
-    """Map the place of a group's first column in ``order`` to the group's index and the places of all its columns."""
-    places = order.argsort().view(-1, scheme.group_size(len(order)))
-    return {int(members.min()): (group, members) for group, members in enumerate(places)}
-
-
-def _panels(in_features: int, begins: Mapping[int, object]) -> Iterator[tuple[int, int]]:
-    """Yield panels of at most `PANEL` columns; where a group begins that is to be fitted, so does a panel."""
-    yield from itertools.pairwise(sorted({*range(0, in_features, PANEL), *begins, in_features}))

@@ -128,15 +128,6 @@ class Factor:
                     return False
         return True
 
-    def inverse_root(self) -> Tensor:
-        """Return ``R^-1``, float32."""
-        identity = torch.eye(len(self.root), dtype=torch.float64, device=self.root.device)
-        with one_thread():
-            inverse: Tensor = torch.linalg.solve_triangular(
-                self.root.double(), identity, upper=True
-            )
-        return inverse.float()
-
 
 def checked_hessian(hessian: Tensor, names: str) -> Tensor:
     """Return ``hessian``; raise `InputError` with the first bad column when a value is not finite."""

@@ -27,7 +27,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 IN_FILES_ALONE = {
     "calibration.micro_batch", "calibration.precision", "calibration.column",
     "calibration.sha256", "calibration.random", "gptq.damping", "gptq.shrinkage",
-    "gptq.order", "gptq.group_scales", "gptq.runs",
+    "gptq.runs",
     "awq.points", "awq.duo", "awq.clip", "awq.rows", "adapter.sha256",
 }  # fmt: skip
 

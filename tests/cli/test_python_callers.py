@@ -120,7 +120,6 @@ def use(made: Any) -> None:
     "make",
     [
         lambda: quantforge.GptqOptions(refine=-3),
-        lambda: quantforge.GptqOptions(order="x"),
         lambda: quantforge.GptqOptions(damping=1.5),
         lambda: quantforge.AwqOptions(points=3),
         lambda: quantforge.CalibrationOptions(samples=0),

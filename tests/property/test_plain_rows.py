@@ -69,11 +69,7 @@ def _cases(draw: st.DrawFn, columns: int) -> tuple[dict[str, Tensor], Tensor, Ro
     }
     tokens = draw(st.sampled_from([1, 3, 400]))
     inputs = _hostile(tokens, columns, draw(st.sampled_from(KINDS)), generator)
-    options = GptqOptions(
-        refine=draw(st.sampled_from([0, 2])),
-        order=draw(st.sampled_from(["activation", "natural"])),
-        group_scales=draw(st.sampled_from(["static", "refresh"])),
-    )
+    options = GptqOptions(refine=draw(st.sampled_from([0, 2])))
     scales = draw(st.sampled_from(["search", "absmax"]))
     return weights, inputs.T @ inputs / tokens, Rounding(scales=scales, gptq=options)
 

@@ -42,7 +42,6 @@ RECIPES = st.builds(
         GptqOptions,
         damping=st.floats(1e-9, 0.99),
         shrinkage=st.none() | st.floats(0, 1),
-        order=st.sampled_from(["activation", "natural"]),
         refine=st.integers(0, 9),
     ),
     awq=st.builds(AwqOptions, points=st.integers(20, 99), clip=st.booleans()),

@@ -98,7 +98,7 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
 @pytest.mark.parametrize(
     ("family", "method", "values"),
     [
-        further("llama-wide", "gptq", {"scheme": "int3:g32:asym", "gptq.group_scales": "refresh"}),
+        further("llama-wide", "gptq", {"scheme": "int3:g32:asym"}),
         further("llama-wide", "awq+gptq", {"calibration.source": "self"}),
         ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),
         ("llama-wide", "gptq", {"format": "gguf", "type": "Q4_0"}),

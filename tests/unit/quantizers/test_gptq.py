@@ -81,39 +81,26 @@ def _round(
     )["w"]
 
 
-def _textbook(
-    weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions, search: bool
-) -> Tensor:
+def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme, search: bool) -> Tensor:
     """Algorithm 1 of the paper in float64, one column at a time; then the better of it and plain rounding.
 
     Plain rounding under its scales, and under those that `rtn` finds.
     """
     plain_hessian, diagonal = hessian.double(), hessian.diagonal()
-    damped = _damped(hessian, options.damping, GRIDS[scheme.grid].shrinkage)
+    damped = _damped(hessian, 0.01, GRIDS[scheme.grid].shrinkage)
     hessian, work = damped, weight.double()
-    activation = options.order == "activation"
-    order = (
-        hessian.diagonal().argsort(descending=True, stable=True)
-        if activation
-        else torch.arange(len(hessian))
-    )
+    order = hessian.diagonal().argsort(descending=True, stable=True)
     inverse = torch.linalg.inv(hessian[order][:, order])
     upper = torch.linalg.cholesky(inverse, upper=True)
     left = torch.empty(len(order), dtype=torch.float64)
     left[order] = upper.diagonal() ** -2
     importance = (hessian.diagonal() ** 0.25 * left**0.75).float()
     parameters = integer.fit(weight, scheme, importance, search=search)
-    size, seen = scheme.group_size(weight.shape[1]), set()
+    size = scheme.group_size(weight.shape[1])
     low, high = integer.code_range(scheme)
     codes = torch.empty_like(work)
     for place, column in enumerate(order.tolist()):
         group = column // size
-        if options.group_scales == "refresh" and group not in seen and size < weight.shape[1]:
-            run = slice(group * size, (group + 1) * size)
-            fitted = integer.fit(work[:, run].float(), scheme, importance[run], search=search)
-            for key in parameters:
-                parameters[key][:, group] = fitted[key][:, 0]
-        seen.add(group)
         where = min(group, parameters["scales"].shape[1] - 1)
         scale = parameters["scales"][:, where].double()
         zero = parameters["zeros"][:, where].double() if "zeros" in parameters else 0
@@ -141,20 +128,15 @@ def _textbook(
     return codes
 
 
-@pytest.mark.parametrize(  # any two of them together
-    ("order", "group_scales", "scales"),
-    [("activation", "static", "absmax"), ("activation", "refresh", "search"),
-     ("natural", "static", "search"), ("natural", "refresh", "absmax")],
-)  # fmt: skip
+@pytest.mark.parametrize("scales", ["absmax", "search"])
 @pytest.mark.parametrize(
     "grid", ["int4:g32:sym", "int3:g40:asym", "int2:g80:asym", "int4:row:sym", "int3:tensor:asym"]
 )
-def test_codes_equal_the_textbook(order: str, group_scales: str, scales: str, grid: str) -> None:
+def test_codes_equal_the_textbook(scales: str, grid: str) -> None:
     # One near tie that falls the other way in float32 changes much of its row: many rows, so that it may happen.
     weight, hessian, scheme = _matrix(512, 160), _hessian(160), parse(grid + ":f16")
-    options = GptqOptions(order=order, group_scales=group_scales, refine=0)
-    expected = _textbook(weight, hessian, scheme, options, scales == "search")
-    rounded = _round(weight, hessian, str(scheme), scales, order=order, group_scales=group_scales)
+    expected = _textbook(weight, hessian, scheme, scales == "search")
+    rounded = _round(weight, hessian, str(scheme), scales)
     assert float((rounded.tensor.codes == expected).float().mean()) >= 0.999
 
 
@@ -388,10 +370,6 @@ def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> Non
     assert shrunk is not None
     root, wanted = shrunk.root.double(), _damped(hessian, shrinkage=0.05)[order][:, order]
     assert torch.allclose(root @ root.T, wanted, rtol=1e-5, atol=1e-4)
-    root = factor.root.double()
-    assert torch.allclose(
-        root @ factor.inverse_root().double(), torch.eye(40, dtype=torch.float64), atol=1e-4
-    )
 
 
 def test_given_options_are_used_and_not_changed() -> None:

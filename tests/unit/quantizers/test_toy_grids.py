@@ -64,10 +64,9 @@ def test_code_vectors() -> None:
     plain, unrefined, refined = _errors("lattice")
     assert refined < 0.95 * unrefined
     assert unrefined < 0.6 * plain
-    plain, unrefined, refined = _errors("lattice", "search", order="natural")
+    plain, unrefined, refined = _errors("lattice", "search")
     assert refined < 0.95 * unrefined
     assert unrefined < 0.7 * plain
-    assert _errors("lattice", group_scales="refresh")[1] < 0.6 * plain
 
 
 def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
