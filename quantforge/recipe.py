@@ -50,9 +50,6 @@ class GptqOptions:
 class AwqOptions:
     """``[awq]``: see `quantforge.quantizers.awq`."""
 
-    points: int = 20  # of the exponent grid
-    duo: bool = True  # divide by the weight's own magnitude as well
-    clip: bool = True  # search a clipping range
     rows: int = 16  # calibration rows that the search compares outputs on
 
     def __post_init__(self) -> None:

@@ -42,8 +42,6 @@ class Architecture:
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
         optional: regular expressions of declared canonical names that may be absent.
         foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
-        unclipped: linears whose weights are never clipped by a search (queries and keys); ``module:label`` is a
-            slice of a fused projection.
         requires: configuration values that the declarations rely on; anything else is refused.
         uncovered: dotted path of a function that returns, for a configuration with the family's defaults, what else
             the declarations do not cover; "" where they cover all.
@@ -88,7 +86,6 @@ class Architecture:
     )
     optional: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
-    unclipped: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj")
     requires: Mapping[str, object] = field(default_factory=dict)
     uncovered: str = ""
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -110,7 +110,6 @@ ARCHITECTURE = replace(
         "inner": ("moe_intermediate_size",),
         "shared": ("n_shared_experts",),
     },
-    unclipped=(latent.Q, *latent.UNCLIPPED),
     slices=latent.SLICES,
     slice_labels=latent.SLICE_LABELS,
     defaults={

@@ -24,7 +24,6 @@ ARCHITECTURE = replace(
     kind_of="quantforge.architectures.deepseek_v32.kinds",
     gguf=None,
     sizes={**deepseek_v3.ARCHITECTURE.sizes, **latent.INDEXER_SIZES},
-    unclipped=(*latent.UNCLIPPED, latent.INDEX_Q, latent.INDEX_K),
     defaults={
         **deepseek_v3.ARCHITECTURE.defaults,
         "index_n_heads": 64,

@@ -57,7 +57,6 @@ ARCHITECTURE = Architecture(
     final_norm="transformer.ln_f",
     prefixes=(("", ""), ("", "transformer.")),
     droppable=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-    unclipped=("attn.c_attn:q", "attn.c_attn:k"),
     requires={"add_cross_attention": False},
     slices={"attn.c_attn": ("q", "kv", "kv")},
     slice_labels={"attn.c_attn": ("q", "k", "v")},

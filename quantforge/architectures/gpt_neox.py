@@ -49,7 +49,6 @@ ARCHITECTURE = Architecture(
     final_norm="gpt_neox.final_layer_norm",
     prefixes=(("", ""), ("embed_out.", "lm_head.")),
     droppable=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    unclipped=(f"{QKV}:q", f"{QKV}:k"),
     slices={QKV: ("head", "head", "head")},
     slice_labels={QKV: ("q", "k", "v")},
     defaults={

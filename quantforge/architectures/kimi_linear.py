@@ -66,7 +66,6 @@ ARCHITECTURE = replace(
         "shared": ("num_shared_experts", "n_shared_experts"),
     },
     requires={"q_lora_rank": None},
-    unclipped=(latent.Q, "self_attn.k_proj", f"{latent.KV_B}:k"),
     gguf=None,
     defaults={
         "num_hidden_layers": 27,

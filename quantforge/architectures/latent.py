@@ -46,7 +46,6 @@ INDEXER_SIZES: Mapping[str, tuple[str, ...]] = {
 # Fields of an architecture: which rows of W_kvb are keys and which are values, in every head.
 SLICES: Mapping[str, tuple[str, ...]] = {KV_B: ("nope", "v_head")}
 SLICE_LABELS: Mapping[str, tuple[str, ...]] = {KV_B: ("k", "v")}
-UNCLIPPED = (Q_B, f"{KV_B}:k")
 
 
 def latent_attention(bias: str = "", *, queries: bool = True, indexer: bool = False) -> Mixer:

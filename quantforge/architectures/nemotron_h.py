@@ -105,7 +105,6 @@ ARCHITECTURE = replace(
     final_norm="model.norm_f",
     prefixes=(("", ""), ("backbone.", "model.")),
     requires={"moe_latent_size": None},
-    unclipped=(f"{HERE}.q_proj", f"{HERE}.k_proj"),
     sizes={
         "layers": ("quantforge.architectures.nemotron_h.count",),
         "ssm": ("quantforge.architectures.nemotron_h.width",),

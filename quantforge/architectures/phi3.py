@@ -22,7 +22,6 @@ ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phi3",
     kinds=(layer(llama.NORMS, ATTENTION, fused_mlp()),),
-    unclipped=(f"{QKV}:q", f"{QKV}:k"),
     slices={QKV: ("q", "kv", "kv"), **FUSED_SLICES},
     slice_labels={QKV: ("q", "k", "v"), **FUSED_LABELS},
     defaults={

@@ -27,7 +27,6 @@ def document(architecture: Architecture, dimensions: Dimensions) -> dict[str, An
         },
         "layers": list(derived.kinds) if derived else [],
         "unobserved": list(derived.unobserved) if derived else [],
-        "unclipped": list(architecture.unclipped),
         "kinds": [_kind(architecture, dimensions, kind) for kind in architecture.kinds],
     }
 

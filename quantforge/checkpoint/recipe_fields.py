@@ -15,7 +15,7 @@ from quantforge.checkpoint.recipe_toml import convert
 from quantforge.errors import InputError, nearest
 from quantforge.grids import INTEGER_BITS
 
-# Least and most of numbers; more sweeps or points would only keep a machine busy.
+# Least and most of numbers; more sweeps would only keep a machine busy.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
     "guide": (0, 1024),
@@ -24,7 +24,6 @@ LIMITS = {
     "gptq.refine": (0, 1000),
     "gptq.runs": (0, 1000),
     "tensor_parallel": (1, 2**20),
-    "awq.points": (20, 1000),
     "awq.rows": (1, 2**40),
     "calibration.samples": (1, 2**32),
     "calibration.length": (2, 2**32),

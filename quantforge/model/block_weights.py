@@ -132,11 +132,6 @@ class Block:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
         return self.architecture.rows(self.dimensions, linear, label)
 
-    def unclipped_rows(self, linear: str) -> tuple[Rows, ...]:
-        """Return the rows whose weights a search must not clip: queries and keys."""
-        found = (entry.partition(":") for entry in self.architecture.unclipped)
-        return tuple(self.rows(linear, label) for name, _, label in found if name == linear)
-
     def stored_name(self, name: str) -> str:
         """Return the name of a parameter in the checkpoint."""
         return self._stored[name].name

@@ -7,7 +7,6 @@ a checkpoint is read: the result follows from the configuration and from transfo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,7 +30,6 @@ from quantforge.model.trial_block import TrialBlock
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-QUERY_OR_KEY = re.compile(r"(.*\.)?(q|k|query|key)(_proj|_lin)?|(.*\.)?w[qk]")
 UNBOUNDED = 1 << 30  # positions of a model that states none
 
 
@@ -206,7 +204,6 @@ def _architecture(
     head = head_of(model)
     if head is None:
         raise RefusedError("it has no output projection", "--method rtn")
-    linears = dict.fromkeys(name for item in derived for name in item.kind.linears)
     return Architecture(
         model_type=str(config.model_type),
         blocks=outside.name,
@@ -215,15 +212,6 @@ def _architecture(
         embedding=names[model.get_input_embeddings()],
         head=names[head],
         final_norm=outside.last_norm,
-        unclipped=(
-            *(name for name in linears if QUERY_OR_KEY.fullmatch(name)),
-            *(
-                f"{name}:{label}"
-                for name, found in slices.items()
-                for label in found.labels
-                if label in "qk"
-            ),
-        ),
         slices={name: tuple(map(str, found.sizes)) for name, found in slices.items()},
         slice_labels={name: found.labels for name, found in slices.items()},
         transposed=sizes.transposed,

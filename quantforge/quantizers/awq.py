@@ -36,7 +36,6 @@ from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
 from quantforge.packers import packer_of
 from quantforge.quantizers.balance import balanced
-from quantforge.quantizers.clip import clip
 from quantforge.quantizers.methods import Transformed
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
@@ -46,6 +45,7 @@ from quantforge.scheme import LayerScheme, Scheme
 
 Curve = Callable[[float], Tensor]
 
+POINTS = 20  # of the grid of exponents
 WEIGHTS = 1 << 19  # of a matrix are tried under every point of the grid
 ROWS = 128  # or so many rows, if they are more
 FLOOR = 0.01  # of the median: a column that calibration hardly used keeps some precision
@@ -90,23 +90,7 @@ def apply(
             "exponent": found.exponent,
             "error": found.error,
         }
-    if rounding.awq.clip and rounding.scales == "absmax":
-        _clip(part, changed, schemes)
     return Transformed(changed, tuple(events), figures)
-
-
-def _clip(
-    part: BlockPart, statistics: Mapping[str, Statistics], schemes: Mapping[str, Scheme]
-) -> None:
-    for shared in part.inputs:
-        for name in (name for name in shared.linears if name in schemes):
-            importance = statistics[shared.key].importance
-            assert importance is not None
-            scheme = schemes[name].stored_as(ScaleType.F16)
-            weight = part.weight(name)
-            part.set_weight(
-                name, clip(weight, scheme, floored(importance), part.unclipped_rows(name))
-            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,11 +152,8 @@ class _Pair:
     def _best_of(self, family: tuple[str, Curve]) -> _Found:
         """Return the point of a family with the least estimated error."""
         name, curve = family
-        points = self._rounding.awq.points
-        grid = [
-            _Found(name, i / points, self._stored(curve(i / points)), 1.0)
-            for i in range(points + 1)
-        ]
+        exponents = [i / POINTS for i in range(POINTS + 1)]
+        grid = [_Found(name, p, self._stored(curve(p)), 1.0) for p in exponents]
 
         def estimated(found: _Found) -> float:
             rounded = self._rounded(found.scale, self._some, search=False)
@@ -183,13 +164,11 @@ class _Pair:
     def _families(self) -> list[tuple[str, Curve]]:
         """List the families by name; each maps an exponent to binary logarithms of the factors ``[in]``."""
         balance = self._balance()
-        families: list[tuple[str, Curve]] = [
+        return [
             ("salience", lambda p: p * self._activation),
             ("balance", lambda p: p * balance),
+            ("duo", lambda p: p * self._activation - (1 - p) * self._columns),
         ]
-        if self._rounding.awq.duo:
-            families.append(("duo", lambda p: p * self._activation - (1 - p) * self._columns))
-        return families
 
     def _balance(self) -> Tensor:
         scheme = next(iter(self._schemes.values()))

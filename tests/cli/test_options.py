@@ -28,7 +28,7 @@ IN_FILES_ALONE = {
     "calibration.micro_batch", "calibration.precision", "calibration.column",
     "calibration.sha256", "calibration.random", "gptq.damping", "gptq.shrinkage",
     "gptq.runs",
-    "awq.points", "awq.duo", "awq.clip", "awq.rows", "adapter.sha256",
+    "awq.rows", "adapter.sha256",
 }  # fmt: skip
 
 

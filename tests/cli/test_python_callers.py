@@ -121,7 +121,7 @@ def use(made: Any) -> None:
     [
         lambda: quantforge.GptqOptions(refine=-3),
         lambda: quantforge.GptqOptions(damping=1.5),
-        lambda: quantforge.AwqOptions(points=3),
+        lambda: quantforge.AwqOptions(rows=0),
         lambda: quantforge.CalibrationOptions(samples=0),
         lambda: quantforge.CalibrationOptions(experts="none"),
         lambda: quantforge.Rule("down_proj"),  # type: ignore[call-arg]

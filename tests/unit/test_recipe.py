@@ -44,7 +44,7 @@ RECIPES = st.builds(
         shrinkage=st.none() | st.floats(0, 1),
         refine=st.integers(0, 9),
     ),
-    awq=st.builds(AwqOptions, points=st.integers(20, 99), clip=st.booleans()),
+    awq=st.builds(AwqOptions, rows=st.integers(1, 99)),
 )
 
 
@@ -96,7 +96,7 @@ def test_every_key_is_spelled_out():
         ("[gptq]\nshrinkage = 1.5", "too large", "to 1"),
         ("[gptq]\nshrinkage = nan", "shrinkage", "to 1"),
         ("[gptq]\nshrinkage = -0.1", "too small", "from 0"),
-        ("[awq]\npoints = 3", "points", "20"),
+        ("[awq]\nrows = 0", "rows", "from 1"),
         ("[calibration]\nsamples = 0", "too small", "from 1"),
         (f"[calibration]\nseed = {2**63}", "too large", f"to {2**63 - 1}"),
         (f"[calibration]\nseed = {-(2**63) - 1}", "too small", f"from {-(2**63)}"),
@@ -104,7 +104,7 @@ def test_every_key_is_spelled_out():
         ("bits = " + "9" * 5000, "not TOML", "recipes"),
         ("bits = ", "not TOML", "recipes"),
         ("bits = 17", "bits", "2 to 8"),
-        ("[awq]\nduo = True", "not TOML", "true, not True"),
+        ("[calibration]\nchat_template = True", "not TOML", "true, not True"),
         ("tune = -1", "mine.toml: tune = -1 is too small", "from 0"),
         ("effort = 'max'", "mine.toml: effort = 'max'", "high"),
     ],
