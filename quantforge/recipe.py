@@ -87,7 +87,6 @@ class CalibrationOptions:
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
     experts: str = "routed"  # tokens that calibrate an expert: those sent to it | all
     min_expert_tokens: int = 128  # of an expert that saw fewer an event tells
-    column: str = "text"
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.cited_files`
 
     def __post_init__(self) -> None:

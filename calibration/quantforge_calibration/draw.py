@@ -47,7 +47,6 @@ class Request:
     length: int = 512
     seed: int = 0
     choose: Choice = "spread"
-    column: str = "text"
     corpus: Corpus = "calibration"
     allow_fewer: bool = False  # of other sources too; builtin always may
     random: float = 0.0  # share of the rows whose tokens are drawn at random
@@ -111,7 +110,7 @@ def _read_images(
     unused: UnusedColumns | None,
 ) -> Sample:
     most = rows * request.length * BYTES_PER_TOKEN
-    found = image_documents(source, most, request.column, chat=chat is not None, unused=unused)
+    found = image_documents(source, most, chat=chat is not None, unused=unused)
     processor = load_processor(model, named)
     if chat is not None:
         chat = load_chat_template(model, processor=True)
@@ -149,7 +148,6 @@ def _read(
     texts = documents(
         source,
         rows * request.length * BYTES_PER_TOKEN,
-        column=request.column,
         corpus=request.corpus,
         render=partial(render, chat) if chat else None,
         offline=request.offline,

@@ -65,7 +65,6 @@ def first_image(source: Source) -> str | None:
 def image_documents(
     source: Source,
     max_bytes: int,
-    column: str,
     *,
     chat: bool,
     unused: UnusedColumns | None = None,
@@ -75,7 +74,6 @@ def image_documents(
     Args:
         source: a file, or a directory.
         max_bytes: of a file of plain text.
-        column: of the text.
         chat: whether messages are rendered.
         unused: takes the columns that are not used, while documents are read.
 
@@ -84,7 +82,7 @@ def image_documents(
             for images than it names.
     """
     assert source.path is not None
-    rows = RowReader(source.column or column, chat, unused or UnusedColumns())
+    rows = RowReader(source.column or "text", chat, unused or UnusedColumns())
     for path in files_of(source.path, source):
         if path.suffix.lower() != ".jsonl":
             for text in read_file(path, max_bytes, rows):
@@ -97,13 +95,12 @@ def image_documents(
                 yield ImageDocument(where, record, images)
 
 
-def check_images(source: Source, rows: int, column: str, model: Path, *, chat: bool) -> None:
+def check_images(source: Source, rows: int, model: Path, *, chat: bool) -> None:
     """Refuse what rows with images lack, as far as it is known without reading an image.
 
     Args:
         source: that names images.
         rows: of ids that are asked for; each begins with a document of its own.
-        column: of the text.
         model: the directory with the processor.
         chat: whether messages are rendered.
 
@@ -111,7 +108,7 @@ def check_images(source: Source, rows: int, column: str, model: Path, *, chat: b
         SourceError: the model has no processor, an image is missing, or there are too few documents.
     """
     documents = 0
-    for document in image_documents(source, TEXT.limit, column, chat=chat):
+    for document in image_documents(source, TEXT.limit, chat=chat):
         if not documents:
             check_processor(model, document.where)
         for path in document.images:

@@ -39,7 +39,7 @@ def builtin_rows(model: Path, length: int, most: int) -> int:
 
 
 def check_rows(
-    text: str, model: Path, rows: int, length: int, column: str = "text", *, chat_template: bool = False,
+    text: str, model: Path, rows: int, length: int, *, chat_template: bool = False,
     vocabulary: int | None = None,
 ) -> None:  # fmt: skip
     """Refuse what `draw` would refuse of the local texts of a SOURCE; no more of them is read than tells it.
@@ -49,7 +49,6 @@ def check_rows(
         model: the directory with ``tokenizer.json``.
         rows: how many are asked for, of all sources together.
         length: ids per row, at least 2.
-        column: the field to read where a source names none.
         chat_template: render conversations through the model's template.
         vocabulary: rows of the model's embedding.
 
@@ -64,13 +63,13 @@ def check_rows(
         if source.kind not in _ONLY_THE_RUN_KNOWS:
             wanted = 1 if source.kind == BUILTIN else share
             if first_image(source) is None:
-                _check_source(source, share, wanted, length, column, tokenizer, chat)
+                _check_source(source, share, wanted, length, tokenizer, chat)
             else:
-                check_images(source, share, column, model, chat=chat_template)
+                check_images(source, share, model, chat=chat_template)
 
 
 def _check_source(
-    source: Source, share: int, wanted: int, length: int, column: str, tokenizer: TextTokenizer,
+    source: Source, share: int, wanted: int, length: int, tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
 ) -> None:  # fmt: skip
     payload, tokens = payload_of(length, tokenizer), 0
@@ -81,7 +80,6 @@ def _check_source(
         texts = documents(
             source,
             share * length * each,
-            column=column,
             render=partial(render, chat) if chat else None,
         )
         tokens = _tokens(texts, tokenizer, enough, source.name)

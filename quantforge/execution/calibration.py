@@ -73,7 +73,7 @@ def calibrate(
     source = place or options.source
     request = Request(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
-        column=options.column, offline=offline, random=options.random or 0.0,
+        offline=offline, random=options.random or 0.0,
     )  # fmt: skip
     try:
         unused = UnusedColumns()

@@ -103,7 +103,7 @@ def check_source(
     try:
         with tokenizer_folder(model) as (folder, _):
             check_rows(
-                place or options.source, folder, options.samples, options.length, options.column,
+                place or options.source, folder, options.samples, options.length,
                 chat_template=options.chat_template, vocabulary=vocabulary,
             )  # fmt: skip
     except SourceError as error:
