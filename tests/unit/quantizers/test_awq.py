@@ -24,7 +24,6 @@ from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
 from quantforge.quantizers import awq
 from quantforge.quantizers.balance import balanced
-from quantforge.quantizers.clip import clip
 from quantforge.quantizers.output_error import OutputError
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import AwqOptions, Rounding
@@ -331,29 +330,3 @@ def test_tied_columns_share_a_factor() -> None:
     )
     assert torch.equal(found[:4], found[4:])
     assert found[:4].std() > 0.01
-
-
-@pytest.mark.parametrize(
-    "text", ["int3:g32:sym:f16", "int3:g32:asym:f16", "int3:row:sym:f16", "int3:tensor:sym:f16"]
-)
-def test_clipping_lowers_the_error(text: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(32, 64, generator=generator)
-    weight[:, 5] *= 6
-    importance = torch.ones(64)
-    importance[5] = 0.01
-    scheme = parse(text)
-    rounding = Rounding(scales="absmax")
-
-    def error(matrix: Tensor) -> float:
-        rounded = round_shared({"w": matrix}, Statistics(), {"w": scheme}, rounding)[
-            "w"
-        ].tensor.decode()
-        return float(((rounded - weight).square() @ importance).sum())
-
-    assert error(clip(weight, scheme, importance)) < 0.8 * error(weight)
-    kept = clip(weight, scheme, importance, (slice(0, 8),))
-    assert torch.equal(kept[:8], weight[:8])
-    # Where every column counts alike and the grid is fine, hardly anything is given up.
-    fine = clip(weight, parse("int8:g32:sym:f16"), torch.ones(64))
-    assert (fine - weight).abs().max() < 0.2 * weight.abs().max()

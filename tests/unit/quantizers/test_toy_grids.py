@@ -34,13 +34,13 @@ def _problem(columns: int = 128) -> tuple[Tensor, Tensor]:
     return weight, inputs.T @ inputs / len(inputs)
 
 
-def _errors(scheme: str, scales: str = "absmax", **options: str) -> list[float]:
+def _errors(scheme: str, scales: str = "absmax") -> list[float]:
     """Return the squared error under a Hessian by rtn, by gptq, and by gptq refined."""
     weight, hessian = _problem()
     statistics, schemes = Statistics(tokens=512, hessian=hessian), {"w": parse(scheme)}
     errors = []
     for method, refine in ((rtn, 0), (gptq, 0), (gptq, 4)):
-        rounding = Rounding(scales, GptqOptions(refine=refine, **options))
+        rounding = Rounding(scales, GptqOptions(refine=refine))
         found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
         error = weight - found.decode()
         errors.append(float((error @ hessian * error).sum()))
