@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.hub import check_hub_name
+from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import UsageError, named_fields, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan, Serving
@@ -79,10 +79,9 @@ class Settings:
             raise UsageError(f"--ray {self.ray}: is no address", "--ray auto, or --ray HOST:PORT")
         if self.ray and self.join:
             raise UsageError("--ray, and processes that share the work", "leave one of them out")
-        if self.base_model and isinstance(
-            self.base_model, str
-        ):  # other types: as those of all settings
-            check_hub_name(self.base_model, "--base-model")
+        name = self.base_model
+        if name and isinstance(name, str) and not is_hub_name(name):
+            raise UsageError(f"--base-model {name}: is no name of the hub", "--base-model ORG/NAME")
         check_device_name(self.device)
 
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import InputError
 
 # Both parts begin with a letter or a digit: no path that begins with ., / or ~ is a name.
 _HUB_NAME = re.compile(
@@ -128,16 +128,6 @@ def repository_name(text: str) -> str:
     """Return the name under which the hub would keep a result: it takes no ``+``, no ``--`` and no ``..``."""
     plain = re.sub(r"([-.])\1+", r"\1", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII))
     return plain[:_LONGEST_REPOSITORY].strip("-.") or "model"
-
-
-def check_hub_name(text: str, option: str) -> None:
-    """Refuse what is no name of the hub.
-
-    Raises:
-        UsageError: with what is typed instead.
-    """
-    if not is_hub_name(text):
-        raise UsageError(f"{option} {text}: is no name of the hub", f"{option} ORG/NAME")
 
 
 def source_name(path: Path) -> tuple[str, str]:

@@ -86,13 +86,6 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text
 
 
-def file_bytes(shards: Shards) -> int:
-    """Return the exact size of all weight files together."""
-    return sum(
-        len(header_bytes(shard)) + sum(tensor.nbytes for tensor in shard) for shard in shards
-    )
-
-
 def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
     """Plan where everything goes in the safetensors files of these shards; errors as `header_bytes`."""
     plans = []

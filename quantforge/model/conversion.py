@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from quantforge.architectures import Place, Stack
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError
 from quantforge.model.lean_imports import lean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERSION = "names of tensors are converted by transformers 5.20 or newer"
 _JOINS = ((), ("Concatenate",))  # what may follow the stacking of experts: gate and up become one
 _FAILURES = (
     ArithmeticError,
@@ -82,20 +81,11 @@ class Source:
 
 
 def rules(model: PreTrainedModel) -> tuple[Any, Sequence[Any]]:
-    """Return transformers' module of loading, and its rules for a model.
-
-    Raises:
-        RefusedError: this version has none.
-    """
-    try:
-        with lean():
-            from transformers import core_model_loading as core
-            from transformers.conversion_mapping import get_model_conversion_mapping
-        return core, get_model_conversion_mapping(model)
-    except (ImportError, AttributeError) as error:
-        raise RefusedError(
-            f"this transformers has no conversion rules: {error}", _VERSION
-        ) from error
+    """Return transformers' module of loading, and its rules for a model."""
+    with lean():
+        from transformers import core_model_loading as core
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    return core, get_model_conversion_mapping(model)
 
 
 def converted(

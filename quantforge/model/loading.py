@@ -114,13 +114,7 @@ class ModuleWeights:
         return self._read_stored(self._matched.by_name[name].stored.name)
 
     def _read_stored(self, stored: str) -> Tensor:
-        tensor = self._source.read(stored)
-        scan_finite(stored, tensor)
-        dtype = (
-            torch.float32 if tensor.is_floating_point() else tensor.dtype
-        )  # tables of numbers stay
-        # A copy even of a float32 tensor: the source may hand out what it keeps.
-        return tensor.to(self._device, dtype, copy=True)
+        return _read(self._source, stored, self._device)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
@@ -153,10 +147,15 @@ class WholeWeights:
         return _gathered(self._source, stored, shape, rows).to(self._device)
 
     def _read(self, stored: str) -> Tensor:
-        tensor = self._source.read(stored)
-        scan_finite(stored, tensor)
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self._device, dtype, copy=True)
+        return _read(self._source, stored, self._device)
+
+
+def _read(source: TensorSource, name: str, device: torch.device) -> Tensor:
+    tensor = source.read(name)
+    scan_finite(name, tensor)
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype  # tables of numbers stay
+    # A copy even of a float32 tensor: the source may hand out what it keeps.
+    return tensor.to(device, dtype, copy=True)
 
 
 def _gathered(source: TensorSource, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:

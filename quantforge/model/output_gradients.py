@@ -53,24 +53,6 @@ def strip_weights(gradients: Tensor, strips: int) -> Tensor:
     return torch.stack([part.mean(-1) for part in parts], -1)
 
 
-class SquaredGradients:
-    """Sums of `strip_weights` over all tokens, by linear: a ``visit`` of `backward`.
-
-    Rows are added in their order, so that the sums do not depend on the micro-batch.
-    """
-
-    def __init__(self, strips: int = 1) -> None:
-        self._strips = strips
-        self.sums: dict[str, Tensor] = {}  # float64 [strips], by the name of the linear
-
-    def __call__(self, seen: OutputGradients) -> None:
-        """Add a micro-batch."""
-        gradients = seen.gradients if seen.tokens is None else seen.gradients[None]
-        for row in strip_weights(gradients, self._strips).sum(1, dtype=torch.float64):
-            before = self.sums.get(seen.name)
-            self.sums[seen.name] = row if before is None else before + row
-
-
 class Passed(NamedTuple):
     """Gradients of what a module has read in one pass, and of each linear its input and the gradients of its output.
 

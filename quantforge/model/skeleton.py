@@ -94,9 +94,7 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
         with _EmptyOnMeta(config):
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):
-            model.set_attn_implementation(
-                "eager"
-            )  # else transformers before 5.21 leaves the cap out
+            model.set_attn_implementation("eager")  # sdpa has no cap
         # One expert after another: torch's grouped products cannot be cut, and their bits depend on threads.
         model.set_experts_implementation("eager")
     except _REFUSALS as error:

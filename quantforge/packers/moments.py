@@ -89,20 +89,3 @@ class ScaleMoments:
         linear = step * self.codes_gradient + offset * self.ones_gradient
         square = step * step * self.codes_codes + 2 * step * offset * self.ones_codes
         return 2 * linear - square - offset * offset * self.ones_ones
-
-
-def refit_scale(scales: Tensor, values: Tensor, held: Held, dtype: torch.dtype) -> Tensor:
-    """Fit the scale of one group, where values are ``scale * value``; return what that gains (see `Refit`).
-
-    Args:
-        scales: float32 ``[rows, groups]``, changed in place.
-        values: of the codes that are held, in units of the scale, ``[columns, rows]``.
-        held: the codes' group.
-        dtype: that scales are stored in.
-    """
-    moments, old = ScaleMoments(values, held), scales[:, held.group].double()
-    fitted = moments.fit(old).to(dtype)
-    gain = moments.gain(old, fitted.double())
-    better = (gain > 0) & fitted.isfinite() & (fitted != 0)
-    scales[:, held.group] = torch.where(better, fitted, scales[:, held.group])
-    return torch.where(better, gain, 0)

@@ -83,14 +83,17 @@ def point_of(chosen: Sequence[Option]) -> Point:
     )
 
 
-def curve(groups: Sequence[Sequence[Option]], points: int = 33) -> list[Point]:
+CURVE_POINTS = 33
+
+
+def curve(groups: Sequence[Sequence[Option]]) -> list[Point]:
     """Return the best choices from the least size to the most; each loses less than the one before."""
     least, most = (
         sum(pick(one.nbytes for one in options) for options in groups) for pick in (min, max)
     )
     found: list[Point] = []
-    for number in range(points):
-        one = solved(groups, least + (most - least) * number // (points - 1))
+    for number in range(CURVE_POINTS):
+        one = solved(groups, least + (most - least) * number // (CURVE_POINTS - 1))
         if not found or one.nats < found[-1].nats:
             found.append(one)
     return found

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
-from quantforge.packers.moments import Held, Refit, refit_scale
+from quantforge.packers.moments import Held, Refit
 from quantforge.scheme import Scheme
+from tests.toys.refit import refit_scale
 
 WIDTH = 4
 RECORD = Grid(

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
-from quantforge.packers.moments import Held, Refit, refit_scale
+from quantforge.packers.moments import Held, Refit
 from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
+from tests.toys.refit import refit_scale
 
 RECORD = Grid(4, "tests.toys.squares", natural=PerGroup(32), scale=ScaleType.F32)
 TABLE = (

@@ -136,9 +136,9 @@ class Emitter:
         build.cbranch(build.icmp_signed("<", following, last), body, after)
         build.position_at_end(after)
 
-    def load_floats(self, base: Value, index: Value, dtype: torch.dtype, plus: int = 0) -> Value:
-        """Load vector ``index`` (and ``plus`` elements more) of an array; return it in float32."""
-        offset = self.scaled(index, dtype.itemsize * self.lanes, dtype.itemsize * plus)
+    def load_floats(self, base: Value, index: Value, dtype: torch.dtype) -> Value:
+        """Load vector ``index`` of an array; return it in float32."""
+        offset = self.scaled(index, dtype.itemsize * self.lanes)
         return self.to_floats(self.load(base, offset, self.stored(dtype)), dtype)
 
     def stored(self, dtype: torch.dtype) -> Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantforge.model.backward import backward
-from quantforge.model.output_gradients import OutputGradients, SquaredGradients
+from quantforge.model.output_gradients import OutputGradients, strip_weights
 from quantforge.model.token_weights import TokenWeights
 from quantforge.numerics.team import reproducible
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
@@ -109,9 +110,14 @@ def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     checkpoint, matched = opened(tiny("qwen3-moe"))
-    found, sums = WeightGradients(), SquaredGradients(strips=2)
+    found, sums = WeightGradients(), defaultdict[str, float | Tensor](float)
+
+    def add(seen: OutputGradients) -> None:
+        gradients = seen.gradients if seen.tokens is None else seen.gradients[None]
+        sums[seen.name] += strip_weights(gradients, 2).sum((0, 1), dtype=torch.float64)
+
     backward(checkpoint, matched, ROWS, found)
-    backward(checkpoint, matched, ROWS, sums)
+    backward(checkpoint, matched, ROWS, add)
     dense = "model.layers.1.mlp.up_proj"
     names, shape = [*found.tokens, dense], (*ROWS.shape, 2)
     with TokenWeights(tmp_path / "weights", [dense], shape, found.tokens) as weights:
@@ -122,4 +128,4 @@ def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
             if name in found.tokens:
                 assert own.any(1).nonzero().flatten().tolist() == found.tokens[name]
             total = own.sum(0, dtype=torch.float64)
-            assert torch.allclose(total, sums.sums[name], rtol=1e-5)
+            assert torch.allclose(total, sums[name], rtol=1e-5)
