@@ -21,7 +21,6 @@ In this folder:
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
     decisions          Decisions of plans in words: what is chosen for a user who left it open, and what is substituted
-    drafting           Planners of formats that plan whole models instead of module by module
     effort             Effort: the one dial for time against quality, and what it sets of a recipe
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header

@@ -20,6 +20,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
 from quantforge.formats import (
+    GGUF,
     KEEP,
     PLAIN,
     Fit,
@@ -43,7 +44,6 @@ from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of
 from quantforge.planning.choice import Choices
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.drafting import draft_of
 from quantforge.planning.embedding_choice import check_not_quantized, rounded_words
 from quantforge.planning.heads_alone import check_alone
 from quantforge.planning.layer_schemes import LayerSchemes
@@ -148,14 +148,15 @@ def plan_export(
         raise RefusedError(
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
-    own = draft_of(recipe.format)
-    if own is None:
+    if recipe.format != GGUF:
         draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
     if target.ABOUT.embedding_tool:
         matched = settle_tied(matched, checkpoint)
-    if own is not None:
+    if recipe.format == GGUF:
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
-        draft = own(recipe, checkpoint, matched, observed=False, given=schemes)
+        from quantforge.planning import gguf  # with all that its files hold
+
+        draft = gguf.draft(recipe, checkpoint, matched, observed=False, given=schemes)
     elif target.ABOUT.embedding_tool:
         draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     made = naming.first_recipe(checkpoint).layers
@@ -412,7 +413,7 @@ def _is_left_plain(
     head = head_of(checkpoint.config)
     if layout.module != head and layout.module.rpartition(".")[2] not in EMBEDDINGS:
         return False
-    if target.ABOUT.planner or is_draft(checkpoint.config):
+    if target.KEY == GGUF or is_draft(checkpoint.config):
         return False
     if fit.verdict is not Verdict.IMPOSSIBLE:
         fit = target.check_model({layout.module: (wanted, layout.shape)})

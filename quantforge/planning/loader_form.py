@@ -11,9 +11,9 @@ from dataclasses import replace
 from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
+from quantforge.formats import GGUF
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.engine_families import TRANSFORMERS, converts
-from quantforge.planning.drafting import draft_of
 from quantforge.plans import Draft
 
 
@@ -27,7 +27,7 @@ def as_loaded(checkpoint: Checkpoint, key: str, engine: str | None) -> Checkpoin
 
     Errors as `running_form`.
     """
-    if engine != TRANSFORMERS or draft_of(key) is not None or not converts(checkpoint.config):
+    if engine != TRANSFORMERS or key == GGUF or not converts(checkpoint.config):
         return checkpoint
     from quantforge.model.running_form import running_form  # torch, which planning does without
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched
-from quantforge.formats import KEEP, Format
+from quantforge.formats import GGUF, KEEP, Format
 from quantforge.formats.format_choice import CHOSEN, base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
@@ -93,7 +93,7 @@ def _is_integer(scheme: Scheme) -> bool:
 
 def schemes_of(wanted: LayerChoices, form: Format) -> list[Scheme]:
     """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
-    if form.ABOUT.planner and wanted.scheme is None:
+    if form.KEY == GGUF and wanted.scheme is None:
         label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.OWN_BITS, "")).upper()
         grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()
         named = [grid] if grid in GRIDS else []

@@ -9,7 +9,7 @@ from quantforge.checkpoint.fewer_heads import FACT as HEADS
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS, ROTATION
 from quantforge.checkpoint.reader import QUANTIZATION
 from quantforge.errors import RefusedError, UsageError
-from quantforge.planning.drafting import draft_of
+from quantforge.formats import GGUF
 from quantforge.plans import Action, Draft
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check_heads(mtp: str, form: str, matched: Matched) -> None:
     """
     if mtp != "quantize":
         return
-    if draft_of(form) is not None:
+    if form == GGUF:
         raise RefusedError(
             f"--mtp quantize: {form} files have no place for heads that predict further tokens",
             "leave --mtp out, or take --format compressed-tensors",

@@ -18,13 +18,12 @@ from quantforge.architectures.expert_sets import check_experts
 from quantforge.architectures.match import Matched, match
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import format_of, kv_scales, targets
+from quantforge.formats import GGUF, format_of, kv_scales, targets
 from quantforge.formats.format_choice import settled
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.calibration_rows import check_length, own_text, row_notes
-from quantforge.planning.drafting import draft_of
 from quantforge.planning.effort import Asked, Dials, spent
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.guidance import disk_bytes, guide_notes
@@ -106,7 +105,7 @@ def make_plan(
     needs = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
     dials, effort = spent(dials, Asked(asked.words, recipe.format, draft.tensors, matched, needs))
     before, recipe = recipe, replace(recipe, **dials._asdict())
-    if recipe != before and draft_of(recipe.format):  # files of these state the recipe
+    if recipe != before and recipe.format == GGUF:  # its files state the recipe
         draft, _ = drafted(recipe)
     sizes = (dials.awq.rows, needs, in_memory, workers, dials.guide or 0, dials.tune or 0)
     run = RunSizes(dials.calibration, asked.words, *sizes, source_transforms(recipe.method))
@@ -171,16 +170,17 @@ def _drafted(
     """Return the draft of the format, and the statistics that have to be observed for it."""
     check_heads(recipe.mtp, recipe.format, matched)
     wanted = asked.of_method(matched)
-    own = draft_of(recipe.format)
-    _check_places(recipe.format, own is not None, recipe.type or recipe.pre, recipe.kv_cache)
+    _check_places(recipe.format, recipe.type or recipe.pre, recipe.kv_cache)
 
     def drafted(wanted: frozenset[Statistic]) -> Draft:
-        if own is None:
+        if recipe.format != GGUF:
             form, shard = format_of(recipe.format), recipe.max_shard_bytes
             return draft_by_module(
                 checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard, recipe.engine
             )
-        return own(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
+        from quantforge.planning import gguf  # with all that its files hold
+
+        return gguf.draft(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
 
     draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
@@ -216,16 +216,15 @@ def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tup
     )
 
 
-def _check_places(key: str, whole: bool, of_gguf: str | None, kv_cache: str) -> None:
+def _check_places(key: str, of_gguf: str | None, kv_cache: str) -> None:
     """Refuse what the files of a format have no place for.
 
     Args:
         key: the format.
-        whole: whether it plans whole models.
-        of_gguf: a type or a pre-tokenizer, which such formats alone have.
+        of_gguf: a type or a pre-tokenizer, which GGUF files alone have.
         kv_cache: the scales that are wanted of it.
     """
-    if not whole and of_gguf is not None:
+    if key != GGUF and of_gguf is not None:
         raise UsageError(
             f"--type and --pre belong to GGUF files, not to {key}",
             "add --format gguf, or say --bits or --scheme; `export --format plain --type F16` sets the type of numbers",

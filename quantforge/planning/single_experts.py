@@ -9,9 +9,8 @@ from quantforge.architectures.towers import BLOCK
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import KEEP, format_of
+from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.format_choice import base_scheme
-from quantforge.planning.drafting import draft_of
 from quantforge.planning.rules import Rules
 from quantforge.recipe import LayerChoices
 
@@ -59,7 +58,7 @@ def single_experts(checkpoint: Checkpoint, key: str, layers: LayerChoices) -> Ch
     view = one_by_one(checkpoint)
     if view is checkpoint:
         return checkpoint
-    if draft_of(key) is not None:
+    if key == GGUF:
         return view  # its files stack them again
     stored = [entry.stored() for entry in view.entries.values()]
     matched = match(view.config, stored, view.declared)

@@ -8,7 +8,6 @@ In this folder:
 
     awq              AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
     balance          Column factors that minimise the expected rounding error, under a model of it
-    clip             Clipping: give up a little of the largest weights of a group, so that all others get a smaller step
     feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian          The objective of GPTQ and of its refinement

@@ -85,7 +85,6 @@ ABOUT = About(
     suffix=".gguf",
     tunable=True,
     embedding_tool="llama-quantize",
-    planner="quantforge.planning.gguf",
     storage="quantforge.formats.gguf.storing",
 )
 LEAST_ZERO = 0
