@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
-    from quantforge.model.decoder_calls import RowsWithImages
     from quantforge.recipe import CalibrationOptions
     from quantforge.settings import Settings
+    from quantforge_calibration.sampler import Sample
 
 
 def removed_experts(
@@ -58,7 +58,7 @@ def removed_experts(
 
 def expert_saliency(
     source: Checkpoint,
-    rows: Tensor | RowsWithImages,
+    rows: Tensor | Sample,
     options: CalibrationOptions,
     device: str,
     activations: Path | None = None,

@@ -17,7 +17,6 @@ In this folder:
     derive_checkpoint     Declarations of one checkpoint, derived: those of its configuration
     derive_experts        Experts of one kind of layers, derived: which parameters stack their matrices
     derive_kind           One kind of layers, derived from one block of it: its tensors, shared inputs
-    drawn_labels          Labels that a model draws for itself: one for each position, from what it predicts there
     embedding_rows        Embeddings of which only the rows of tokens that occur are held
     expert_calls          How a block calls its experts: with the routing of its tokens
     expert_gradients      Gradients of the experts of one block: the backward pass of a mixture, one expert at a time

@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,8 +36,6 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block import BlockPart, refuse_experts
 from quantforge.model.block_rows import Batch
-from quantforge.model.decoder_calls import RowsWithImages
-from quantforge.model.drawn_labels import draw_labels
 from quantforge.model.expert_gradients import MixtureGradients
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource
@@ -46,7 +45,11 @@ from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 
+if TYPE_CHECKING:
+    from quantforge_calibration.sampler import Sample
+
 LOGITS = 1 << 27  # logits of the rows that pass the head at the same time
+DRAWN = 1 << 22  # logits of which labels are drawn at a time, in float64
 
 
 Visit = Callable[[OutputGradients], None]
@@ -63,7 +66,7 @@ class StreamOptions(TypedDict, total=False):
 def backward(
     checkpoint: TensorSource,
     matched: Matched,
-    rows: Tensor | RowsWithImages,
+    rows: Tensor | Sample,
     visit: Visit,
     *,
     seed: int = 0,
@@ -245,3 +248,25 @@ def _check(values: Tensor, what: str, start: int) -> None:
             f"{what} are not finite in calibration row {start + bad}",
             "the model overflows on this text, or a weight is damaged; `quantforge inspect` checks weights",
         )
+
+
+def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
+    """Draw a label for each position from ``logits`` ``[rows, length, vocab]``: int64 ``[rows, length]``.
+
+    A draw is decided by the seed, the number of the calibration row, the position and the logits there, never by which
+    rows are computed together: a counter-based generator (Philox) has the seed and the row for its key, and the
+    position for its counter. ``first`` is the number of the row of ``logits[0]``.
+    """
+    step = max(1, DRAWN // logits.shape[2])
+    labels = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    for index, row in enumerate(logits):
+        key = np.array([seed % 2**64, first + index], dtype=np.uint64)
+        drawn = np.random.Generator(np.random.Philox(key=key)).random(len(row))
+        uniform = torch.from_numpy(drawn).to(logits.device)
+        for start in range(0, len(row), step):
+            run = slice(start, start + step)
+            chances = row[run].double().softmax(-1).cumsum(-1)
+            wanted = uniform[run, None] * chances[:, -1:]
+            found = torch.searchsorted(chances, wanted, right=True)[:, 0]
+            labels[index, run] = found.clamp(max=logits.shape[2] - 1)
+    return labels

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,21 +41,8 @@ from quantforge_calibration import SourceError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What a whole model takes of a row beside its token ids `[1, length]`, by argument: pixel values, sizes of grids.
-RowInputs = Callable[[int], Mapping[str, Tensor]]
-
-
-class RowsWithImages(Protocol):
-    """Interface of rows that may have images: token ids ``[rows, length]``, and the rest of what a model takes."""
-
-    @property
-    def ids(self) -> Tensor:
-        """Return the token ids."""
-
-    @property
-    def images(self) -> RowInputs | None:
-        """Return what gives the rest for each row, None where all rows are text alone."""
-
+    from quantforge_calibration.image_rows import ImageRows
+    from quantforge_calibration.sampler import Sample
 
 TOGETHER = 16  # rows whose inputs are in memory at a time
 
@@ -119,7 +106,7 @@ def decoder_of(model: PreTrainedModel, blocks: str) -> nn.Module:
 def decoder_calls(
     checkpoint: TensorSource,
     matched: Matched,
-    rows: RowsWithImages,
+    rows: Sample,
     decoder: nn.Module,
     leaves: KeptLeaves,
     device: torch.device,
@@ -167,7 +154,7 @@ def decoder_calls(
     return DecoderCalls(decoder, calls, leaves, device)
 
 
-def _inputs(inputs: RowInputs, row: int) -> Mapping[str, Tensor]:
+def _inputs(inputs: ImageRows, row: int) -> Mapping[str, Tensor]:
     try:
         return inputs(row)
     except SourceError as error:  # an image that is not what it was

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,15 @@ from quantforge.errors import InputError
 from quantforge.model.around_blocks import AroundBlocks
 from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
-from quantforge.model.decoder_calls import RowsWithImages, decoder_calls
+from quantforge.model.decoder_calls import decoder_calls
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk, TokenStates
 from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
+
+if TYPE_CHECKING:
+    from quantforge_calibration.sampler import Sample
 
 
 class ModelStream:
@@ -59,7 +62,7 @@ class ModelStream:
         self,
         checkpoint: TensorSource,
         matched: Matched,
-        rows: Tensor | RowsWithImages,
+        rows: Tensor | Sample,
         *,
         micro_batch: int = 8,
         device: str | torch.device = "cpu",

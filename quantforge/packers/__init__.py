@@ -106,15 +106,6 @@ class Packer(Protocol):
         """Return a tensor in the terms of the kernels, without the parameters of its input."""
 
 
-class DividedPacker(Packer, Protocol):
-    """Interface of the module of a number family with schemes that are `Scheme.divided`."""
-
-    def fit_under(
-        self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
-    ) -> dict[str, Tensor]:
-        """Search the parameters of another ``weight`` ``[out, in]``, with what rows share as in ``parameters``."""
-
-
 class VectorPacker(Packer, Protocol):
     """Interface of the module of a number family in which one code stands for several adjacent weights of a row.
 

@@ -24,7 +24,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from quantforge.events import Event
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.team import side_by_side
-from quantforge.packers import packer_of
+from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import COMPILED_FROM, Rounded, rtn
 from quantforge.quantizers.feedback import Solution, feed_back, stacked
@@ -42,9 +41,6 @@ from quantforge.quantizers.plain_rows import keep_better
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
-
-if TYPE_CHECKING:
-    from quantforge.packers import DividedPacker
 
 ROWS = 1024  # worked off at a time
 WORKERS = 2  # parts at once: about five times their float32 size in memory
@@ -239,5 +235,4 @@ def _fitted_again(
 ) -> dict[str, Tensor]:
     if not scheme.divided:
         return rtn.fitted(names, targets, scheme, factor.importance, search=True)
-    packer = cast("DividedPacker", packer_of(scheme))
-    return packer.fit_under(targets, before.parameters, scheme, factor.importance)
+    return fp4.fit_under(targets, before.parameters, scheme, factor.importance)

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.backward import backward
-from quantforge.model.drawn_labels import draw_labels
+from quantforge.model.backward import backward, draw_labels
 from quantforge.model.output_gradients import OutputGradients, strip_weights
 from quantforge.numerics.team import reproducible
 from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
