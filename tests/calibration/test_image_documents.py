@@ -23,7 +23,7 @@ from tests.vision import draw_image, write_rows
 def documents(tmp_path: Path, *rows: dict[str, Any], chat: bool = False) -> list[ImageDocument]:
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     (source,) = parse_sources(str(path))
-    return list(image_documents(source, 1 << 20, "text", chat=chat))
+    return list(image_documents(source, 1 << 20, chat=chat))
 
 
 def parts(*names: str | None) -> list[dict[str, Any]]:

@@ -188,7 +188,7 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
         ("llama", {"method": "gptq", "scheme": "mxfp8"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
         ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.runs = 4",
          ["guide = 1 (--experts all sends"]),
-        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["static and searched"]),
+        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["searched for"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
          ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
         ("llama", {"method": "gptq", "bits": 4, "calibration": ONE_ROW}, "guide = 1, gptq.runs = 4",
