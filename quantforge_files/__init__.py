@@ -10,7 +10,7 @@ In this folder:
     roles        Roles of files, and how many bytes a file of each may have: the one table of limits
     stamp        Stamps of open files, and files that are opened again: the same content, or an error
     strict_json  JSON of others, read in bounded time and memory
-    system       Calls of the operating system that Linux and macOS offer differently
+    system       Calls of the operating system that Linux and macOS offer differently: they are all here
 """
 
 from quantforge_files.opener import Opener

@@ -10,9 +10,8 @@ package, parsing a source and reading documents import neither torch nor tokeniz
 
 In this folder:
 
-    chat             Rendering chat messages through a model's template, in a process that may be killed
+    chat             Chat messages as a text, written by a model's chat template in jinja's sandbox
     chat_templates   Chat templates of a model by name, from each of the file layouts in which models are published
-    chat_worker      The child process of `chat`: lines of JSON on stdin; one answer on stdout
     citation         Names and digests under which a SOURCE is cited in a file that is published: never where it lies
     conversations    The conversation in a row of a data set: messages, and the other variables of its chat template
     draw             Rows of token ids from a SOURCE, in one call

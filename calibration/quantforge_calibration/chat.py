@@ -1,22 +1,24 @@
-"""Rendering chat messages through a model's template, in a process that may be killed.
+"""Chat messages as a text, written by a model's chat template in jinja's sandbox.
 
-A chat template is a program that arrives with the weights. Jinja's immutable sandbox stops it from
-reaching into Python, but not from looping for a year or building a string of a gigabyte, so the
-sandbox runs in a child process with limits on CPU time, wall time, memory and output
-(`chat_worker`). Nothing is rendered unless the user asks for it; conversions carry templates
-unread.
+A chat template is a program that arrives with the weights. jinja's immutable sandbox keeps it from reaching Python and
+from changing what it is given; it sets no limit of time or memory. Nothing is rendered unless the user asks for it;
+conversions carry templates unread.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantforge_calibration.chat_templates import DEFAULT, TOOL_USE, read_templates
 from quantforge_calibration.conversations import Conversation
@@ -34,16 +36,6 @@ TOKENS = (
     "mask_token",
 )
 HINT = "use texts instead of messages, or leave chat_template = false"
-
-
-@dataclass(frozen=True, slots=True)
-class ChatLimits:
-    """Limits of one call of `render`: seconds, bytes of address space, characters of text."""
-
-    cpu_seconds: int = 20
-    wall_seconds: float = 60.0
-    memory_bytes: int = 512 << 20
-    output_characters: int = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +68,37 @@ class ChatTemplate:
             raise SourceError(f"the chat template {name} of the model is empty", HINT)
         return text
 
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        answer: bool = False,
+        unused: UnusedColumns | None = None,
+    ) -> str:
+        """Render a conversation.
+
+        Args:
+            conversation: given to the template as transformers' ``apply_chat_template`` does.
+            answer: whether the text ends where the model's answer begins.
+            unused: takes the names of the conversation's variables that are nowhere in the template.
+
+        Raises:
+            SourceError: the template fails or is refused by the sandbox; or as `text_for`.
+        """
+        text = self.text_for(conversation)
+        if unused is not None:
+            names = (name for name in conversation.beside() if not _names(text, name))
+            unused.add(conversation.file, names)
+        variables = {"add_generation_prompt": answer, **self.tokens, **conversation.given()}
+        try:
+            return _compile(text).render(variables)
+        except Exception as error:  # a template can raise whatever its expressions raise
+            place = f"{conversation.where}: " if conversation.where else ""
+            message = (
+                f"{place}the chat template cannot be rendered: {type(error).__name__}: {error}"
+            )
+            raise SourceError(message, HINT) from error
+
 
 def load_chat_template(model: Path, *, processor: bool = False) -> ChatTemplate:
     """Read the chat templates of a model.
@@ -104,83 +127,50 @@ def find_chat_template(model: Path, *, processor: bool = False) -> ChatTemplate 
     return ChatTemplate(found.named, given, found.notes)
 
 
-def render(
-    template: ChatTemplate,
-    conversations: Sequence[Conversation],
-    limits: ChatLimits = ChatLimits(),
-    *,
-    answer: bool = False,
-    enough: int | None = None,
-    unused: UnusedColumns | None = None,
-) -> list[str]:
-    """Render conversations, one text each, in a child process.
-
-    Args:
-        template: of the model.
-        conversations: each is given to the template as transformers' ``apply_chat_template`` does.
-        limits: of the child.
-        answer: whether a text ends where the model's answer begins.
-        enough: characters of texts that are not blank, behind which the texts end.
-        unused: takes what the conversations hold and their template does not name.
-
-    Raises:
-        SourceError: the template fails, is refused by the sandbox, or exceeds a limit; or as `ChatTemplate.text_for`.
-    """
-    texts = [template.text_for(one) for one in conversations]
-    templates = list(dict.fromkeys(texts))
-    head = {
-        "templates": templates,
-        "tokens": dict(template.tokens),
-        "limits": asdict(limits),
-        "answer": answer,
-        "enough": enough,
-    }
-    lines = [json.dumps(head)]
-    for one, text in zip(conversations, texts, strict=True):
-        lines.append(_line(one, templates.index(text)))
-        if unused is not None:
-            unused.add(one.file, (name for name in one.beside() if not _names(text, name)))
-    # By path, so that the child imports none of us; -P keeps this folder out of its sys.path.
-    worker = [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))]
-    try:
-        done = subprocess.run(
-            worker,
-            input="\n".join(lines).encode(),
-            capture_output=True,
-            timeout=limits.wall_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SourceError(
-            f"the chat template ran for over {limits.wall_seconds} s", HINT
-        ) from error
-    if done.returncode != 0:
-        raise SourceError(f"the chat template was stopped: {_reason(done, limits)}", HINT)
-    end = done.stdout.index(b"\n")
-    answered = json.loads(done.stdout[:end])
-    if answered["error"]:
-        where = conversations[answered["at"]].where if answered["at"] is not None else ""
-        place = f"{where}: " if where else ""
-        raise SourceError(f"{place}the chat template cannot be rendered: {answered['error']}", HINT)
-    ends = list(accumulate(answered["bytes"], initial=end + 1))
-    return [done.stdout[a:b].decode(errors="surrogatepass") for a, b in pairwise(ends)]
+@lru_cache(8)
+def _compile(text: str) -> Template:
+    """Compile a template in a sandbox with what published templates expect of ``transformers``."""
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise
+    # The date is part of the text that is measured, and a result must not depend on the day.
+    sandbox.globals["strftime_now"] = datetime(2024, 7, 26).strftime
+    return sandbox.from_string(text)
 
 
-def _line(one: Conversation, template: int) -> str:
-    try:
-        return json.dumps([template, one.given()])
-    except (TypeError, ValueError, RecursionError) as error:
-        place = f"{one.where}: " if one.where else ""
-        raise SourceError(f"{place}the chat messages are not plain data: {error}", HINT) from error
+class _Generation(Extension):
+    """``{% generation %}``: marks the assistant's turns for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as declared by the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the statements up to ``endgeneration``."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
 
 
 def _names(template: str, name: str) -> bool:
     """Return whether a template has the name of a variable anywhere in its text."""
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
-
-
-def _reason(done: subprocess.CompletedProcess[bytes], limits: ChatLimits) -> str:
-    if done.returncode < 0:  # by a signal, which is how the system enforces limits
-        return f"it used more than {limits.cpu_seconds} s of CPU time, or too much memory"
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"status {done.returncode}"

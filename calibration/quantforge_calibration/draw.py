@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
 
-from quantforge_calibration.chat import ChatTemplate, load_chat_template, render
+from quantforge_calibration.chat import ChatTemplate, load_chat_template
 from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
 from quantforge_calibration.image_rows import pack_images
 from quantforge_calibration.random_rows import with_random_rows
@@ -34,7 +32,6 @@ from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer
 
-AT_ONCE = 64  # conversations that one process renders
 OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 
 
@@ -128,13 +125,13 @@ def _rendered(
     documents: Iterator[ImageDocument], chat: ChatTemplate | None, unused: UnusedColumns | None
 ) -> Iterator[ImageDocument]:
     """Yield documents with the texts of their messages, those without any text left out."""
-    while batch := list(islice(documents, AT_ONCE)):
-        chats = [each.record for each in batch if not isinstance(each.record, str)]
-        texts = iter(render(chat, chats, unused=unused) if chats and chat is not None else [])
-        for each in batch:
-            text = each.record if isinstance(each.record, str) else next(texts)
-            if text.strip():
-                yield replace(each, record=text)
+    for document in documents:
+        text = document.record
+        if not isinstance(text, str):
+            assert chat is not None  # without it messages are an error
+            text = chat.render(text, unused=unused)
+        if text.strip():
+            yield replace(document, record=text)
 
 
 def _read(
@@ -149,7 +146,7 @@ def _read(
         source,
         rows * request.length * BYTES_PER_TOKEN,
         corpus=request.corpus,
-        render=partial(render, chat) if chat else None,
+        chat=chat,
         offline=request.offline,
         unused=unused,
     )

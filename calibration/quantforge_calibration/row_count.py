@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
-from quantforge_calibration.chat import ChatTemplate, load_chat_template, render
+from quantforge_calibration.chat import ChatTemplate, load_chat_template
 from quantforge_calibration.image_documents import check_images, first_image
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Source, documents, parse_sources
@@ -80,7 +79,7 @@ def _check_source(
         texts = documents(
             source,
             share * length * each,
-            render=partial(render, chat) if chat else None,
+            chat=chat,
         )
         tokens = _tokens(texts, tokenizer, enough, source.name)
         if tokens >= wanted_tokens:

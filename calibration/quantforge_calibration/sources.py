@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
-from quantforge_calibration.conversations import Conversation
 from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import (
@@ -38,22 +36,11 @@ from quantforge_calibration.readers import (
 )
 from quantforge_calibration.source_error import SourceError
 
+if TYPE_CHECKING:
+    from quantforge_calibration.chat import ChatTemplate
+
 Kind = Literal["builtin", "self", "file", "directory", "hub"]
 Corpus = Literal["calibration", "evaluation"]
-
-
-class Render(Protocol):
-    """Renderer of conversations into texts; see `chat.render`."""
-
-    def __call__(
-        self,
-        conversations: Sequence[Conversation],
-        /,
-        *,
-        enough: int | None = None,
-        unused: UnusedColumns | None = None,
-    ) -> list[str]:
-        """Return one text each, up to the one with which they are enough; ``unused`` takes what no template names."""
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -91,7 +78,7 @@ def documents(
     *,
     column: str = "text",
     corpus: Corpus = "calibration",
-    render: Render | None = None,
+    chat: ChatTemplate | None = None,
     offline: bool = False,
     unused: UnusedColumns | None = None,
 ) -> Iterator[str]:
@@ -102,14 +89,14 @@ def documents(
         max_bytes: where to stop; nothing else about the reading decides the cut.
         column: the field to read where the source names none.
         corpus: which of the two texts ``builtin`` means.
-        render: turns conversations into texts; without it, chat messages are an error.
+        chat: renders conversations; without it, chat messages are an error.
         offline: refuse to ask the hub.
         unused: takes the columns that are not used, while documents are read.
 
     Raises:
         SourceError: as the readers do, or when there is no text at all.
     """
-    rows = RowReader(source.column or column, render is not None, unused or UnusedColumns())
+    rows = RowReader(source.column or column, chat is not None, unused or UnusedColumns())
     records: Iterable[Record]
     if source.kind == "builtin":
         records = builtin(corpus)
@@ -124,9 +111,10 @@ def documents(
             for item in read_file(path, max_bytes, rows)
         )
     texts = (
-        _rendered(iter(records), render, max_bytes, rows.unused)
-        if render
-        else cast("Iterable[str]", records)
+        record
+        if isinstance(record, str)
+        else cast("ChatTemplate", chat).render(record, unused=rows.unused)
+        for record in records
     )
     return _bounded(texts, max_bytes, source.name)
 
@@ -218,20 +206,6 @@ def read_file(path: Path, max_bytes: int, rows: RowReader) -> Iterator[Record]:
             )
         case _:
             yield read_text(path, max_bytes)
-
-
-def _rendered(
-    records: Iterator[Record], render: Render, enough: int, unused: UnusedColumns
-) -> Iterator[str]:
-    # In batches, because every call of `render` starts a process.
-    while batch := list(islice(records, 64)):
-        chats = [item for item in batch if not isinstance(item, str)]
-        texts = iter(render(chats, enough=enough, unused=unused) if chats else [])
-        for item in batch:
-            text = item if isinstance(item, str) else next(texts, None)
-            if text is None:
-                return
-            yield text
 
 
 def _bounded(texts: Iterable[str], max_bytes: int, name: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from quantforge.runtime.live_answer import LiveAnswer, TextModel
 from quantforge.runtime.load import Loaded
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge.runtime.text_side import as_input_errors, text_side
-from quantforge_calibration.chat import ChatTemplate, render
+from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation
 
 Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
@@ -102,7 +102,7 @@ class Speaker:
         else:
             talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             with as_input_errors(RAW):
-                (text,) = render(template, [Conversation(talk)], answer=True)
+                text = template.render(Conversation(talk), answer=True)
             with as_input_errors():
                 ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
         if not ids:

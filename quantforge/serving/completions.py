@@ -24,10 +24,7 @@ from quantforge.runtime.text_side import TextSide
 from quantforge.runtime.token_stream import TextStream
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge.serving.request_bodies import Body, Prompt
-from quantforge_calibration.chat import ChatLimits, render
 from quantforge_calibration.conversations import Conversation
-
-RENDERING = ChatLimits(cpu_seconds=10, wall_seconds=20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +220,7 @@ def _encode(side: TextSide, prompt: Prompt, place: str) -> Sequence[int]:
                 code="no_chat_template",
             )
         with refusing("messages", "chat_template", "/v1/completions takes a text as it is"):
-            (text,) = render(side.template, [prompt], RENDERING, answer=True)
+            text = side.template.render(prompt, answer=True)
         with refusing("messages"):
             return tokenizer.encode_all(text, "messages, in the model's chat template")
     with refusing("prompt"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,8 @@ from quantforge.errors import InputError, UsageError
 from quantforge.verbs.scored_text import BUILTIN, cited_name
 
 if TYPE_CHECKING:
+    from quantforge_calibration.chat import ChatTemplate
     from quantforge_calibration.readers import UnusedColumns
-    from quantforge_calibration.sources import Render
 
 COLUMN = "prompt"
 MOST_BYTES = 1 << 20  # of all prompts, rendered where a template is used
@@ -47,25 +46,25 @@ def read_prompts(
         InputError: the source is missing, malformed, too long or holds no prompt, or there is no template that renders.
     """
     from quantforge_calibration import SourceError
-    from quantforge_calibration.chat import load_chat_template, render
+    from quantforge_calibration.chat import load_chat_template
     from quantforge_calibration.conversations import Conversation
     from quantforge_calibration.readers import UnusedColumns
 
     try:
-        rendered, unused = None, UnusedColumns()
+        template, unused = None, UnusedColumns()
         if templated_by is not None:
             template = load_chat_template(templated_by)
-            rendered = partial(render, template)
             for said in template.notes:
                 note(f"--generated: {said}")
         if source == BUILTIN:
             found, texts = list(PROMPTS), True
         else:
-            found, texts = _read(source, rendered, unused, offline=offline)
+            found, texts = _read(source, template, unused, offline=offline)
         if len(found) > MOST_PROMPTS:
             raise _too_much(f"{len(found)} prompts, more than {MOST_PROMPTS}")
-        if rendered is not None and texts:
-            found = rendered([Conversation([{"role": "user", "content": text}]) for text in found])
+        if template is not None and texts:
+            talks = (Conversation([{"role": "user", "content": text}]) for text in found)
+            found = [template.render(talk) for talk in talks]
     except SourceError as error:
         raise InputError(f"--generated: {error.message}", error.hint) from error
     if said := unused.note():
@@ -74,7 +73,7 @@ def read_prompts(
 
 
 def _read(
-    source: str, rendered: Render | None, unused: UnusedColumns, *, offline: bool
+    source: str, template: ChatTemplate | None, unused: UnusedColumns, *, offline: bool
 ) -> tuple[list[str], bool]:
     """Return the prompts of a source, and whether they are texts that nobody has rendered; errors as `read_prompts`."""
     from quantforge_calibration import documents, parse_sources
@@ -86,13 +85,13 @@ def _read(
         )
     more = MOST_BYTES + 4  # what was cut there, in a character even, is still longer
     found = list(
-        documents(parsed[0], more, column=COLUMN, render=rendered, offline=offline, unused=unused)
+        documents(parsed[0], more, column=COLUMN, chat=template, offline=offline, unused=unused)
     )
     if sum(len(text.encode()) for text in found) > MOST_BYTES:
         raise _too_much(f"more than {MOST_BYTES} bytes")
     path = parsed[0].path
     if path is None or path.suffix in (".jsonl", ".parquet"):
-        return found, rendered is None
+        return found, template is None
     parts = [text for part in found for text in re.split(r"\n[ \t]*\n", part) if text.strip()]
     return [text.strip("\n") for text in parts], True
 

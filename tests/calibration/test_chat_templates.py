@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from quantforge_calibration.chat import load_chat_template, render
+from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.chat_templates import (
     FILE,
     OLDER_FILE,
@@ -125,7 +125,7 @@ def test_conversations_with_tools_are_rendered_by_the_template_for_tools(tmp_pat
         )
         template = load_chat_template(model)
         assert template.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-        assert render(template, talks) == expected
+        assert [template.render(one) for one in talks] == expected
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
         theirs = [
             tokenizer.apply_chat_template(list(one.messages), tools=one.tools, tokenize=False)
@@ -138,7 +138,7 @@ def test_models_without_a_template_that_renders_say_so(tmp_path):
     model = write_model(tmp_path / "m", eos_token="</s>")
     refused(lambda: load_chat_template(model), "no chat template")
     write(model, {EXTRA: "X"})
-    talks = [Conversation(TALK)]
-    refused(lambda: render(load_chat_template(model), talks), "tool_use and no default")
+    talk = Conversation(TALK)
+    refused(lambda: load_chat_template(model).render(talk), "tool_use and no default")
     write(model, {FILE: "\n"})
-    refused(lambda: render(load_chat_template(model), talks), "default of the model is empty")
+    refused(lambda: load_chat_template(model).render(talk), "default of the model is empty")

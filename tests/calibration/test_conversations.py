@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from quantforge_calibration.chat import load_chat_template, render
+from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.tokenizer import load_tokenizer
@@ -83,7 +82,7 @@ def rendered_by_transformers(model) -> list[str]:
 def test_rows_are_rendered_as_transformers_renders_them(tmp_path, chatting, rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read(str(path), render=partial(render, load_chat_template(chatting)))
+    found = read(str(path), chat=load_chat_template(chatting))
     assert found == rendered_by_transformers(chatting)
 
 
@@ -91,19 +90,19 @@ def test_rows_of_parquet_and_of_the_hub_are_rendered_alike(tmp_path, chatting, m
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    rendered = partial(render, load_chat_template(chatting))
+    template = load_chat_template(chatting)
     path = tmp_path / "rows.parquet"
     names = dict.fromkeys(name for row in ROWS for name in row)
     columns = {name: [row.get(name) for row in rows_as_strings()] for name in names}
     parquet.write_table(pyarrow.table(columns), path)
-    assert read(str(path), render=rendered) == rendered_by_transformers(chatting)
+    assert read(str(path), chat=template) == rendered_by_transformers(chatting)
     kwargs = pyarrow.array([[("enable_thinking", True)]], pyarrow.map_("string", pyarrow.bool_()))
     table = pyarrow.table({"messages": [TALK], "chat_template_kwargs": kwargs})
     parquet.write_table(table, path)
-    assert "thinks: True" in read(str(path), render=rendered)[0]
+    assert "thinks: True" in read(str(path), chat=template)[0]
     loader = SimpleNamespace(load_dataset=lambda *_, **__: iter(ROWS))
     monkeypatch.setitem(sys.modules, "datasets", loader)
-    assert read("org/name:train", render=rendered) == rendered_by_transformers(chatting)
+    assert read("org/name:train", chat=template) == rendered_by_transformers(chatting)
 
 
 @pytest.mark.parametrize(
@@ -128,35 +127,35 @@ def test_malformed_fields_name_the_file_and_the_row(tmp_path, chatting, fields, 
     path = tmp_path / "rows.jsonl"
     rows = ({"messages": TALK}, {"messages": TALK, **fields})
     path.write_text("\n".join(map(json.dumps, rows)))
-    rendered = partial(render, load_chat_template(chatting))
-    refused(lambda: read(str(path), render=rendered), f"{path}, line 2", *parts)
+    template = load_chat_template(chatting)
+    refused(lambda: read(str(path), chat=template), f"{path}, line 2", *parts)
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path, chatting):
     (chatting / "chat_template.jinja").write_text("{{ raise_exception('x') if documents }}a")
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)))
-    rendered = partial(render, load_chat_template(chatting))
-    refused(lambda: read(str(path), render=rendered), f"{path}, line 5: the chat template cannot")
+    template = load_chat_template(chatting)
+    refused(lambda: read(str(path), chat=template), f"{path}, line 5: the chat template cannot")
 
 
 def test_rows_without_messages_have_text_or_nothing(tmp_path, chatting):
     path = tmp_path / "rows.jsonl"
     rows = ({"messages": []}, {"messages": None, "text": "plain"}, {"messages": "", "tools": []})
     path.write_text("\n".join(map(json.dumps, rows)))
-    rendered = partial(render, load_chat_template(chatting))
-    assert read(str(path), render=rendered) == ["plain"]
+    template = load_chat_template(chatting)
+    assert read(str(path), chat=template) == ["plain"]
 
 
 def test_columns_that_nothing_uses_are_listed_once(tmp_path, chatting):
     (chatting / "chat_template.jinja").write_text("{{ messages }}{{ tools }}{{ mydocuments }}")
-    rendered = partial(render, load_chat_template(chatting))
+    template = load_chat_template(chatting)
     for name in ("a.jsonl", "b.jsonl"):
         row = {"id": 1, "source": "x", "empty": None, **ROWS[-1]}
         (tmp_path / name).write_text(f"{json.dumps(row)}\n" * 3)
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "t", "messages": None, "tools": TOOLS}))
     unused = UnusedColumns()
-    read(str(tmp_path), render=rendered, unused=unused)
+    read(str(tmp_path), chat=template, unused=unused)
     assert unused.note() == (
         "columns that are not used: add_generation_prompt, documents, id, source, unknown in a.jsonl"
         " and 1 more files; tools in c.jsonl"

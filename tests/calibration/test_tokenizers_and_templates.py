@@ -1,10 +1,9 @@
-"""Tokenizers, chat templates in their process of their own, and a draw as a whole."""
+"""Tokenizers, chat templates in their sandbox, and a draw as a whole."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import time
 
@@ -12,9 +11,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from quantforge_calibration.chat import ChatLimits, render
 from quantforge_calibration.draw import Request, draw
-from quantforge_calibration.sources import documents, parse_sources
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.calibration.support import (
     CHATML,
@@ -107,37 +104,11 @@ def test_render_with_what_published_templates_use():
         "{{ strftime_now('%Y') }}"
     )
     talk = [{"role": "system", "content": "x"}, {"role": "user", "content": "é"}]
-    assert render(chat_template(text, {"bos_token": "<s>"}), talks(talk, TALK)) == [
+    template = chat_template(text, {"bos_token": "<s>"})
+    assert [template.render(one) for one in talks(talk, TALK)] == [
         '<s>"é"2024',
         '<s>"hi""hello"2024',
     ]
-
-
-def test_rendering_ends_with_the_text_that_is_enough():
-    """What is blank is no document, and is not counted."""
-    template = chat_template("{{ messages[0].content }}", {})
-    texts = ["a\0é", " \n", "\ud800b", "ccc", "d"]
-    given = talks(*([{"role": "user", "content": text}] for text in texts))
-    assert render(template, given) == texts
-    assert render(template, given, enough=3) == texts[:1]
-    assert render(template, given, enough=4) == ["a\0é", " \n", "\ud800"]
-    assert render(template, given, enough=5) == ["a\0é", " \n", "\ud800b"]
-    assert render(template, given, enough=99) == texts
-
-
-def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
-    """The documents are those of a reading that is not bounded."""
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + '{"text": "t"}\n' * 3)
-    asked = []
-
-    def rendered(given, *, enough=None, unused=None):
-        asked.append(enough)
-        return render(chat_template("{{ 'a\0' * 1000000 }}", {}), given, enough=enough)
-
-    (source,) = parse_sources(str(tmp_path / "a.jsonl"))
-    found = list(documents(source, 2048, render=rendered))
-    assert (found, asked) == (["a\0" * 1024], [2048])
-    assert len(list(documents(source, 3_000_000, render=rendered))) == 4
 
 
 @pytest.mark.parametrize(
@@ -150,30 +121,10 @@ def test_a_template_that_writes_much_costs_no_more_than_is_asked_for(tmp_path):
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% include '/etc/passwd' %}", "rendered"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "CPU time",
-        ),
-        ("{{ ('a' * 10**9)[:1] }}", "memory"),
-        ("{% set a = 'a' * 10**6 %}{% for i in range(99) %}{{ a }}{% endfor %}", "too much"),
     ],
 )
 def test_hostile_templates_are_stopped(text, part):
-    limits = ChatLimits(cpu_seconds=1, wall_seconds=120, output_characters=10**7)
-    start = time.perf_counter()
-    refused(lambda: render(chat_template(text, {}), talks(TALK), limits), part)
-    assert time.perf_counter() - start < 60
-
-
-def test_wall_time_is_limited():
-    text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    limits = ChatLimits(cpu_seconds=100, wall_seconds=0.5)
-    refused(lambda: render(chat_template(text, {}), talks(TALK), limits), "over 0.5 s")
-
-
-def test_a_child_that_fails_is_a_typed_error(monkeypatch):
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    refused(lambda: render(chat_template("x", {}), talks(TALK)), "stopped: status 1")
+    refused(lambda: chat_template(text, {}).render(*talks(TALK)), part)
 
 
 def test_draw_builtin_gives_fewer_rows_and_says_so(model):

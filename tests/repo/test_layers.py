@@ -211,7 +211,7 @@ CATCHING = {"quantforge.cli.app", "quantforge.evaluation.tasks",
             "quantforge_calibration.image_documents", "quantforge_calibration.row_processor",
             "quantforge.serving.engine_thread",  # one command, one step
             "quantforge.verification.reading", "quantforge_calibration.tokenizer",
-            "quantforge_calibration.hub_datasets", "quantforge_calibration.chat_worker",
+            "quantforge_calibration.hub_datasets", "quantforge_calibration.chat",
             "quantforge_calibration.readers", "quantforge.model.transformers_loading"}  # fmt: skip
 
 
