@@ -69,7 +69,6 @@ In this folder:
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
     llama             Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
     llama4            Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower
-    llama4_tower      The tower of Llama 4 as llama.cpp reads it: a vision transformer, whose neighbours are joined
     llama_cpp         Families as llama.cpp knows them: the name, what its graph takes for granted
     mamba2            Mamba-2 mixers as parts of layers: state spaces with one decay per head
     match             Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused

@@ -4,7 +4,7 @@ The larger models are multimodal: their text tower lies under a prefix, its conf
 most keys left at their defaults), and the vision tower with its projector is kept as it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -16,10 +16,12 @@ from quantforge.architectures.projector import (
     SWAPPED,
     Projector,
     TowerConfig,
+    TowerSizes,
     TowerTensor,
-    linear,
-    norm,
+    module,
     not_carried,
+    stack,
+    weight,
 )
 from quantforge.architectures.tower_names import ALONE, WITHIN_TOWERS
 
@@ -48,11 +50,11 @@ def projector(config: Mapping[str, Any]) -> Projector:
     """Return SigLIP with the projector of Gemma 3, for a whole configuration; errors as `TowerConfig`."""
     vision = TowerConfig(config["vision_config"])
     vision.require("hidden_act", "gelu_pytorch_tanh")
-    width, ffn = vision.size("hidden_size", 1152), vision.size("intermediate_size", 4304)
+    sizes = vision.sizes(TowerSizes(1152, 4304, 27, 16, 14))
+    width, ffn, _, _, patch = sizes
     if ffn == width:
         raise not_carried(f"intermediate_size = hidden_size = {ffn}", SWAPPED)
-    blocks, heads = vision.size("num_hidden_layers", 27), vision.size("num_attention_heads", 16)
-    image, patch = vision.size("image_size", 896), vision.size("patch_size", 14)
+    image = vision.size("image_size", 896)
     out = TowerConfig(text_config(config), "text_config").size("hidden_size", 2304)
     tokens = TowerConfig(config, "").size("mm_tokens_per_image", 256)
     side = image // patch
@@ -62,53 +64,28 @@ def projector(config: Mapping[str, Any]) -> Projector:
             f"mm_tokens_per_image = {tokens} of {side} x {side} patches",
             "a square that divides them",
         )
+    block = {
+        "layer_norm1": "ln1", "layer_norm2": "ln2", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_out", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    }  # fmt: skip
+    embeddings, projected = "vision_tower.embeddings", "multi_modal_projector"
     return Projector(
         "gemma3",
         {
             "use_gelu": True,
-            "vision.image_size": image,
-            "vision.patch_size": patch,
-            "vision.embedding_length": width,
-            "vision.feed_forward_length": ffn,
-            "vision.block_count": blocks,
-            "vision.attention.head_count": heads,
-            "vision.attention.layer_norm_epsilon": vision.real("layer_norm_eps", 1e-6),
-            "vision.projection_dim": out,
+            **sizes.keys(image, vision.real("layer_norm_eps", 1e-6), out),
             "vision.projector.scale_factor": pooled,
         },
         (
+            *module(f"{embeddings}.patch_embedding", "v.patch_embd", (width, 3, patch, patch), wide=True),
+            weight(f"{embeddings}.position_embedding", "v.position_embd", (side * side, width), wide=True),
+            *stack("vision_tower.encoder.layers", sizes, block),
+            *module("vision_tower.post_layernorm", "v.post_ln", (width,)),
+            weight(f"{projected}.mm_soft_emb_norm", "mm.soft_emb_norm", (width,), plus_one=True),
             TowerTensor(
-                "vision_tower.embeddings.patch_embedding.weight", ("v.patch_embd.weight",),
-                (width, 3, patch, patch), wide=True,
-            ),
-            TowerTensor("vision_tower.embeddings.patch_embedding.bias", ("v.patch_embd.bias",), (width,)),
-            TowerTensor(
-                "vision_tower.embeddings.position_embedding.weight", ("v.position_embd.weight",),
-                (side * side, width), wide=True,
-            ),
-            *(tensor for block in range(blocks) for tensor in _block(block, width, ffn)),
-            *norm("vision_tower.post_layernorm", "v.post_ln", width),
-            TowerTensor(
-                "multi_modal_projector.mm_soft_emb_norm.weight", ("mm.soft_emb_norm.weight",),
-                (width,), plus_one=True,
-            ),
-            TowerTensor(
-                "multi_modal_projector.mm_input_projection_weight", ("mm.input_projection.weight",),
-                (width, out),
+                f"{projected}.mm_input_projection_weight", ("mm.input_projection.weight",), (width, out)
             ),
         ),
         renamed=(("model.", ""), ("vision_tower.vision_model.", "vision_tower.")),
         unread=(r"vision_tower\.head\..*",),
     )  # fmt: skip
-
-
-def _block(number: int, width: int, ffn: int) -> Iterator[TowerTensor]:
-    """Yield the tensors of one block of SigLIP."""
-    inner, held = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    yield from norm(f"{inner}.layer_norm1", f"{held}.ln1", width)
-    yield from norm(f"{inner}.layer_norm2", f"{held}.ln2", width)
-    for name in ("q", "k", "v"):
-        yield from linear(f"{inner}.self_attn.{name}_proj", f"{held}.attn_{name}", width, width)
-    yield from linear(f"{inner}.self_attn.out_proj", f"{held}.attn_out", width, width)
-    yield from linear(f"{inner}.mlp.fc1", f"{held}.ffn_up", ffn, width)
-    yield from linear(f"{inner}.mlp.fc2", f"{held}.ffn_down", width, ffn)

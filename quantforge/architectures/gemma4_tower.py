@@ -10,12 +10,13 @@ from quantforge.architectures.layer_inputs import WIDTH
 from quantforge.architectures.projector import (
     Projector,
     TowerConfig,
+    TowerSizes,
     TowerTensor,
-    norm,
-    not_carried,
+    stack,
+    weight,
 )
 
-_THETA = 100.0  # llama.cpp knows it by heart
+_THETA = 100.0  # llama.cpp has it built in
 _USUAL = 16  # pooled patches of a side of a picture: 256 tokens
 _CAUSAL = (1536, 2560)  # widths of decoders whose picture tokens llama.cpp does not let look ahead
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
@@ -26,46 +27,36 @@ def projector(config: Mapping[str, Any]) -> Projector:
     """Return the tower of pictures with its projector, for a whole configuration; errors as `TowerConfig`."""
     vision = TowerConfig(config["vision_config"])
     vision.require("hidden_activation", "gelu_pytorch_tanh")
-    vision.turns(_THETA)
-    width, ffn = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
-    blocks, heads = vision.size("num_hidden_layers", 16), vision.size("num_attention_heads", 12)
-    if width % heads or width // heads % 4:
-        raise not_carried(f"{heads} heads of {width} columns", "heads of a multiple of 4 columns")
-    vision.require_size("head_dim", 64, width // heads)
-    vision.require_size("num_key_value_heads", 12, heads)
-    patch, pooled = vision.size("patch_size", 16), vision.size("pooling_kernel_size", 3)
+    vision.require_theta(_THETA)
+    sizes = vision.sizes(TowerSizes(768, 3072, 16, 12, 16))
+    width, _, _, heads, patch = sizes
+    vision.require("head_dim", width // heads, otherwise=64)
+    vision.require("num_key_value_heads", heads, otherwise=12)
+    pooled = vision.size("pooling_kernel_size", 3)
     places = vision.size("position_embedding_size", 10240)
     clips = vision.values.get("use_clipped_linears", False) is True
+    scaled = vision.values.get("standardize", False) is True  # of pooled patches
     out = _decoder_width(text_config(config))
     return Projector(
         "gemma4v",
         {
             "use_gelu": True,
-            "vision.image_size": patch * pooled * _USUAL,
-            "vision.patch_size": patch,
-            "vision.embedding_length": width,
-            "vision.feed_forward_length": ffn,
-            "vision.block_count": blocks,
-            "vision.attention.head_count": heads,
-            "vision.attention.layer_norm_epsilon": vision.real("rms_norm_eps", 1e-6),
-            "vision.projection_dim": out,
+            **sizes.keys(patch * pooled * _USUAL, vision.real("rms_norm_eps", 1e-6), out),
             "vision.projector.scale_factor": pooled,
         },
         (
-            TowerTensor(
-                f"{_PATCHES}.input_proj.weight", ("v.patch_embd.weight",), (width, 3 * patch**2),
-                wide=True, pixels=patch,
-            ),
+            weight(f"{_PATCHES}.input_proj", "v.patch_embd", (width, 3 * patch**2), wide=True, pixels=patch),
             TowerTensor(
                 f"{_PATCHES}.position_embedding_table", ("v.position_embd.weight",), (2, places, width), wide=True
             ),
-            *(tensor for block in range(blocks) for tensor in _block(block, (width, ffn, width // heads), clips=clips)),
-            *_standard(vision, width),
-            TowerTensor(
-                "embed_vision.embedding_projection.weight", ("mm.input_projection.weight",), (out, width)
+            *_blocks(sizes, clips=clips),
+            *(
+                TowerTensor(f"{_TOWER}.{name}", (f"v.{name}",), (width,))
+                for name in ("std_bias", "std_scale")
+                if scaled
             ),
+            weight("embed_vision.embedding_projection", "mm.input_projection", (out, width)),
         ),
-        renamed=(("model.", ""),),
         mean=(0.0, 0.0, 0.0),
         deviation=(1.0, 1.0, 1.0),
         normalizes=False,
@@ -85,36 +76,19 @@ def _decoder_width(words: Mapping[str, Any]) -> int:
     return width
 
 
-def _standard(vision: TowerConfig, width: int) -> Iterator[TowerTensor]:
-    """Yield what pooled patches are shifted and multiplied by, where they are."""
-    if vision.values.get("standardize", False) is True:
-        for name in ("std_bias", "std_scale"):
-            yield TowerTensor(f"{_TOWER}.{name}", (f"v.{name}",), (width,))
-
-
-def _block(number: int, sizes: tuple[int, int, int], *, clips: bool) -> Iterator[TowerTensor]:
-    """Yield the tensors of one block of the tower, of so many columns, in its MLP, and in a head."""
-    inner, held = f"{_TOWER}.encoder.layers.{number}", f"v.blk.{number}"
-    width, ffn, head = sizes
-    for name, place in (
-        ("input_layernorm", "ln1"),
-        ("post_attention_layernorm", "attn_post_norm"),
-        ("pre_feedforward_layernorm", "ln2"),
-        ("post_feedforward_layernorm", "ffn_post_norm"),
-    ):
-        yield from norm(f"{inner}.{name}", f"{held}.{place}", width, bias=False)
-    for name in ("q_norm", "k_norm"):
-        yield from norm(f"{inner}.self_attn.{name}", f"{held}.attn_{name}", head, bias=False)
-    for name, place in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out")):
-        yield from _linear(
-            f"{inner}.self_attn.{name}_proj", f"{held}.attn_{place}", (width, width), clips=clips
-        )
-    for name, shape in (("gate", (ffn, width)), ("up", (ffn, width)), ("down", (width, ffn))):
-        yield from _linear(f"{inner}.mlp.{name}_proj", f"{held}.ffn_{name}", shape, clips=clips)
-
-
-def _linear(name: str, held: str, shape: tuple[int, int], *, clips: bool) -> Iterator[TowerTensor]:
-    """Yield the weight of a linear and, where it clips, its four bounds."""
-    yield TowerTensor(f"{name}.linear.weight", (f"{held}.weight",), shape)
-    for bound in _BOUNDS if clips else ():
-        yield TowerTensor(f"{name}.{bound}", (f"{held}.{bound}",), ())
+def _blocks(sizes: TowerSizes, *, clips: bool) -> Iterator[TowerTensor]:
+    """Yield the tensors of all blocks; where linears clip, their four bounds after each weight."""
+    block = {
+        "input_layernorm": "ln1", "post_attention_layernorm": "attn_post_norm", "pre_feedforward_layernorm": "ln2",
+        "post_feedforward_layernorm": "ffn_post_norm", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj.linear": "attn_q", "self_attn.k_proj.linear": "attn_k",
+        "self_attn.v_proj.linear": "attn_v", "self_attn.o_proj.linear": "attn_out", "mlp.gate_proj.linear": "ffn_gate",
+        "mlp.up_proj.linear": "ffn_up", "mlp.down_proj.linear": "ffn_down",
+    }  # fmt: skip
+    layers = f"{_TOWER}.encoder.layers"
+    for tensor in stack(layers, sizes, block, norm_bias=False, bias=False):
+        yield tensor
+        name, linear, _ = tensor.name.partition(".linear.")
+        for bound in _BOUNDS if clips and linear else ():
+            held = tensor.held[0].removesuffix("weight") + bound
+            yield TowerTensor(f"{name}.{bound}", (held,), ())

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import llama
+from quantforge.architectures import llama, text_config
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama4_tower import tower
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
 from quantforge.architectures.mixtures import (
     DENSE,
@@ -24,13 +23,25 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
-from quantforge.architectures.projector import Projector
+from quantforge.architectures.projector import (
+    Projector,
+    TowerConfig,
+    TowerSizes,
+    TowerTensor,
+    module,
+    not_carried,
+    stack,
+    weight,
+)
 from quantforge.architectures.tower_names import ALONE, WITHIN, beside_towers
 from quantforge.errors import InputError
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 PERIOD, CHUNK = 4, 8192  # of layers, the last of which sees everything; of tokens
 NO_HEAD_NORMS = 128  # experts of the one release without norms over heads
+_EPS = 1e-5  # of the tower's norms, in transformers' code, whatever a configuration says
+_THETA = 1e4  # llama.cpp has it built in
+_TOWER, _ADAPTER = "vision_model", "vision_model.vision_adapter.mlp"
 _STACKED = experts_in_one("ffn", module="feed_forward.experts", transposed=True)
 EXPERTS = replace(_STACKED, stacks=tuple(replace(stack, spread=True) for stack in _STACKED.stacks))
 TEXT = replace(
@@ -173,4 +184,54 @@ def restated(keys: Keys) -> dict[str, Any]:
 
 def projector(config: Mapping[str, Any]) -> Projector:
     """Return the vision tower with its projector, for a whole configuration; errors as `TowerConfig`."""
-    return tower("llama4", config)
+    vision = TowerConfig(config["vision_config"])
+    vision.require("hidden_act", "gelu")
+    vision.require("num_channels", 3)
+    vision.require_theta(_THETA)
+    sizes = vision.sizes(TowerSizes(768, 5632, 34, 16, 14))
+    width, patch = sizes.width, sizes.patch
+    image = vision.size("image_size", 448)
+    side, merged = image // patch, _merged(vision)
+    if image % patch or side % merged:
+        raise not_carried(
+            f"image_size = {image} of patches of {patch}, {merged} x {merged} of which are joined",
+            "whole ones",
+        )
+    joined = vision.size("projector_input_dim", 4096)
+    vision.require("projector_output_dim", joined, otherwise=4096)
+    vision.require("vision_output_dim", joined, otherwise=7680)
+    vision.require("intermediate_size", width * merged**2, otherwise=5632)
+    out = TowerConfig(text_config(config), "text_config").size("hidden_size", 5120)
+    block = {
+        "input_layernorm": "ln1", "post_attention_layernorm": "ln2", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_out",
+        "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    }  # fmt: skip
+    return Projector(
+        "llama4",
+        {"use_gelu": True, **sizes.keys(image, _EPS, out), "vision.projector.scale_factor": merged},
+        (
+            weight(f"{_TOWER}.patch_embedding.linear", "v.patch_embd", (width, 3 * patch**2), wide=True),
+            TowerTensor(f"{_TOWER}.class_embedding", ("v.class_embd",), (width,)),
+            TowerTensor(
+                f"{_TOWER}.positional_embedding_vlm", ("v.position_embd.weight",),
+                (side**2 + 1, width), wide=True,
+            ),
+            *module(f"{_TOWER}.layernorm_pre", "v.pre_ln", (width,)),
+            *module(f"{_TOWER}.layernorm_post", "v.post_ln", (width,)),
+            *stack(f"{_TOWER}.model.layers", sizes, block),
+            weight(f"{_ADAPTER}.fc1", "mm.model.mlp.1", (joined, width * merged**2)),
+            weight(f"{_ADAPTER}.fc2", "mm.model.mlp.2", (joined, joined)),
+            weight("multi_modal_projector.linear_1", "mm.model.fc", (out, joined)),
+        ),
+        differs="llama.cpp hands on what it makes of a tile of a picture column by column, the model row by row",
+    )  # fmt: skip
+
+
+def _merged(vision: TowerConfig) -> int:
+    """Return how many neighbours in a row are joined: what ``pixel_shuffle_ratio`` is one part of."""
+    ratio = vision.real("pixel_shuffle_ratio", 0.5)
+    merged = round(1 / ratio) if ratio else 0
+    if not merged or 1 / merged != ratio:
+        raise not_carried(f"pixel_shuffle_ratio = {ratio}", "one part of a whole number")
+    return merged

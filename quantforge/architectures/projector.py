@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantforge.errors import InputError, RefusedError
 
@@ -81,7 +81,7 @@ class Projector:
     kind: str
     keys: Mapping[str, Value]
     tensors: tuple[TowerTensor, ...]
-    renamed: tuple[tuple[str, str], ...]
+    renamed: tuple[tuple[str, str], ...] = (("model.", ""),)
     unread: tuple[str, ...] = ()
     row: TokenRow | None = None
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -96,6 +96,35 @@ class Projector:
             if name.startswith(beginning):
                 name = other + name.removeprefix(beginning)
         return name
+
+
+class TowerSizes(NamedTuple):
+    """Sizes of a vision transformer: columns, columns within its MLP, counts, pixels of the side of a patch."""
+
+    width: int
+    ffn: int
+    blocks: int
+    heads: int
+    patch: int
+
+    def keys(self, image: int, epsilon: float, out: int) -> dict[str, Value]:
+        """Return the keys that all towers have.
+
+        Args:
+            image: pixels of the side of a picture.
+            epsilon: of the norms.
+            out: columns of the decoder.
+        """
+        return {
+            "vision.image_size": image,
+            "vision.patch_size": self.patch,
+            "vision.embedding_length": self.width,
+            "vision.feed_forward_length": self.ffn,
+            "vision.block_count": self.blocks,
+            "vision.attention.head_count": self.heads,
+            "vision.attention.layer_norm_epsilon": epsilon,
+            "vision.projection_dim": out,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +173,36 @@ class TowerConfig:
         if (value := self.values.get(key, usual)) != computed:
             raise not_carried(f"{self._called(key)} = {str(value)[:40]}", f"{key} = {computed}")
 
-    def require_size(self, key: str, usual: int, computed: int) -> None:
-        """Refuse any other size, ``usual`` where none is stated, than what llama.cpp computes; errors as `require`."""
-        if (value := self.size(key, usual)) != computed:
-            raise not_carried(f"{self._called(key)} = {value}", str(computed))
+    def require_theta(self, base: float) -> None:
+        """Refuse another base of rotary positions than the one that llama.cpp knows; errors as `require`."""
+        rope = self.values.get("rope_parameters")
+        theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+        theta = self.values.get("rope_theta", theta)
+        if theta not in (None, base):
+            raise not_carried(f"{self._called('rope_theta')} = {str(theta)[:40]}", f"{base}")
 
-    def turns(self, base: float) -> None:
-        """Refuse rotary positions of another base than that which llama.cpp knows; errors as `require`."""
-        stated = self.values.get("rope_parameters")
-        found = stated.get("rope_theta") if isinstance(stated, Mapping) else None
-        found = self.values.get("rope_theta", found)
-        TowerConfig({"rope_theta": base if found is None else found}, self.place).require(
-            "rope_theta", base
-        )
+    def sizes(
+        self,
+        usual: TowerSizes,
+        names: tuple[str, str] = ("num_hidden_layers", "num_attention_heads"),
+    ) -> TowerSizes:
+        """Return the sizes of a tower.
+
+        Args:
+            usual: what transformers assumes where the configuration does not say.
+            names: the keys of the number of blocks and of heads.
+
+        Raises:
+            InputError: as `size`.
+            RefusedError: heads do not fill the width, or their halves cannot be shared by rows and columns of patches.
+        """
+        keys = ("hidden_size", "intermediate_size", *names, "patch_size")
+        found = TowerSizes(*map(self.size, keys, usual))
+        if found.width % (4 * found.heads):
+            raise not_carried(
+                f"{found.heads} heads of {found.width} columns", "heads of a multiple of 4 columns"
+            )
+        return found
 
     def _called(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
@@ -170,14 +216,49 @@ def not_carried(what: str, instead: str) -> RefusedError:
     )
 
 
-def linear(name: str, held: str, out: int, inner: int) -> Iterator[TowerTensor]:
-    """Yield weight and bias of a linear ``[out, inner]``."""
-    yield TowerTensor(f"{name}.weight", (f"{held}.weight",), (out, inner))
-    yield TowerTensor(f"{name}.bias", (f"{held}.bias",), (out,))
+def weight(name: str, held: str, shape: tuple[int, ...], **options: Any) -> TowerTensor:
+    """Return the weight of a module; ``options`` are as of `TowerTensor`."""
+    return TowerTensor(f"{name}.weight", (f"{held}.weight",), shape, **options)
 
 
-def norm(name: str, held: str, size: int, *, bias: bool = True) -> Iterator[TowerTensor]:
-    """Yield weight and, unless it has none, bias of a norm over so many columns."""
-    yield TowerTensor(f"{name}.weight", (f"{held}.weight",), (size,))
+def module(
+    name: str, held: str, shape: tuple[int, ...], *, bias: bool = True, **options: Any
+) -> Iterator[TowerTensor]:
+    """Yield the weight of a linear ``[out, in]``, convolution or norm and, unless it has none, its bias."""
+    yield weight(name, held, shape, **options)
     if bias:
-        yield TowerTensor(f"{name}.bias", (f"{held}.bias",), (size,))
+        yield TowerTensor(f"{name}.bias", (f"{held}.bias",), shape[:1])
+
+
+def stack(
+    name: str,
+    sizes: TowerSizes,
+    modules: Mapping[str, str],
+    *,
+    norm_bias: bool = True,
+    bias: bool = True,
+) -> Iterator[TowerTensor]:
+    """Yield the tensors of all blocks of a tower.
+
+    Args:
+        name: of the list of blocks in checkpoints.
+        sizes: of the tower.
+        modules: names of a block's modules in checkpoints, and in the file, which tell the shapes of their weights.
+        norm_bias: whether norms have biases.
+        bias: whether linears have.
+    """
+    width, ffn = sizes.width, sizes.ffn
+    shapes = {
+        "attn_q_norm": (width // sizes.heads,), "attn_k_norm": (width // sizes.heads,), "attn_qkv": (3 * width, width),
+        "attn_q": (width, width), "attn_k": (width, width), "attn_v": (width, width), "attn_out": (width, width),
+        "ffn_gate": (ffn, width), "ffn_up": (ffn, width), "ffn_down": (width, ffn),
+    }  # fmt: skip
+    for number in range(sizes.blocks):
+        for inner, held in modules.items():
+            shape = shapes.get(held, (width,))  # that of a norm
+            yield from module(
+                f"{name}.{number}.{inner}",
+                f"v.blk.{number}.{held}",
+                shape,
+                bias=norm_bias if len(shape) == 1 else bias,
+            )

@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5 VL: a qwen2 that reads pictures; files name its tensors as those of a decoder alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,20 @@ from quantforge.architectures.projector import (
     SWAPPED,
     Projector,
     TowerConfig,
+    TowerSizes,
     TowerTensor,
-    linear,
-    norm,
+    module,
     not_carried,
+    stack,
+    weight,
 )
 from quantforge.architectures.qwen_tower import (
+    DEPTH_AND_HEADS,
     DEVIATION,
     MEAN,
-    RENAMED,
-    common_keys,
-    output_size,
+    decoder_width,
     patches,
+    qwen_keys,
     tower_of,
 )
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
@@ -57,30 +59,38 @@ def projector(config: Mapping[str, Any]) -> Projector:
     vision = tower_of(config)
     vision.require("hidden_act", "silu")
     vision.require("window_size", 112)
-    width, ffn = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
+    sizes = vision.sizes(TowerSizes(3584, 3420, 32, 16, 14), DEPTH_AND_HEADS)
+    width, ffn, blocks, _, patch = sizes
     if ffn == width:
         raise not_carried(f"intermediate_size = hidden_size = {ffn}", SWAPPED)
-    out, blocks = output_size(config, vision, 3584), vision.size("depth", 32)
-    merged = 4 * width
+    out, merged = decoder_width(config, vision), 4 * width
+    block = {
+        "norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
     return Projector(
         "qwen2.5vl_merger",
         {
-            **common_keys(vision, _IMAGE, width, ffn, out),
-            "use_silu": True,
-            "vision.block_count": blocks,
+            **qwen_keys(sizes, _IMAGE, out, "use_silu"),
             "vision.n_wa_pattern": _period(vision, blocks),
         },
         (
-            patches(width, vision.size("patch_size", 14)),
-            *(tensor for block in range(blocks) for tensor in _block(block, width, ffn)),
-            *norm("visual.merger.ln_q", "v.post_ln", width, bias=False),
-            *linear("visual.merger.mlp.0", "mm.0", merged, merged),
-            *linear("visual.merger.mlp.2", "mm.2", out, merged),
+            patches(width, patch),
+            *(_divided(tensor) for tensor in stack("visual.blocks", sizes, block, norm_bias=False)),
+            weight("visual.merger.ln_q", "v.post_ln", (width,)),
+            *module("visual.merger.mlp.0", "mm.0", (merged, merged)),
+            *module("visual.merger.mlp.2", "mm.2", (out, merged)),
         ),
-        RENAMED,
         mean=MEAN,
         deviation=DEVIATION,
     )
+
+
+def _divided(tensor: TowerTensor) -> TowerTensor:
+    """Return a tensor of q, k and v in three parts, any other as it is."""
+    (held,) = tensor.held
+    parts = tuple(held.replace("qkv", part) for part in "qkv") if "qkv" in held else (held,)
+    return replace(tensor, held=parts)
 
 
 def _period(vision: TowerConfig, blocks: int) -> int:
@@ -97,16 +107,3 @@ def _period(vision: TowerConfig, blocks: int) -> int:
             f"fullatt_block_indexes = {str(whole)[:40]}", "the last of every run of so many blocks"
         )
     return period
-
-
-def _block(number: int, width: int, ffn: int) -> Iterator[TowerTensor]:
-    """Yield the tensors of one block."""
-    inner, held = f"visual.blocks.{number}", f"v.blk.{number}"
-    yield from norm(f"{inner}.norm1", f"{held}.ln1", width, bias=False)
-    yield from norm(f"{inner}.norm2", f"{held}.ln2", width, bias=False)
-    for tensor in linear(f"{inner}.attn.qkv", f"{held}.attn_qkv", 3 * width, width):
-        yield replace(tensor, held=tuple(tensor.held[0].replace("qkv", one) for one in "qkv"))
-    yield from linear(f"{inner}.attn.proj", f"{held}.attn_out", width, width)
-    yield from linear(f"{inner}.mlp.gate_proj", f"{held}.ffn_gate", ffn, width)
-    yield from linear(f"{inner}.mlp.up_proj", f"{held}.ffn_up", ffn, width)
-    yield from linear(f"{inner}.mlp.down_proj", f"{held}.ffn_down", width, ffn)

@@ -2,19 +2,27 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 from quantforge.architectures import qwen3
 from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
-from quantforge.architectures.projector import Projector, TowerTensor, linear, norm, not_carried
+from quantforge.architectures.projector import (
+    Projector,
+    TowerSizes,
+    TowerTensor,
+    module,
+    not_carried,
+    stack,
+    weight,
+)
 from quantforge.architectures.qwen_tower import (
-    RENAMED,
-    common_keys,
-    output_size,
+    DEPTH_AND_HEADS,
+    decoder_width,
     patches,
+    qwen_keys,
     sections,
-    side_of,
     tower_of,
 )
 from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
@@ -54,30 +62,33 @@ def projector(config: Mapping[str, Any]) -> Projector:
     """Return the tower of Qwen 3 VL, some of whose blocks add to early states; errors as `TowerConfig`."""
     vision = tower_of(config)
     vision.require("hidden_act", "gelu_pytorch_tanh")
-    width, ffn = vision.size("hidden_size", 1152), vision.size("intermediate_size", 4304)
-    out, blocks = output_size(config, vision, 3584), vision.size("depth", 27)
-    patch, positions = vision.size("patch_size", 16), vision.size("num_position_embeddings", 2304)
-    deep = deep_blocks(config)
-    merged = 4 * width
+    sizes = vision.sizes(TowerSizes(1152, 4304, 27, 16, 16), DEPTH_AND_HEADS)
+    width, _, blocks, _, patch = sizes
+    positions = vision.size("num_position_embeddings", 2304)
+    side = isqrt(positions)
+    if side**2 != positions:
+        raise not_carried(f"num_position_embeddings = {positions}", "a square")
+    deep, merged, out = deep_blocks(config), 4 * width, decoder_width(config, vision)
+    block = {
+        "norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out",
+        "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down",
+    }  # fmt: skip
     return Projector(
         "qwen3vl_merger",
         {
-            **common_keys(vision, side_of(positions) * patch, width, ffn, out),
-            "use_gelu": True,
-            "vision.block_count": blocks,
+            **qwen_keys(sizes, side * patch, out, "use_gelu"),
             "vision.is_deepstack_layers": tuple(block in deep for block in range(blocks)),
         },
         (
             patches(width, patch),
             TowerTensor("visual.patch_embed.proj.bias", ("v.patch_embd.bias",), (width,)),
-            TowerTensor("visual.pos_embed.weight", ("v.position_embd.weight",), (positions, width), wide=True),
-            *(tensor for block in range(blocks) for tensor in _block(block, width, ffn)),
-            *norm("visual.merger.norm", "v.post_ln", width),
-            *linear("visual.merger.linear_fc1", "mm.0", merged, merged),
-            *linear("visual.merger.linear_fc2", "mm.2", out, merged),
-            *(tensor for number, block in enumerate(deep) for tensor in _deep(number, block, merged, out)),
+            weight("visual.pos_embed", "v.position_embd", (positions, width), wide=True),
+            *stack("visual.blocks", sizes, block),
+            *module("visual.merger.norm", "v.post_ln", (width,)),
+            *module("visual.merger.linear_fc1", "mm.0", (merged, merged)),
+            *module("visual.merger.linear_fc2", "mm.2", (out, merged)),
+            *(tensor for number, of in enumerate(deep) for tensor in _deep(number, of, merged, out)),
         ),
-        RENAMED,
     )  # fmt: skip
 
 
@@ -105,17 +116,6 @@ def deep_count(config: Mapping[str, Any]) -> int:
 def _deep(number: int, block: int, merged: int, out: int) -> Iterator[TowerTensor]:
     """Yield the tensors of the merger of features that one block adds."""
     inner, held = f"visual.deepstack_merger_list.{number}", f"v.deepstack.{block}"
-    yield from norm(f"{inner}.norm", f"{held}.norm", merged)
-    yield from linear(f"{inner}.linear_fc1", f"{held}.fc1", merged, merged)
-    yield from linear(f"{inner}.linear_fc2", f"{held}.fc2", out, merged)
-
-
-def _block(number: int, width: int, ffn: int) -> Iterator[TowerTensor]:
-    """Yield the tensors of one block."""
-    inner, held = f"visual.blocks.{number}", f"v.blk.{number}"
-    yield from norm(f"{inner}.norm1", f"{held}.ln1", width)
-    yield from norm(f"{inner}.norm2", f"{held}.ln2", width)
-    yield from linear(f"{inner}.attn.qkv", f"{held}.attn_qkv", 3 * width, width)
-    yield from linear(f"{inner}.attn.proj", f"{held}.attn_out", width, width)
-    yield from linear(f"{inner}.mlp.linear_fc1", f"{held}.ffn_up", ffn, width)
-    yield from linear(f"{inner}.mlp.linear_fc2", f"{held}.ffn_down", width, ffn)
+    yield from module(f"{inner}.norm", f"{held}.norm", (merged,))
+    yield from module(f"{inner}.linear_fc1", f"{held}.fc1", (merged, merged))
+    yield from module(f"{inner}.linear_fc2", f"{held}.fc2", (out, merged))

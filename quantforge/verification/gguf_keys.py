@@ -21,8 +21,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
-from quantforge.formats.gguf.projector_file import projector_file
-from quantforge.formats.gguf.projector_keys import ARCH
+from quantforge.formats.gguf.projector_file import ARCH, projector_file
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.special import begins_by_default
 from quantforge.formats.gguf.vocabulary import Kind, vocabulary

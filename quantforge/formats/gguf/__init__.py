@@ -25,7 +25,6 @@ In this folder:
     parsing                GGUF files, read more strictly than llama.cpp and gguf-py do
     pretokenizer           Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
     projector_file         The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
-    projector_keys         Keys of the file of a vision tower: what it is, what its family says
     rope                   Rotary embeddings: bases and scaling, in every spelling of ``config.json``
     rope_keys              Keys and tables of rotary embeddings in GGUF
     scan                   Reader of a header in order
@@ -35,7 +34,6 @@ In this folder:
     stated_keys            Keys of a GGUF file that a family's own file states
     storing                Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
     tensor_types           The number types that a GGUF tensor table may name: ids
-    token_row              The embedding of one token, which llama.cpp wants beside some vision towers
     tokenizer_differences  Tokenizer behavior that GGUF has no key for: one sentence per difference
     tokenizer_files        The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
     tokenizer_json         Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens

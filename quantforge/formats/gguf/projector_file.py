@@ -1,30 +1,36 @@
 """The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it: what goes where, and its values.
 
 Matrices are float16, and what llama.cpp adds to float32 numbers is float32. A family's own file says what its tower is
-(`quantforge.architectures.projector`); a checkpoint has to have these tensors and no others.
+(`quantforge.architectures.projector`); a checkpoint has to have these tensors and no others. The settings of the
+processor say how colours become numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quantforge import __version__
 from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.architectures.architecture import matches
-from quantforge.architectures.projector import Projector, TowerTensor
+from quantforge.architectures.projector import Projector, TokenRow, TowerTensor, Value
 from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf import container
-from quantforge.formats.gguf.container import GgufTensor, file_plan
+from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
+from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.projector_keys import ARCH, general, tower_keys
 from quantforge.formats.gguf.storing import interleaved
-from quantforge.formats.gguf.token_row import PlacedRow, placed
+from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.plans import FilePlan
+from quantforge_files.roles import SETTINGS, TOKENIZER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +38,12 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
 OPTION = "--mmproj"
+ARCH = "clip"
 _TYPES = ("F32", "F16", "BF16")
+_F16 = 1  # `general.file_type`
 _NAMED = 5
+_PROCESSOR, _TOKENIZER = ("preprocessor_config.json", "processor_config.json"), "tokenizer.json"
+_LEAST = 1e-3  # that colours are divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +54,14 @@ class ProjectorFile:
         plan: its bytes, but for the tensors.
         keys: of the file.
         tensors: what is stored for each tensor of the checkpoint, by its name there.
-        row: what is stored of the token embedding, if anything.
+        row: the row of the token embedding that is stored with them, if any: its matrix, its number, its name here.
         events: what llama.cpp makes of the tower that the model does not, and towers that are in no file.
     """
 
     plan: FilePlan
     keys: container.Metadata
     tensors: Mapping[str, TowerTensor]
-    row: PlacedRow | None = None
+    row: tuple[str, int, str] | None = None
     events: tuple[Event, ...] = ()
 
     def values(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -67,13 +77,10 @@ class ProjectorFile:
             scan_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
-            if tensor.pixels:  # colours of a pixel beside each other become planes
-                value = value.reshape(len(value), tensor.pixels, tensor.pixels, -1).permute(
-                    0, 3, 1, 2
-                )
+            if side := tensor.pixels:  # colours of a pixel beside each other become planes
+                value = value.reshape(len(value), side, side, -1).permute(0, 3, 1, 2)
             value = interleaved(value, tensor.heads)
-            count = len(tensor.held)
-            parts = value.chunk(count, tensor.axis) if count > 1 else (value,)
+            parts = value.chunk(len(tensor.held), tensor.axis) if len(tensor.held) > 1 else (value,)
             for held, part in zip(tensor.held, parts, strict=True):
                 stored = part.reshape(_shape(tensor)).to(torch_dtype(types[held]))
                 if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
@@ -84,7 +91,10 @@ class ProjectorFile:
                     )
                 yield held, stored
         if self.row:
-            yield self.row.held, self.row.read(checkpoint)
+            name, number, held = self.row
+            value = checkpoint.read_rows(name, number, number + 1)
+            scan_finite(name, value)
+            yield held, value[0].float()
 
 
 def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
@@ -92,23 +102,23 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
 
     Raises:
         RefusedError: the model has no tower, or none that is written, or llama.cpp computes something else.
-        InputError: a tensor of the tower is missing, unknown, or of another shape or type than the configuration says.
+        InputError: a tensor of the tower is missing, unknown, or of another shape or type than the configuration says,
+            or the settings of the processor are malformed.
     """
     declared = _declared(checkpoint.config)
-    parts, config = checkpoint.entries, checkpoint.config
-    entries = {one: entry for one, entry in parts.items() if _is_of_tower(config, one)}
-    named = {declared.canonical(one): one for one in entries}
-    _check_names("has twice", entries.keys() - named.values())
+    architecture = architecture_of(checkpoint.config)
+    assert architecture is not None  # it has declared the tower
+    entries = [
+        entry for one, entry in checkpoint.entries.items() if matches(architecture.foreign, one)
+    ]
+    named = {declared.canonical(entry.name): entry for entry in entries}
     wanted = {tensor.name: tensor for tensor in declared.tensors}
-    unread = {
-        one
-        for one in named
-        if one not in wanted and matches(declared.unread + declared.left_out, one)
-    }
-    _check_names("misses", wanted.keys() - named.keys())
-    _check_names("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
+    unread = {one for one in named if matches(declared.unread + declared.left_out, one)}
+    _refuse("has twice", [one.name for one in entries if one not in named.values()])
+    _refuse("misses", wanted.keys() - named.keys())
+    _refuse("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
     for tensor in declared.tensors:
-        entry = entries[named[tensor.name]]
+        entry = named[tensor.name]
         if entry.shape != tensor.shape or entry.dtype not in _TYPES:
             raise InputError(
                 f"{entry.name}: {entry.dtype} {list(entry.shape)}, its configuration says {list(tensor.shape)}",
@@ -116,15 +126,17 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
                 tensor=entry.name,
             )
     held = [
-        GgufTensor(one, "F32" if _is_wide(tensor) else "F16", _shape(tensor))
+        GgufTensor(one, "F32" if tensor.wide or len(tensor.shape) < 2 else "F16", _shape(tensor))
         for tensor in declared.tensors
         for one in tensor.held
     ]
-    row = placed(checkpoint, declared.row) if declared.row else None
-    held += [GgufTensor(row.held, "F32", (row.size,))] if row else []
-    keys = general(checkpoint, held) | tower_keys(declared, checkpoint.path)
-    tensors = {named[tensor.name]: tensor for tensor in declared.tensors}
-    events = _events(declared, checkpoint, entries)
+    row = None
+    if declared.row:
+        row = (*_place(checkpoint, declared.row), declared.row.held)
+        held.append(GgufTensor(declared.row.held, "F32", (declared.row.size,)))
+    keys = _keys(declared, checkpoint, held)
+    tensors = {named[tensor.name].name: tensor for tensor in declared.tensors}
+    events = _events(declared, checkpoint.path.name, entries)
     return ProjectorFile(file_plan(name, keys, held), keys, tensors, row, events)
 
 
@@ -144,7 +156,7 @@ def has_projector(config: Mapping[str, Any]) -> bool:
 
 def _declared(config: Mapping[str, Any]) -> Projector:
     """Return the tower that a configuration describes; errors as `projector_file`."""
-    model_type, path = str(config.get("model_type", "")), _path_of(config)
+    model_type = str(config.get("model_type", ""))
     if not any(key.endswith("_config") and "text" not in key and isinstance(value, Mapping)
                for key, value in config.items() if key != "quantization_config"):  # fmt: skip
         raise RefusedError(
@@ -157,7 +169,7 @@ def _declared(config: Mapping[str, Any]) -> Projector:
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
             f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",
         )
-    module, _, function = path.rpartition(".")
+    module, _, function = _path_of(config).rpartition(".")
     declared: Projector = getattr(import_module(module), function)(config)
     return declared
 
@@ -167,12 +179,7 @@ def _path_of(config: Mapping[str, Any]) -> str:
     return found.projector.get(str(config.get("model_type")), "") if found else ""
 
 
-def _is_of_tower(config: Mapping[str, Any], name: str) -> bool:
-    found = architecture_of(config)
-    return found is not None and matches(found.foreign, name)
-
-
-def _check_names(what: str, names: set[str]) -> None:
+def _refuse(what: str, names: Collection[str]) -> None:
     if names:
         first = sorted(names)
         more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
@@ -183,27 +190,16 @@ def _check_names(what: str, names: set[str]) -> None:
         )
 
 
-def _events(
-    declared: Projector, checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]
-) -> tuple[Event, ...]:
+def _events(declared: Projector, where: str, entries: Iterable[TensorEntry]) -> tuple[Event, ...]:
     """Return what is less than asked for: what llama.cpp computes otherwise, and towers that are left out."""
-    where = checkpoint.path.name
     found = [Event("tower-differs", where, declared.differs)] if declared.differs else []
-    lost = [
-        entry
-        for one, entry in entries.items()
-        if matches(declared.left_out, declared.canonical(one))
-    ]
+    names = {declared.canonical(entry.name): entry.nbytes for entry in entries}
+    lost = {name: size for name, size in names.items() if matches(declared.left_out, name)}
     if lost:
-        parts = sorted({declared.canonical(entry.name).partition(".")[0] for entry in lost})
-        nbytes = sum(entry.nbytes for entry in lost)
-        text = f"{' and '.join(parts)}: {len(lost)} tensors, {nbytes} bytes, are in no file"
-        found.append(Event("tower-left-out", where, text))
+        towers = " and ".join(sorted({name.partition(".")[0] for name in lost}))
+        detail = f"{towers}: {len(lost)} tensors, {sum(lost.values())} bytes, are in no file"
+        found.append(Event("tower-left-out", where, detail))
     return tuple(found)
-
-
-def _is_wide(tensor: TowerTensor) -> bool:
-    return tensor.wide or len(tensor.shape) < 2
 
 
 def _shape(tensor: TowerTensor) -> tuple[int, ...]:
@@ -216,3 +212,105 @@ def _shape(tensor: TowerTensor) -> tuple[int, ...]:
         if shape[tensor.axis] == 1:
             del shape[tensor.axis]
     return tuple(shape)
+
+
+def _place(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
+    """Return the matrix that holds a token's embedding in a checkpoint, and its row.
+
+    Raises:
+        InputError: the tokenizer has no such token, or the embedding is not there, has no such row, or another width.
+    """
+    found = architecture_of(checkpoint.config)
+    assert found is not None  # it has declared the row
+    own = f"{found.embedding}.weight"
+    names = (
+        stored + own.removeprefix(canonical)
+        for stored, canonical in found.prefixes
+        if own.startswith(canonical)
+    )
+    name = next((name for name in names if name in checkpoint.entries), None)
+    if name is None:
+        raise InputError("the checkpoint has no token embedding", "complete files", tensor=own)
+    path = checkpoint.path / _TOKENIZER
+    tokens = added_tokens(read_object(path, TOKENIZER, checkpoint.path)) if path.is_file() else []
+    number = next((item["id"] for item in tokens if item["content"] == row.token), None)
+    if number is None:
+        raise InputError(
+            f"{_TOKENIZER}: no added token {row.token}, whose embedding llama.cpp puts after each row of a picture",
+            f"the tokenizer of the model, or leave {OPTION} out",
+        )
+    shape = checkpoint.entries[name].shape
+    if len(shape) != 2 or not number < shape[0] or shape[1] != row.size:
+        raise InputError(
+            f"{name}: {list(shape)}, and row {number} of {row.size} columns is that of {row.token}",
+            "the tokenizer and the weights of one model",
+            tensor=name,
+        )
+    return name, number
+
+
+def _keys(
+    declared: Projector, checkpoint: Checkpoint, held: Iterable[GgufTensor]
+) -> dict[str, container.Value]:
+    """Return the keys: what the file is, what the family says, and how colours are shifted and divided."""
+    weights = sum(math.prod(tensor.shape) for tensor in held)
+    mean, deviation = _colours(checkpoint, declared)
+    return {
+        "general.architecture": text(ARCH),
+        "general.type": text("mmproj"),
+        "general.name": text(source_name(checkpoint.path)[0].rpartition("/")[2]),
+        "general.size_label": text(size_label(weights)),
+        "general.file_type": u32(_F16),
+        "general.quantization_version": u32(QUANTIZATION_VERSION),
+        "quantforge.version": text(__version__),
+        f"{ARCH}.has_vision_encoder": flag(True),
+        f"{ARCH}.projector_type": text(declared.kind),
+        **{f"{ARCH}.{key}": _value(value) for key, value in declared.keys.items()},
+        f"{ARCH}.vision.image_mean": container.array(ValueType.F32, mean),
+        f"{ARCH}.vision.image_std": container.array(ValueType.F32, deviation),
+    }
+
+
+def _value(value: Value) -> container.Value:
+    if isinstance(value, tuple):
+        return container.array(ValueType.BOOL, value)
+    if isinstance(value, bool):
+        return flag(value)
+    return u32(value) if isinstance(value, int) else container.f32(value)
+
+
+def _colours(checkpoint: Checkpoint, declared: Projector) -> tuple[list[float], list[float]]:
+    """Return mean and deviation of the three colours, of the processor's settings or, without them, of the family.
+
+    Raises:
+        InputError: a setting is malformed.
+    """
+    path = next((p for name in _PROCESSOR if (p := checkpoint.path / name).is_file()), None)
+    settings: Mapping[str, Any] = read_object(path, SETTINGS, checkpoint.path) if path else {}
+    inner = settings.get("image_processor")
+    settings = inner if isinstance(inner, Mapping) else settings
+    usual = {
+        "do_normalize": declared.normalizes,
+        "image_mean": declared.mean,
+        "image_std": declared.deviation,
+    }
+    found = usual | {key: settings[key] for key in usual if settings.get(key) is not None}
+    mean, deviation = (_three(found, "image_mean", 0.0), _three(found, "image_std", _LEAST))
+    if not isinstance(found["do_normalize"], bool):
+        raise _malformed(found, "do_normalize", "true or false")
+    return (mean, deviation) if found["do_normalize"] else ([0.0] * 3, [1.0] * 3)
+
+
+def _three(settings: Mapping[str, Any], key: str, least: float) -> list[float]:
+    value = settings[key]
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) != 3
+        or not all(type(one) in {int, float} and least <= one <= 1 for one in value)
+    ):
+        raise _malformed(settings, key, f"three numbers from {least:g} to 1")
+    return [float(one) for one in value]
+
+
+def _malformed(settings: Mapping[str, Any], key: str, rule: str) -> InputError:
+    return InputError(f"{_PROCESSOR[0]}: {key} = {str(settings[key])[:40]}", rule)
