@@ -3,7 +3,7 @@
     python benchmarks/cache_requests.py MODEL [--threads 1] [--requests 64] [--tokens 512]
 
 The memory is that of 8 requests with a cache of 16 bits. Requests have random tokens and are all there at the begin.
-Each is admitted when its whole context has pages (``admission`` = whole): what is counted is room, not luck.
+As many rows are given as whole contexts have room: what is counted is room, not luck.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = ("16bit", "int8", "fp8", "int4", "k=int8,v=int4")
 
 def measure(decoder: Decoder, kind: str, requests: int, tokens: int) -> tuple[int, float]:
     """Return the most requests at a time, and new tokens per second."""
-    options = EngineOptions(rows=requests, tokens=tokens, cache=kind, admission="whole")
+    options = EngineOptions(rows=requests, tokens=tokens, cache=kind)
 
     def layout(of: str) -> CacheLayout:
         return CacheLayout(decoder.cache_shape(of), tokens, options.ahead)
@@ -38,7 +38,7 @@ def measure(decoder: Decoder, kind: str, requests: int, tokens: int) -> tuple[in
     pages = max(1, (memory - rows * own.ring_bytes) // max(1, own.page_bytes))
     engine = ServingEngine(
         decoder,
-        EngineOptions(rows=rows, tokens=tokens, pages=pages, cache=kind, admission="whole"),
+        EngineOptions(rows=rows, tokens=tokens, pages=pages, cache=kind),
     )
     drawn = torch.Generator().manual_seed(0)
     for number in range(requests):

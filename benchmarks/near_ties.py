@@ -30,9 +30,8 @@ from quantforge.runtime.serving.generation_requests import Finished, GenerationR
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "16 at once": {},
-    "and prompts whole": {"chunked_prefill": False},
+    "and prompts whole": {"chunk": 300, "token_budget": 4800},
     "and chunks of 32": {"chunk": 32},
-    "and steps not recorded": {"recorded": False},
     "and in 40 pages": {"pages": 40},
     "and the prefix cache, asked again": {"prefix_cache": True},
 }

@@ -1,12 +1,11 @@
-"""The engine: what continuous batching, the prefix cache, chunked prefill and pages bring, on a model of 1B shape.
+"""The engine: what the prefix cache, chunks of prompts and pages bring, on a model of 1B shape.
 
     python benchmarks/runtime.py [--layers 16] [--threads 2] [--rounds 3] [--out FILE.json]
-                                 [--parts batching,prefix,gap,waste,scheduler,ladder]
+                                 [--parts prefix,gap,waste,scheduler,ladder]
 
 The model is a random llama with the widths of Llama 3.2 1B (see `cpu_decode`) in int4 g128, its output layer int8 per
 row. Speed does not depend on what weights mean. Parts:
 
-- *batching*: 64 requests of 16 to 256 new tokens behind 32 in 16 rows: tokens per second, continuous and static.
 - *prefix*: time to the first token of a prompt of 1024 common and 64 own tokens, without and with the prefix cache.
 - *gap*: longest time between two tokens of 4 running requests while a prompt of 2048 is computed, and the time to that
   prompt's first token; whole, and in chunks of several sizes.
@@ -69,19 +68,6 @@ def throughput(decoder: Any, requests: list[GenerationRequest], **options: Any) 
     return sum(one.new_tokens for one in requests) / (time.perf_counter() - began)
 
 
-def batching(decoder: Decoder, rounds: int) -> dict[str, float]:
-    """Continuous and static batches in turn."""
-    requests = [request(str(n), 32, DRAW.randint(16, 256)) for n in range(64)]
-    speeds: dict[str, list[float]] = {"continuous": [], "static": []}
-    for _ in range(rounds):
-        for kind, found in speeds.items():
-            found.append(throughput(decoder, requests, rows=16, tokens=512, batching=kind))
-    pairs = zip(speeds["continuous"], speeds["static"], strict=True)
-    return {kind: median(found) for kind, found in speeds.items()} | {
-        "continuous / static": median(a / b for a, b in pairs)
-    }
-
-
 def first_token(engine: ServingEngine, one: GenerationRequest) -> float:
     """Seconds to the first token of a request that is alone; it is computed to its end."""
     began = time.perf_counter()
@@ -139,9 +125,8 @@ def gap(decoder: Decoder, rounds: int) -> dict[str, Any]:
 
 def one_gap(decoder: Decoder, chunk: int | None) -> tuple[float, float]:
     """Longest gap of four running requests, and seconds to the first token of a prompt of 2048 that comes between."""
-    options = EngineOptions(
-        rows=5, tokens=2400, pages=200, chunked_prefill=chunk is not None, chunk=chunk or 1
-    )
+    whole = {} if chunk else {"token_budget": 2400}
+    options = EngineOptions(rows=5, tokens=2400, pages=200, chunk=chunk or 2400, **whole)
     engine = ServingEngine(decoder, options)
     for name in "abcd":
         engine.submit(request(name, 32, 120))
@@ -185,7 +170,7 @@ class NoModel:
 def waste(*_: Any) -> dict[str, float]:
     """Share of reserved places that is not used, in pages, and where each request has its most tokens reserved."""
     options = EngineOptions(rows=16, tokens=1024)
-    engine = ServingEngine(NoModel(), options)
+    engine = ServingEngine(NoModel(), options)  # type: ignore[arg-type]
     lengths = {str(n): (DRAW.randint(128, 640), DRAW.randint(1, 255)) for n in range(200)}
     for name, (prompt, new) in lengths.items():
         engine.submit(request(name, prompt, new))
@@ -227,8 +212,9 @@ def steps_per_second(decoder: Decoder, rounds: int) -> dict[str, float]:
     """Steps of 16 requests that decode, recorded and not in turn."""
     engines = {}
     for name in ("recorded", "not recorded"):
-        options = EngineOptions(rows=16, tokens=512, recorded=name == "recorded")
-        engine = engines[name] = ServingEngine(decoder, options)
+        engine = engines[name] = ServingEngine(decoder, EngineOptions(rows=16, tokens=512))
+        if name == "not recorded":
+            engine._decoding = None
         for number in range(16):
             engine.submit(request(str(number), 32, 400))
         while engine.counters.computed_tokens < 16 * 34:
@@ -267,8 +253,8 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
             )
         return rows * 64 / (time.perf_counter() - began)
 
-    plain = {"chunked_prefill": False, "rows": 16, "tokens": 256}
-    whole = plain | {"prefix_cache": True, "chunked_prefill": True}
+    plain = {"rows": 16, "tokens": 256}
+    shared = plain | {"prefix_cache": True}
     rounded = int4_model(len(decoder.layers))
     round_inputs(rounded, 8)
     octets = Decoder(rounded)
@@ -288,12 +274,10 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], float]] = {
         "own naive loop, 16 bits": lambda: alone(own),
         "int4 weights": lambda: alone(decoder),
-        "static batches of 16": lambda: throughput(decoder, requests, batching="static", **plain),
-        "continuous": lambda: throughput(decoder, requests, **plain),
-        "and the prefix cache": lambda: throughput(decoder, requests, prefix_cache=True, **plain),
-        "and chunked prefill": lambda: throughput(decoder, requests, **whole),
-        "and an int8 cache": lambda: throughput(decoder, requests, cache="int8", **whole),
-        OCTETS: lambda: throughput(octets, requests, cache="int8", **whole),
+        "16 at a time": lambda: throughput(decoder, requests, **plain),
+        "and the prefix cache": lambda: throughput(decoder, requests, **shared),
+        "and an int8 cache": lambda: throughput(decoder, requests, cache="int8", **shared),
+        OCTETS: lambda: throughput(octets, requests, cache="int8", **shared),
     }
     # In turn, so that what slows the machine for a while does not fall on one rung.
     turns = [{name: rung() for name, rung in steps.items()} for _ in range(rounds)]
@@ -305,7 +289,7 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
-    "batching": batching, "prefix": prefix, "gap": gap, "waste": waste, "scheduler": scheduler, "ladder": ladder,
+    "prefix": prefix, "gap": gap, "waste": waste, "scheduler": scheduler, "ladder": ladder,
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from typing import Any
 GENERATE = "last rung / transformers' generate, bfloat16"
 NAIVE = "last rung / own naive loop, 16 bits"
 AIMS: tuple[tuple[str, tuple[str, ...], str, str, float], ...] = (
-    ("batching", ("continuous / static",), "continuous / static batching, throughput", ">=", 1.5),
     ("prefix", ("without / with",), "first token without / with the prefix cache", ">=", 12),
     ("gap", ("chunks of 96", "whole / this, gap"), "longest gap, whole / chunks of 96", ">=", 12),
     ("gap", ("chunks of 96", "this / whole, first token"), "its first token, chunks / whole", "<=", 1.25),
@@ -28,7 +27,7 @@ AIMS: tuple[tuple[str, tuple[str, ...], str, str, float], ...] = (
     ("ladder", (f"{GENERATE}, one at a time",), f"{GENERATE}, one at a time", "", 0),
     ("ladder", (NAIVE,), NAIVE, ">=", 4.5),
 )  # fmt: skip
-TABLES = ("batching", "prefix", "gap", "scheduler", "ladder")
+TABLES = ("prefix", "gap", "scheduler", "ladder")
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:

@@ -59,7 +59,7 @@ def guessed(shape):
 
 
 class FakeDecoder:
-    """What `serving.served_decoder.ServedDecoder` asks for; keys are tokens, values their positions."""
+    """What an engine needs of a `Decoder`; keys are tokens, values their positions."""
 
     positions, vocabulary, device = 400, VOCABULARY, CPU
 

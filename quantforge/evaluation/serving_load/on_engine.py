@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quantforge.errors import InputError
 from quantforge.evaluation.serving_load.latency_figures import Waited
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
+from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -18,7 +19,6 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     NewToken,
 )
-from quantforge.runtime.serving.served_decoder import ServedDecoder
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 
 WARM_TOKENS = 4
@@ -41,7 +41,7 @@ class EngineRun:
 
 
 def serve_here(
-    decoder: ServedDecoder,
+    decoder: Decoder,
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     follow: Callable[[int], object] = lambda _: None,
@@ -91,7 +91,7 @@ def serve_here(
 
 
 def _warm_up(
-    decoder: ServedDecoder,
+    decoder: Decoder,
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     drafting: GuessedDecoder | None,

@@ -6,11 +6,10 @@ In this folder:
     counters             Counts of an engine since it was made, and how it stands
     decoding_steps       Steps in which every request decodes one token, as one list of programs or one CUDA graph
     engine               An engine: requests are submitted at any time
-    engine_options       How an engine is set up: room, budget of a step, and a switch for each technique
+    engine_options       Options of an engine: its room, the tokens of a step, and the prefix cache
     entries              A request on its way through an engine
     generation_requests  Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end
     guessing             Speculation of an engine: guesses beside the tokens of a step that only decodes
     prefix_cache         The prefix cache
     scheduler            The scheduler: which tokens of which requests a step computes, and in which pages
-    served_decoder       Interface of a decoder towards an engine
 """

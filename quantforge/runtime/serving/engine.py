@@ -38,7 +38,6 @@ from quantforge.runtime.serving.generation_requests import (
 )
 from quantforge.runtime.serving.guessing import StepGuesses
 from quantforge.runtime.serving.scheduler import Scheduler
-from quantforge.runtime.serving.served_decoder import ServedDecoder
 from quantforge.runtime.speculation.draft_choice import GuessedDecoder
 from quantforge_kernels.kv import PAGE
 
@@ -62,7 +61,7 @@ class ServingEngine:
 
     def __init__(
         self,
-        decoder: ServedDecoder,
+        decoder: Decoder,
         options: EngineOptions | None = None,
         drafting: GuessedDecoder | None = None,
     ) -> None:
@@ -78,7 +77,9 @@ class ServingEngine:
             options.rows, tokens, options.cache, options.pages, options.ahead
         )
         self._decoding: DecodingSteps | None = None
-        if options.recorded and isinstance(decoder, Decoder):
+        if isinstance(
+            decoder, Decoder
+        ):  # else a test's, which computes every step as a ragged batch
             self._decoding = DecodingSteps(decoder, self.cache)
         self._counters = Counters(pages=self.cache.pool.pages)
         self._guesses: StepGuesses | None = None
@@ -213,8 +214,6 @@ class ServingEngine:
             first += part.tokens
 
     def _accept(self, entry: ServedEntry, chosen: Chosen | InputError) -> None:
-        if entry.done:
-            return
         request = entry.request
         if isinstance(chosen, InputError):
             self._end(entry, FinishReason.ERROR, str(chosen))
@@ -235,4 +234,4 @@ class ServingEngine:
         del self._entries[entry.request.id]
         if self._guesses is not None:
             self._guesses.forget(entry)
-        self._scheduler.finish(entry, early=reason in (FinishReason.CANCELLED, FinishReason.ERROR))
+        self._scheduler.finish(entry)

@@ -1,19 +1,16 @@
-"""How an engine is set up: room, budget of a step, and a switch for each technique."""
+"""Options of an engine: its room, the tokens of a step, and the prefix cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantforge.errors import UsageError, either, nearest
+from quantforge.errors import UsageError
 from quantforge_kernels.kv import PAGE
-
-BATCHING = ("continuous", "static")
-ADMISSION = ("prompt", "whole")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Room and switches of an engine.
+    """Options of an engine.
 
     Attributes:
         rows: most requests that are computed at a time.
@@ -21,14 +18,7 @@ class EngineOptions:
         pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
         cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
         token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
-        batching: "continuous": requests join and leave at every step. "static": a batch is filled once, and computed
-            until the last of its requests is finished.
-        chunked_prefill: cut prompts to what is left of the budget; otherwise each is computed in one step, whatever
-            its length.
-        chunk: most tokens of one prompt in a step, where prompts are cut.
-        admission: "prompt": a request begins when there are pages for its prompt, and may have to give them back.
-            "whole": when there are pages for all of its new tokens too.
-        recorded: steps that only decode run as recorded programs or CUDA graphs, see `decoding_steps`.
+        chunk: most tokens of one prompt in a step.
         prefix_cache: begin with the pages of others that began with the same tokens.
 
     Raises:
@@ -40,23 +30,15 @@ class EngineOptions:
     pages: int | None = None
     cache: str = ""
     token_budget: int = 512
-    batching: str = "continuous"
-    chunked_prefill: bool = True
     chunk: int = 96
-    admission: str = "prompt"
-    recorded: bool = True
     prefix_cache: bool = False
 
     @property
     def ahead(self) -> int:
         """Return the most tokens of a row that a step writes, where rows share no pages; 0: layers hold all tokens."""
-        return self.chunk if self.chunked_prefill and not self.prefix_cache else 0
+        return 0 if self.prefix_cache else self.chunk
 
     def __post_init__(self) -> None:
-        for name, known in (("batching", BATCHING), ("admission", ADMISSION)):
-            value = getattr(self, name)
-            if value not in known:
-                raise UsageError(f"{name} = {value!r}: {either(known)}", nearest(value, known))
         for name in ("rows", "tokens", "pages", "token_budget", "chunk"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

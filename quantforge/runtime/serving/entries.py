@@ -22,7 +22,6 @@ class ServedEntry:
         row: of the cache, while it is computed.
         scored: tokens of the prompt whose log-probabilities were told.
         digests: of its pages that are full, while it is computed; see `prefix_cache`.
-        done: it is finished, and computed on only because its static batch is.
     """
 
     request: GenerationRequest
@@ -32,7 +31,6 @@ class ServedEntry:
     row: int | None = None
     scored: int = 1  # the first follows nothing
     digests: list[bytes] = field(default_factory=list)
-    done: bool = False
 
     @property
     def new(self) -> tuple[int, ...]:

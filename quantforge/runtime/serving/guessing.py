@@ -88,7 +88,7 @@ class StepGuesses:
     def _with_guesses(self, part: Work, most: int) -> Work:
         request, cache = part.entry.request, self._cache
         depth = min(most, request.new_tokens - len(part.entry.new) - 1)
-        if depth < 1 or part.entry.done:
+        if depth < 1:
             return part
         if request.id not in self._guessers:
             room = len(request.ids) + request.new_tokens

@@ -45,16 +45,12 @@ class Scheduler:
         """Decide on a step, and reserve the pages it needs."""
         work: dict[ServedEntry, Work] = {}
         budget = self._options.token_budget
-        if self._options.batching == "static" and not self.running:
-            while self._admit():
-                pass
         for entry in tuple(self.running):
-            if entry.done and entry.row is not None:
-                self._cache.shorten(entry.row, self._cache.length(entry.row) - 1)
             if entry.row is not None and self._left(entry) == 1 and self._take(entry, 1, work):
                 budget -= 1
-        for number, entry in enumerate(self._prompts(work)):
-            budget -= self._take(entry, self._portion(entry, budget, number), work)
+        for entry in self._prompts(work):
+            portion = max(0, min(self._left(entry), budget, self._options.chunk))
+            budget -= self._take(entry, portion, work)
             if budget < 1:
                 break
         return list(work.values())
@@ -66,24 +62,15 @@ class Scheduler:
                 if (part.first + part.tokens) // PAGE > part.first // PAGE:
                     self._prefixes.note(part.entry)
 
-    def finish(self, entry: ServedEntry, early: bool) -> None:
-        """Take note that an entry has ended, before its time or not.
-
-        A static batch computes the last token of those that were not early again, until all are done.
-        """
+    def finish(self, entry: ServedEntry) -> None:
+        """Forget an entry that has ended, or was canceled."""
         if entry.row is None:
             self.waiting.remove(entry)
-        elif early or self._options.batching == "continuous":
-            self.release(entry)
         else:
-            entry.done = True
-            entry.tokens.pop()  # was never computed
-        if all(other.done for other in self.running):
-            for other in tuple(self.running):
-                self.release(other)
+            self._release(entry)
 
-    def release(self, entry: ServedEntry) -> None:
-        """Forget a running entry: its row and its pages are free again."""
+    def _release(self, entry: ServedEntry) -> None:
+        """Take an entry's row and pages from it."""
         assert entry.row is not None
         self._cache.release(entry.row)
         self._rows.append(entry.row)
@@ -96,15 +83,8 @@ class Scheduler:
         for entry in tuple(self.running):
             if entry.row is not None and entry not in work and self._left(entry) > 1:
                 yield entry
-        while self._options.batching == "continuous" and self._admit():
+        while self._admit():
             yield self.running[-1]
-
-    def _portion(self, entry: ServedEntry, budget: int, number: int) -> int:
-        """Return how many tokens of a prompt are computed; without cutting it is all of them, or none."""
-        left = self._left(entry)
-        if self._options.chunked_prefill:
-            return max(0, min(left, budget, self._options.chunk))
-        return left if not number or left <= budget else 0
 
     def _left(self, entry: ServedEntry) -> int:
         assert entry.row is not None
@@ -119,7 +99,17 @@ class Scheduler:
         known = self._prefixes is not None and not entry.unscored
         found = self._prefixes.find(entry.tokens) if self._prefixes and known else ([], 0)
         shared = sum(pool.holders(page) > 0 for page in found[0][: found[1] // PAGE])
-        if self._promised() + self._needed(entry) - shared > pool.free:
+        promised = sum(
+            self._cache.wanted(other.row, len(other.tokens))
+            for other in self.running
+            if other.row is not None
+        )
+        # One token more than now, and a page for each that runs, so that it need not soon give its own back.
+        most = (
+            len(entry.request.ids) + entry.request.new_tokens - 1
+        )  # the last one is never computed
+        needed = -(-min(len(entry.tokens) + 1, most) // PAGE) + len(self.running)
+        if promised + needed - shared > pool.free:
             return False
         entry.row = self._rows.pop()
         self.running.append(self.waiting.pop(0))
@@ -129,24 +119,6 @@ class Scheduler:
         self._counters.prefix_hits += reused > 0
         return True
 
-    def _needed(self, entry: ServedEntry) -> int:
-        """Return the pages that an entry needs to begin: for its tokens and one more, or all that it may get.
-
-        Beside others, there is also to be a page for each of them, so that it need not soon give its own back.
-        """
-        if self._options.admission == "whole" or self._options.batching == "static":
-            return -(-most_cached(entry) // PAGE)
-        return -(-min(len(entry.tokens) + 1, most_cached(entry)) // PAGE) + len(self.running)
-
-    def _promised(self) -> int:
-        """Return the pages that running entries were admitted for and have not taken yet."""
-        whole = self._options.admission == "whole" or self._options.batching == "static"
-        return sum(
-            self._cache.wanted(entry.row, most_cached(entry) if whole else len(entry.tokens))
-            for entry in self.running
-            if entry.row is not None and not entry.done
-        )
-
     def _take(self, entry: ServedEntry, tokens: int, work: dict[ServedEntry, Work]) -> int:
         """Reserve pages for the next tokens of an entry, or for fewer where there are none; return how many."""
         cache, row = self._cache, entry.row
@@ -155,8 +127,7 @@ class Scheduler:
         while cache.wanted(row, first + tokens) > cache.pool.free:
             if self.running[-1] is entry:  # those before it are older
                 fits = (len(cache.held(row)) + cache.pool.free) * PAGE - first
-                whole = not self._options.chunked_prefill
-                tokens = 0 if whole else min(tokens, fits)
+                tokens = min(tokens, fits)
                 break
             self._preempt(self.running[-1], work)
         if tokens > 0:
@@ -167,11 +138,6 @@ class Scheduler:
     def _preempt(self, entry: ServedEntry, work: dict[ServedEntry, Work]) -> None:
         """Take the pages of the youngest; it waits before all others."""
         work.pop(entry, None)
-        self.release(entry)
+        self._release(entry)
         self.waiting.insert(0, entry)
         self._counters.preemptions += 1
-
-
-def most_cached(entry: ServedEntry) -> int:
-    """Return the most tokens that the cache ever holds of an entry; its last one is never computed."""
-    return len(entry.request.ids) + entry.request.new_tokens - 1

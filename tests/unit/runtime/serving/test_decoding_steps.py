@@ -27,7 +27,7 @@ def packed(tiny, tmp_path_factory):
     return Decoder(load(path, dtype=torch.bfloat16).model)
 
 
-def logits_of(decoder, monkeypatch, **options):
+def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     """Return the logits of every step; requests leave one after the other."""
     found = []
     monkeypatch.setattr(
@@ -36,6 +36,8 @@ def logits_of(decoder, monkeypatch, **options):
         lambda logits, entries: found.append(logits.clone()) or chosen(logits, entries),
     )
     engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
+    if not recorded:
+        engine._decoding = None
     for number, prompt in enumerate(PROMPTS):
         engine.submit(
             GenerationRequest(str(number), tuple(prompt[: 9 + 3 * number]), 3 + 4 * number)

@@ -61,10 +61,7 @@ ROOM = {"rows": 4, "tokens": 300, "token_budget": 50, "chunk": 20}
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"chunked_prefill": False}, {"batching": "static"}, {"admission": "whole"}, {"pages": 10},
-    {"pages": 10, "chunked_prefill": False}, {"pages": 10, "batching": "static"}, {"rows": 1},
-    {"pages": 10, "admission": "whole", "rows": 12}, {"prefix_cache": True}, {"prefix_cache": True, "pages": 10},
-    {"prefix_cache": True, "pages": 10, "batching": "static"},
+    {}, {"pages": 10}, {"rows": 1}, {"prefix_cache": True}, {"prefix_cache": True, "pages": 10},
 ], ids=str)  # fmt: skip
 def test_every_request_gets_its_tokens(options):
     decoder = FakeDecoder()
@@ -80,14 +77,9 @@ def test_every_request_gets_its_tokens(options):
     counters = engine.counters
     assert counters.pages_free == counters.pages
     assert counters.new_tokens == sum(request.new_tokens for request in REQUESTS)
-    if options.get("admission") == "whole" or options.get("batching") == "static":
-        assert counters.preemptions == 0
     assert counters.reused_tokens == 0 or options.get("prefix_cache", False)
-    if options.get("chunked_prefill", True):
-        assert all(sum(tokens for *_, tokens in spans) <= 50 for spans in decoder.passes)
-        assert all(tokens <= 20 for spans in decoder.passes for *_, tokens in spans)
-    else:
-        assert 200 in {tokens for spans in decoder.passes for *_, tokens in spans}
+    assert all(sum(tokens for *_, tokens in spans) <= 50 for spans in decoder.passes)
+    assert all(tokens <= 20 for spans in decoder.passes for *_, tokens in spans)
 
 
 def test_pages_that_run_out_are_taken_from_the_youngest():
@@ -111,16 +103,6 @@ def test_prompts_are_cut_so_that_others_go_on():
     assert "long" in {happened.id for happened in engine.step()}
 
 
-def test_a_static_batch_is_computed_until_all_of_it_is_finished():
-    decoder = FakeDecoder()
-    engine = ServingEngine(decoder, EngineOptions(rows=2, batching="static"))
-    for name, new in (("a", 3), ("b", 40), ("c", 2)):
-        engine.submit(GenerationRequest(name, prompt(5), new))
-    finished, _ = run(engine)
-    assert list(finished) == ["a", "b", "c"]
-    assert [len(spans) for spans in decoder.passes] == [2] * 40 + [1] * 2
-
-
 def test_requests_stop():
     request = GenerationRequest("a", prompt(9), 50)
     stop = alone(request)[10]
@@ -130,13 +112,10 @@ def test_requests_stop():
     assert run(engine)[0]["a"] == Finished("a", FinishReason.STOP, wanted)
 
 
-@pytest.mark.parametrize("batching", ["continuous", "static"])
 @pytest.mark.parametrize("steps", [0, 1, 8])
-def test_cancelled_requests_give_back_their_pages(batching, steps):
+def test_cancelled_requests_give_back_their_pages(steps):
     """While it waits, in the middle of its prompt, and behind it."""
-    engine = ServingEngine(
-        FakeDecoder(), EngineOptions(rows=2, batching=batching, token_budget=32, chunk=32)
-    )
+    engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, token_budget=32, chunk=32))
     requests = [GenerationRequest(name, prompt(100, n), 30) for n, name in enumerate("abc")]
     for request in requests:
         engine.submit(request)
@@ -178,8 +157,6 @@ def test_what_can_never_be_answered_is_refused():
     with pytest.raises(InputError, match="400 positions"):
         ServingEngine(FakeDecoder(), EngineOptions(tokens=401))
     for wrong in (
-        {"batching": "dynamic"},
-        {"admission": ""},
         {"rows": 0},
         {"pages": -1},
         {"rows": 600},
@@ -188,9 +165,7 @@ def test_what_can_never_be_answered_is_refused():
             EngineOptions(**wrong)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"pages": 7}, {"chunked_prefill": False}, {"prefix_cache": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"pages": 7}, {"prefix_cache": True}], ids=str)
 def test_prompts_are_scored_once(options):
     """Log-probabilities of all tokens but the first, in order, also where they are computed again."""
     engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}))
@@ -258,7 +233,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 1, 1, 1), (3, 2), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("options", [
-    {}, {"batching": "static"}, {"pages": 10}, {"prefix_cache": True, "pages": 10}, {"rows": 1}, {"token_budget": 4},
+    {}, {"pages": 10}, {"prefix_cache": True, "pages": 10}, {"rows": 1}, {"token_budget": 4},
 ], ids=str)  # fmt: skip
 def test_guesses_change_no_answer(options, shape):
     """Stops in the middle of a pass, last tokens, pages that run out: each request has the tokens that it has alone."""

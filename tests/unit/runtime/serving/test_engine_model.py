@@ -78,8 +78,7 @@ def answers(engine, kind):
 
 
 OPTIONS = [
-    {}, {"chunked_prefill": False}, {"batching": "static"}, {"rows": 1}, {"pages": 4}, {"admission": "whole"},
-    {"prefix_cache": True}, {"pages": 4, "prefix_cache": True},
+    {}, {"rows": 1}, {"pages": 4}, {"prefix_cache": True}, {"pages": 4, "prefix_cache": True},
 ]  # fmt: skip
 # Kinds of a cache share everything but how a page holds numbers: the two ends with all options, all with two.
 CASES = [

@@ -32,8 +32,7 @@ def asked(draw):
 
 options_of = st.fixed_dictionaries({
     "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE), 14), "chunk": st.integers(1, 60),
-    "token_budget": st.integers(5, 80), "batching": st.sampled_from(["continuous", "static"]),
-    "chunked_prefill": st.booleans(), "admission": st.sampled_from(["prompt", "whole"]), "prefix_cache": st.booleans(),
+    "token_budget": st.integers(5, 80), "prefix_cache": st.booleans(),
 })  # fmt: skip
 shapes_of = st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4)  # of trees of guesses
 # Steps in which a request comes, and in which one is cancelled.
