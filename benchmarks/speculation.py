@@ -1,16 +1,16 @@
-"""Speculation on a trained model: what guesses from the text gain, against what their acceptance and cost allow.
+"""Speculation on a trained model: what copies from the text gain, against what their acceptance and cost allow.
 
     python benchmarks/speculation.py MODEL [--tokens 200] [--rounds 7] [--threads 1] [--out FILE.json]
 
 MODEL is any model that the own decoder computes; figures of ``docs/results/speculation.md`` are of the bundled one in
 int4. Two tasks, both greedy or drawn with a seed, so that each side has the same tokens:
 
-- *copying*: a text that stands in the prompt several times is continued; guesses are copies. For every number of
-  guesses k: the acceptance a, tokens per pass, the expected ``(1 - a^(k+1)) / (1 - a)``, the cost of a pass of k+1
+- *copying*: a text that stands in the prompt several times is continued by n-grams. For every number of drafted
+  tokens k: the acceptance a, tokens per pass, the expected ``(1 - a^(k+1)) / (1 - a)``, the cost of a pass of k+1
   rows in plain steps, the speed-up over the plain loop, and its share of expected / cost.
 - *trees*: real text is continued with the model in fewer bits as draft; for chains and trees of three places, how often
-  one of the guesses of a place is right, and tokens per pass.
-- *without repeats*: text drawn at temperature 1, with as many guesses as pay; the plain loop's time over this one's.
+  one of the tokens drafted for a place is right, and tokens per pass.
+- *without repeats*: text drawn at temperature 1, with as many drafted tokens as pay: the plain loop's time over theirs.
 
 Sides take turns in every round; ratios are medians of the rounds' ratios. Both are timed behind the first tokens, so
 that neither prompt nor the recording of the first pass counts.
@@ -23,7 +23,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -33,22 +34,18 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantforge.runtime.cache_rows import spread  # noqa: E402
+from quantforge.runtime.cache_view import CacheView  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
 from quantforge.runtime.load import Loaded, load  # noqa: E402
-from quantforge.runtime.sampling import Chosen, Sampling  # noqa: E402
-from quantforge.runtime.speculation.draft_choice import drafting  # noqa: E402
-from quantforge.runtime.speculation.draft_options import (  # noqa: E402
-    DraftOptions,
-    nodes_of,
-    shape_of,
-)
-from quantforge.runtime.speculation.guess_trees import GuessTree  # noqa: E402
-from quantforge.runtime.speculation.guesses import Speculated, expected_tokens  # noqa: E402
-from quantforge.runtime.speculation.ngrams import NgramGuesser  # noqa: E402
-from quantforge.runtime.speculation.pace import PassCosts  # noqa: E402
-from quantforge.runtime.speculation.speculate import Speculation, speculate  # noqa: E402
+from quantforge.runtime.sampling import Sampling  # noqa: E402
+from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText  # noqa: E402
+from quantforge.runtime.speculation.drafter import Drafter  # noqa: E402
+from quantforge.runtime.speculation.drafters import speculative_decoder  # noqa: E402
+from quantforge.runtime.speculation.ngrams import NgramDrafter  # noqa: E402
+from quantforge.runtime.speculation.options import DraftOptions, nodes_of, shape_of  # noqa: E402
+from quantforge.runtime.speculation.tree import DraftTree  # noqa: E402
+from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens  # noqa: E402
 from quantforge.runtime.text_side import text_side  # noqa: E402
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
@@ -56,16 +53,22 @@ COPIES, PART = 4, 60
 SKIPPED = 20
 
 
-class NoGuesses:
-    """Guesser of the plain loop."""
+class NoDrafter(Drafter):
+    """Drafter of the plain loop."""
 
-    def guess(self, history: Sequence[int], most: int, sampler: object) -> GuessTree:  # noqa: ARG002
+    def draft(self, history: Sequence[int], most: int, sampler: object) -> DraftTree:  # noqa: ARG002
         """Return none."""
-        return GuessTree()
+        return DraftTree()
 
 
-def timed(chosen: Iterator[Chosen]) -> tuple[float, list[int]]:
-    """Return the seconds of all tokens behind the first `SKIPPED` ones, and all tokens."""
+def plain_of(decoder: Decoder) -> SpeculativeDecoder:
+    """Return the plain loop of a model."""
+    return SpeculativeDecoder(decoder, lambda _: NoDrafter(), 1)
+
+
+def timed(text: SpeculativeText) -> tuple[float, list[int]]:
+    """Return the seconds of all tokens after the first `SKIPPED` ones, and all tokens."""
+    chosen = iter(text)
     found = list(islice(chosen, SKIPPED))
     began = time.perf_counter()
     found += chosen
@@ -77,7 +80,9 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
     """Return the seconds of a pass of 1 and of k+1 rows behind a prompt, by k; sides take turns."""
     cache = decoder.cache(1, len(ids) + 16)
     prefill(decoder, torch.tensor([list(ids)]), cache, 16)
-    steps = {k: (spread(cache, 0, k + 1), k + 1) for k in (0, *WIDTHS)}
+    steps = {k: (CacheView(cache, k + 1), k + 1) for k in (0, *WIDTHS)}
+    for view, _ in steps.values():
+        view.show([0])
     run = {k: Step(decoder, view) for k, (view, _) in steps.items()}
     found: dict[int, list[float]] = {k: [] for k in steps}
     for _ in range(8 * rounds):
@@ -90,26 +95,26 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
 
 
 def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[dict[str, float]]:
-    """Measure every number of guesses on a text that is there already."""
+    """Measure every number of drafted tokens on a text that is there already."""
     limits = StopLimits(tokens)
     costs = pass_costs(decoder, ids, rounds)
     rows = []
     for k in WIDTHS:
-        ratios, counts = [], None
+        ratios, counts = [], SpeculationCounts()
+        copies = SpeculativeDecoder(decoder, lambda _, k=k: NgramDrafter((1,) * k), k, fixed=True)
         for _ in range(rounds + 1):
-            plain, one = timed(speculate(decoder, ids, Speculation(NoGuesses()), limits))
-            speculation = Speculation(NgramGuesser(), most=k, fixed=True)
-            fast, two = timed(speculate(decoder, ids, speculation, limits))
+            plain, one = timed(SpeculativeText(plain_of(decoder), ids, limits))
+            text = SpeculativeText(copies, ids, limits)
+            fast, two = timed(text)
             if one != two:
-                raise SystemExit(f"{k} guesses gave another text")
+                raise SystemExit(f"{k} drafted tokens gave another text")
             ratios.append(plain / fast)
-            counts = speculation.counts
-        assert counts is not None
+            counts = text.counts
         chance = counts.acceptance or 0.0
         cost = costs[k] / costs[0]
         speed = median(ratios[1:])
         rows.append({
-            "guesses": k, "acceptance": chance, "tokens per pass": counts.tokens_per_pass or 0.0,
+            "drafted": k, "acceptance": chance, "tokens per pass": counts.tokens_per_pass or 0.0,
             "expected": expected_tokens(chance, k), "cost": cost, "speed-up": speed,
             "share": speed / (expected_tokens(chance, k) / cost),
         })  # fmt: skip
@@ -134,17 +139,18 @@ def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, 
     limits, rows = StopLimits(tokens), []
     for draft in ("int2", "int3"):
         for shape in ("1x1x1", "2x1x1", "3x1x1", "3x2x1", "4x2x2"):
-            guesses = drafting(loaded, DraftOptions(draft, tree=shape), lambda _: loaded)
-            counts, same, gap = Speculated(), 0, 0.0
+            drafted = speculative_decoder(loaded, DraftOptions(draft, tree=shape), lambda _: loaded)
+            drafted, decoder = replace(drafted, fixed=True), drafted.decoder
+            counts, same, gap = SpeculationCounts(), 0, 0.0
             for ids in text:
-                plain = timed(speculate(guesses.decoder, ids, Speculation(NoGuesses()), limits))[1]
-                guesser = guesses.guesser(len(ids) + tokens)
-                one = Speculation(guesser, most=guesses.most, fixed=True, counts=counts)
-                found = timed(speculate(guesses.decoder, ids, one, limits))[1]
+                plain = timed(SpeculativeText(plain_of(decoder), ids, limits))[1]
+                one = SpeculativeText(drafted, ids, limits)
+                one.counts = counts
+                found = timed(one)[1]
                 same += found == plain
-                gap = max(gap, parting(guesses.decoder, ids, plain, found))
+                gap = max(gap, parting(decoder, ids, plain, found))
             rows.append({
-                "draft": draft, "tree": shape, "guesses": nodes_of(shape_of(shape)),
+                "draft": draft, "tree": shape, "drafted": nodes_of(shape_of(shape)),
                 "acceptance": counts.acceptance or 0.0, "tokens per pass": counts.tokens_per_pass or 0.0,
                 "same texts": f"{same} of {len(text)}", "widest tie (nats)": gap,
             })  # fmt: skip
@@ -152,15 +158,15 @@ def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, 
 
 
 def unrepeated(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> float:
-    """Return the plain loop's time over that of a loop which guesses where it pays, on drawn text."""
-    limits, costs, ratios = StopLimits(tokens), PassCosts(), []
+    """Return the plain loop's time over that of a loop which drafts where it pays, on drawn text."""
+    limits, ratios = StopLimits(tokens), []
+    copies = SpeculativeDecoder(decoder, lambda _: NgramDrafter((1,) * 8), 8)
     for seed in range(rounds + 1):
         drawn = Sampling(temperature=1.0, seed=seed)
-        plain, one = timed(speculate(decoder, ids, Speculation(NoGuesses()), limits, drawn))
-        speculation = Speculation(NgramGuesser(), costs=costs)
-        fast, two = timed(speculate(decoder, ids, speculation, limits, drawn))
+        plain, one = timed(SpeculativeText(plain_of(decoder), ids, limits, drawn))
+        fast, two = timed(SpeculativeText(copies, ids, limits, drawn))
         if one != two:
-            raise SystemExit("guesses gave another text")
+            raise SystemExit("drafted tokens gave another text")
         ratios.append(plain / fast)
     return median(ratios[1:])
 
@@ -193,7 +199,7 @@ def main() -> None:
             words = (one if isinstance(one, str) else f"{one:.3g}" for one in row.values())
             print("| " + " | ".join(words) + " |")
         print()
-    print(f"\nwithout repeats, plain / with guesses where they pay: {free:.3f}")
+    print(f"\nwithout repeats, plain / with drafts where they pay: {free:.3f}")
     if options.out is not None:
         found = {
             "copying": rows,

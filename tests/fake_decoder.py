@@ -9,8 +9,9 @@ import torch
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.ragged import RaggedBatch
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder
-from quantforge.runtime.speculation.guess_trees import ROOT, GuessTree
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.tree import ROOT, DraftTree
 
 VOCABULARY = 61
 CPU = torch.device("cpu")
@@ -33,14 +34,14 @@ def alone(request) -> list[int]:
     return found
 
 
-class Oracle:
-    """Guesses trees of a shape in which what really follows often stands, anywhere."""
+class Oracle(Drafter):
+    """Drafts trees of a shape in which what really follows often stands, anywhere."""
 
     def __init__(self, shape, seed=0):
         self.shape, self.draw = shape, random.Random(seed)
 
-    def guess(self, history, most, sampler):
-        tree, ends = GuessTree(), [(ROOT, list(history))]
+    def draft(self, history, most, sampler):
+        tree, ends = DraftTree(), [(ROOT, list(history))]
         for count in self.shape[:most]:
             grown = []
             for node, text in ends:
@@ -53,9 +54,9 @@ class Oracle:
         return tree
 
 
-def guessed(shape):
+def drafted(shape):
     """Return the speculation of an engine that asks `Oracle` in every step that only decodes."""
-    return GuessedDecoder(None, lambda room: Oracle(shape, room), len(shape), fixed=True)
+    return SpeculativeDecoder(None, lambda room: Oracle(shape, room), len(shape), fixed=True)
 
 
 class FakeDecoder:

@@ -14,7 +14,7 @@ In this folder:
     demo                ``quantforge demo``: copy out the small model that comes with the package
     diff                ``quantforge diff``: how two models differ
     doctor              ``quantforge doctor``: whether this machine can do the work, by doing a little of it
-    draft_flags         Options that say who guesses tokens ahead, of every verb that decodes
+    draft_flags         Options of speculation, for every verb that decodes
     dry_run             ``--dry-run``: the plan of a command, taken at the moment at which its work would begin
     error_types         Errors of the system and of libraries under us as errors of ours, each with its exit code
     evaluate            ``quantforge eval``: one table for a reference and its descendants, whatever their format

@@ -16,7 +16,7 @@ from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.numerics.shared_processors import FULL_SHARE
 from quantforge.results.significant import significant
-from quantforge.runtime.speculation.draft_options import NO_DRAFT, DraftOptions
+from quantforge.runtime.speculation.options import NO_DRAFT, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import has_template, open_speaker
 from quantforge_kernels.cpu import program_cache
@@ -138,7 +138,7 @@ def speed_of(one: Generated, most: int) -> str:
     return (
         f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
         f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
-        f"{'' if several else words[one.stopped]}{_guessed(one)}{_displaced(one)}"
+        f"{'' if several else words[one.stopped]}{_drafted(one)}{_displaced(one)}"
     )
 
 
@@ -150,15 +150,15 @@ def _displaced(one: Generated) -> str:
     return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
 
 
-def _guessed(one: Generated) -> str:
-    """Return what came of guesses, or nothing."""
+def _drafted(one: Generated) -> str:
+    """Return what came of drafted tokens, or nothing."""
     found = one.speculation
     if found is None:
         return ""
     if found["acceptance"] is None:
-        return "; no guess was made"
+        return "; nothing was drafted"
     return (
-        f"; {found['acceptance']:.0%} of the guesses right, {found['tokens_per_pass']:.3g} tokens a pass "
+        f"; {found['acceptance']:.0%} of the drafted tokens right, {found['tokens_per_pass']:.3g} tokens a pass "
         f"({found['expected']:.3g} expected)"
     )
 

@@ -16,7 +16,7 @@ from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
 from quantforge.planning import quantities
 from quantforge.results.significant import significant
-from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
+from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -152,12 +152,12 @@ def bench(
     if as_json:
         console.document(bench_models.document(found, asked))
     else:
-        _show(console, found, guessing=bool(draft), wide=wide)
+        _show(console, found, drafting=bool(draft), wide=wide)
     if any(row.figures.failed for row in found):
         raise typer.Exit(FAILED)
 
 
-def _show(console: Console, rows: list[LoadRow], *, guessing: bool, wide: bool) -> None:
+def _show(console: Console, rows: list[LoadRow], *, drafting: bool, wide: bool) -> None:
     """Print a table of the figures, why requests failed, and the counts of the engines."""
     columns = _columns(rows)
     drawn = fitting(columns, console.width, wide=wide)
@@ -177,7 +177,7 @@ def _show(console: Console, rows: list[LoadRow], *, guessing: bool, wide: bool) 
     for row in rows:
         if row.engine is not None:
             console.wrapped(
-                f"{row.name}: {_engine_counts(row.engine, row.wasted, guessing=guessing)}"
+                f"{row.name}: {_engine_counts(row.engine, row.wasted, drafting=drafting)}"
             )
 
 
@@ -211,16 +211,16 @@ def _columns(rows: list[LoadRow]) -> list[Column]:
     ]
 
 
-def _engine_counts(counts: Mapping[str, Any], wasted: float | None, *, guessing: bool) -> str:
+def _engine_counts(counts: Mapping[str, Any], wasted: float | None, *, drafting: bool) -> str:
     scheduling = counts["scheduling_seconds"] / (counts["step_seconds"] or 1)
     text = f"{counts['steps']} steps, {scheduling:.1%} of their time spent scheduling"
     text += f"; {wasted:.1%} of the reserved cache unused"
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
-    guesses = counts["speculation"]
-    if guesses["guessed"]:
-        share = f"{guesses['accepted']} of {guesses['guessed']} guesses right"
-        text += f"; {share}, {guesses['came'] / guesses['checked']:.3g} tokens a checked pass"
-    elif guessing:
-        text += "; no guess was made"
+    counted = counts["speculation"]
+    if counted["guessed"]:
+        share = f"{counted['accepted']} of {counted['guessed']} drafted tokens right"
+        text += f"; {share}, {counted['came'] / counted['checked']:.3g} tokens a checked pass"
+    elif drafting:
+        text += "; nothing was drafted"
     return text

@@ -1,4 +1,4 @@
-"""Options that say who guesses tokens ahead, of every verb that decodes."""
+"""Options of speculation, for every verb that decodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantforge.runtime.speculation.draft_options import typed_draft
+from quantforge.runtime.speculation.options import typed_draft
 
 
 def _speculation(*flags: str, **more: Any) -> Any:
@@ -19,7 +19,7 @@ Draft = Annotated[
         "--draft",
         metavar="WHAT",
         callback=typed_draft,
-        help="Guesses that are checked together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
+        help="Draft tokens to check together: ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads.",
     ),
 ]
 StepDraft = Annotated[
@@ -28,17 +28,17 @@ StepDraft = Annotated[
         "--draft",
         metavar="WHAT",
         callback=typed_draft,
-        help="Guesses that are checked together: ngram, int2, int3, int4 or a MODEL.",
+        help="Draft tokens to check together: ngram, int2, int3, int4 or a MODEL.",
     ),
 ]
 DraftTokens = Annotated[
-    int, _speculation("--draft-tokens", metavar="N", help="Guesses in a row, at most.")
+    int, _speculation("--draft-tokens", metavar="N", help="Drafted tokens in a row, at most.")
 ]
 DraftTree = Annotated[
     str,
     _speculation(
         "--draft-tree",
         metavar="KxK...",
-        help="Guesses behind each token, place by place, as 3x2x1: the tree is checked in one pass.",
+        help="Drafted tokens after each token, place by place, as 3x2x1, checked in one pass.",
     ),
 ]

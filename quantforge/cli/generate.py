@@ -16,7 +16,7 @@ from quantforge.cli import draft_flags, options, ranks
 from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
+from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.generate_text import (
     check_drafts,

@@ -53,5 +53,5 @@ In this folder:
     token_stream        Tokens of one answer as they are chosen, and their text as soon as it is whole
     weight_cuts         Cuts of a weight matrix: the rows, or the columns, that one of several processes holds of it
     serving/            Serving: many requests on one model at a time, each with the tokens that it would have alone
-    speculation/        Speculative decoding: tokens are guessed cheaply, and the model checks all of them in one pass
+    speculation/        Speculative decoding: tokens are drafted cheaply, and the model checks all of them in one pass
 """

@@ -43,7 +43,7 @@ def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
 
 
 def keep_path(cache: PagedCache, sequence: int, start: int, nodes: Sequence[int]) -> None:
-    """Keep one path of a tree of guesses: put what lies at its places into a row behind ``start``; forget the rest.
+    """Keep one path of a tree of drafted tokens: move its places to those after ``start``; forget the rest.
 
     Args:
         cache: is changed.

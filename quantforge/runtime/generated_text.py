@@ -85,8 +85,8 @@ class Generated:
         prompt_seconds: from the beginning to the first token.
         steps: tokens that were computed after the first one of each text, one that ended it included.
         step_seconds: of all steps together.
-        speculation: what came of guesses: ``passes``, ``guessed``, ``accepted``, ``acceptance``, ``tokens_per_pass``,
-            and what the acceptance lets expect, ``expected``; None without.
+        speculation: what came of drafted tokens: ``passes``, ``guessed``, ``accepted``, ``acceptance``,
+            ``tokens_per_pass``, and what the acceptance lets expect, ``expected``; None without.
         processor_share: share of the processor time that the threads asked for and got, from 0 to 1; None before the
             end, and where the system does not count it.
     """

@@ -19,9 +19,8 @@ from quantforge.runtime.generated_text import (
     Stopped,
 )
 from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder
-from quantforge.runtime.speculation.guesses import Speculated
-from quantforge.runtime.speculation.speculate import speculate
+from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.speculation.verify import SpeculationCounts
 from quantforge.runtime.stop_strings import StopMatcher
 from quantforge.runtime.text_side import TextSide, as_input_errors
 from quantforge.runtime.token_stream import TextStream, rows
@@ -30,13 +29,14 @@ from quantforge_calibration.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """Parts of a loaded model that answer: its name, its decoder, what computes, its text side, who guesses."""
+    """Parts of a loaded model that answer: name, decoder, engine, text side, who drafts, the kind of its cache."""
 
     name: str
     decoder: str
     engine: MeasuredEngine
     side: TextSide
-    drafting: GuessedDecoder | None = None
+    speculative: SpeculativeDecoder | None = None
+    cache: str = ""
 
 
 class LiveAnswer:
@@ -53,7 +53,7 @@ class LiveAnswer:
         self._begun = self._first = self._last = time.perf_counter()
         self._computed = 0
         self._processor_share: float | None = None
-        self._speculated: Speculated | None = None
+        self._speculated: SpeculationCounts | None = None
         self._texts = [_Text(model.side, self._ids, limits) for _ in range(limits.n)]
 
     def __iter__(self) -> Iterator[str]:
@@ -82,15 +82,15 @@ class LiveAnswer:
 
     def _steps(self, ended: set[int]) -> Iterator[Mapping[int, Chosen]]:
         """Yield the next tokens of all answers that have not ended, by their numbers."""
-        limits, drafting = self._limits, self._model.drafting
-        if drafting is None:
+        limits, speculative = self._limits, self._model.speculative
+        if speculative is None:
             samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
             yield from rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended)
             return
-        speculation = drafting.begin(len(self._ids) + limits.max_tokens)
-        self._speculated = speculation.counts
-        long = StopLimits(limits.max_tokens, cache=drafting.cache)
-        for one in speculate(drafting.decoder, self._ids, speculation, long, limits.sampling):
+        room = StopLimits(limits.max_tokens, cache=self._model.cache)
+        text = SpeculativeText(speculative, self._ids, room, limits.sampling)
+        self._speculated = text.counts
+        for one in text:
             yield {0: one}
             if ended:
                 return

@@ -54,6 +54,11 @@ class RowSampler:
         self.counts = TokenCounts(prompt) if options.counted else None
         self._generator = torch.Generator().manual_seed(options.seed)
 
+    @property
+    def has_state(self) -> bool:
+        """Return whether a choice depends on earlier ones: by a draw or by counts of tokens."""
+        return not self.options.greedy or self.counts is not None
+
     def choose(self, logits: Tensor) -> Chosen:
         """Return the next token for logits ``[vocabulary]``, float32; errors as `choose_rows`."""
         return choose_rows([self], logits[None])[0]
@@ -108,7 +113,7 @@ class RowSampler:
         return [first, *(token for token in best if token != first)][:count]
 
     def note(self, token: int) -> None:
-        """Note a token that was taken without `choose`, as a verified guess is."""
+        """Note a token that was taken without `choose`, as a verified drafted token is."""
         if self.counts is not None:
             self.counts.add(token)
 

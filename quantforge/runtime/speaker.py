@@ -10,7 +10,7 @@ from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.decoding_engines import engine_of
 from quantforge.runtime.live_answer import LiveAnswer, TextModel
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.text_side import as_input_errors, text_side
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation
@@ -25,7 +25,7 @@ class Speaker:
     Args:
         loaded: the model.
         name: of the model, for results.
-        guesses: who guesses tokens ahead, if anybody does.
+        speculative: who drafts tokens ahead, if anybody does.
         cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when left out.
 
     Attributes:
@@ -37,12 +37,16 @@ class Speaker:
     """
 
     def __init__(
-        self, loaded: Loaded, name: str, guesses: GuessedDecoder | None = None, cache: str = ""
+        self,
+        loaded: Loaded,
+        name: str,
+        speculative: SpeculativeDecoder | None = None,
+        cache: str = "",
     ) -> None:
         self._side = text_side(loaded.path, loaded.config)
         engine, token_bytes = engine_of(loaded.model, cache, loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"
-        self._model = TextModel(name, decoder, engine, self._side, guesses)
+        self._model = TextModel(name, decoder, engine, self._side, speculative, cache)
         self.name, self.events = name, loaded.events
 
     @property
@@ -71,9 +75,9 @@ class Speaker:
                 a model without a template.
         """
         checked(prompt)
-        if self._model.drafting is not None and (limits.n > 1 or limits.beams is not None):
+        if self._model.speculative is not None and (limits.n > 1 or limits.beams is not None):
             raise UsageError(
-                "several answers, and a draft", "guesses are for one answer: leave one out"
+                "several answers, and a draft", "drafts are for one answer: leave one out"
             )
         template = None if raw else self._side.template
         if template is None and not isinstance(prompt, str):

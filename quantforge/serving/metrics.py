@@ -58,7 +58,7 @@ class ServingMetrics:
         finished = {
             f'{{reason="{reason}"}}': count for reason, count in sorted(engine.finished.items())
         }
-        guesses = engine.speculation
+        drafts = engine.speculation
         lines: list[str] = []
 
         def add(kind: str, name: str, about: str, samples: float | Mapping[str, float]) -> None:
@@ -75,8 +75,8 @@ class ServingMetrics:
             ("generated_tokens", "Tokens that were chosen.", engine.new_tokens),
             ("finished_answers", "Completions that ended, by reason.", finished),
             ("preemptions", "Completions that gave back their pages.", engine.preemptions),
-            ("guessed_tokens", "Tokens that a draft guessed.", guesses.guessed),
-            ("accepted_guesses", "Guesses that were right.", guesses.accepted),
+            ("guessed_tokens", "Tokens that were drafted.", drafts.guessed),
+            ("accepted_guesses", "Drafted tokens that were right.", drafts.accepted),
             ("engine_steps", "Steps of the engine.", engine.steps),
             ("engine_step_seconds", "Seconds spent in steps.", engine.step_seconds),
             ("engine_scheduling_seconds", "Those without the model.", engine.scheduling_seconds),

@@ -20,10 +20,10 @@ from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
-from quantforge.runtime.speculation.draft_options import DraftOptions
+from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import check_drafts, guesses_of
+from quantforge.verbs.generate_text import check_drafts, speculative_of
 from quantforge.verbs.scored_text import read_text
 
 SCHEMA = "quantforge.bench/1"
@@ -165,8 +165,10 @@ def _measure_model(
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     try:
-        drafting = guesses_of(loaded, options.drafts, settings)
-        decoder = drafting.decoder if drafting else Decoder(loaded.model, scales=loaded.kv_scales)
+        speculative = speculative_of(loaded, options.drafts, settings)
+        decoder = (
+            speculative.decoder if speculative else Decoder(loaded.model, scales=loaded.kv_scales)
+        )
     except RefusedError as error:
         raise RefusedError(
             error.message, "bench it in its engine: quantforge bench MODEL --url ..."
@@ -179,7 +181,7 @@ def _measure_model(
         token_budget=max(options.token_budget, options.rows),
         prefix_cache=options.prefix_cache,
     )
-    run = serve_here(decoder, requests, engine, _follower(requests), drafting)
+    run = serve_here(decoder, requests, engine, _follower(requests), speculative)
     found = figures(run.served, options.slo, options.price)
     finished = {str(reason): count for reason, count in run.counters.finished.items()}
     return LoadRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)

@@ -14,7 +14,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
-from quantforge.runtime.speculation.draft_options import (
+from quantforge.runtime.speculation.options import (
     DRAFT_TOKENS,
     FOR_ONE_TEXT,
     MTP,
@@ -24,7 +24,6 @@ from quantforge.runtime.speculation.draft_options import (
     DraftOptions,
     typed_draft,
 )
-from quantforge.runtime.speculation.mtp_files import as_model
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.given_options import checks_options
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
     from quantforge.runtime.speaker import Speaker
-    from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+    from quantforge.runtime.speculation.decode import SpeculativeDecoder
     from quantforge.runtime.weight_cuts import Share
 
 MAX_TOKENS = 256
@@ -87,12 +86,12 @@ def generate(
         max_tokens: at most so many, and no more than the model has positions for.
         raw: complete the text as it is, without the chat template.
         stream: is called with each piece of the first text as it comes; no piece ends in half a character.
-        draft: who guesses tokens that the model then checks together: ``ngram`` (copies of the text itself),
+        draft: who drafts tokens that the model then checks together: ``ngram`` (copies of the text itself),
             ``lookahead`` (the model, many places at once), ``int2``, ``int3`` or ``int4`` (the model in fewer bits),
             ``mtp`` (its own layer for further tokens), a smaller model, or a directory of heads of Medusa or EAGLE-3;
             the text stays the same.
-        draft_tokens: guesses in a row at most.
-        draft_tree: guesses behind each token, place by place (``3x2x1``): a tree of them is checked in one pass.
+        draft_tokens: drafted tokens in a row, at most.
+        draft_tree: drafted tokens after each token, place by place (``3x2x1``), checked in one pass.
         cache: how keys and values are stored, see `quantforge.architectures.cache_kinds`; the model's when left out.
         options: see `AnswerOptions`.
 
@@ -142,10 +141,7 @@ def open_speaker(
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.speaker import Speaker
 
-    guesses = guesses_of(loaded, drafts, settings)
-    if guesses is not None:
-        guesses.cache = cache
-    return Speaker(loaded, name, guesses, cache)
+    return Speaker(loaded, name, speculative_of(loaded, drafts, settings), cache)
 
 
 def check_drafts(
@@ -154,8 +150,8 @@ def check_drafts(
     """Refuse before a model is loaded what headers refuse of its draft; errors as `generate`.
 
     Args:
-        model: for which it guesses.
-        drafts: who guesses.
+        model: for which it drafts.
+        drafts: who drafts.
         settings: whether the hub may be asked.
         steps: for many texts at a time.
     """
@@ -167,21 +163,25 @@ def check_drafts(
     if steps and (heads or draft in SINGLE):
         raise UsageError(*FOR_ONE_TEXT)
     if draft == MTP and isinstance(model, str | Path):
+        from quantforge.runtime.speculation.mtp import as_model
+
         path = resolve(str(model), settings.offline)
         as_model(readable(open_model(path)), str(path))
 
 
-def guesses_of(loaded: Loaded, drafts: DraftOptions, settings: Settings) -> GuessedDecoder | None:
-    """Return who guesses tokens for a loaded model, if anybody is to; errors as `drafting` and `generate`."""
+def speculative_of(
+    loaded: Loaded, drafts: DraftOptions, settings: Settings
+) -> SpeculativeDecoder | None:
+    """Return a loaded model with its drafter, if there is to be one; errors as `speculative_decoder` and `generate`."""
     if not drafts.draft:
         return None
-    from quantforge.runtime.speculation.draft_choice import drafting
+    from quantforge.runtime.speculation.drafters import speculative_decoder
 
     def other(named: str) -> Loaded | HeadDirectory:
         heads = open_heads(resolve(named, settings.offline))
         return heads or loaded_to_answer(named, settings)[0]
 
-    return drafting(loaded, drafts, other)
+    return speculative_decoder(loaded, drafts, other)
 
 
 def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:

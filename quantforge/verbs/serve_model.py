@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.sampling_options import Range
-from quantforge.runtime.speculation.draft_options import DRAFT_TOKENS, DraftOptions
+from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import check_drafts, guesses_of, loaded_to_answer
+from quantforge.verbs.generate_text import check_drafts, loaded_to_answer, speculative_of
 from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class ServeOptions(TypedDict, total=False):
     served_name: str  # by which requests ask for the model; its directory or file when left out
     cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
     cache_gib: float  # most memory of the cache
-    draft: str  # who guesses tokens that the model then checks together; nobody when left out
-    draft_tokens: int  # guesses in a row at most
-    draft_tree: str  # guesses after each token, place by place
+    draft: str  # who drafts tokens that the model then checks together; nobody when left out
+    draft_tokens: int  # drafted tokens in a row, at most
+    draft_tree: str  # drafted tokens after each token, place by place
     context: int  # most tokens of a prompt and its completion; what the model sees when left out
     concurrent: int  # completions that are computed at a time
     waiting: int  # completions that may wait; more are refused
@@ -166,8 +166,8 @@ def served_model(
     side = text_side(loaded.path, loaded.config)
     for note in side.template.notes if side.template else ():
         settings.note(note)
-    guesses = guesses_of(loaded, drafts, settings)
-    decoder = guesses.decoder if guesses else Decoder(loaded.model, scales=loaded.kv_scales)
+    speculative = speculative_of(loaded, drafts, settings)
+    decoder = speculative.decoder if speculative else Decoder(loaded.model, scales=loaded.kv_scales)
     kind = options["cache"] or ("fp8" if loaded.kv_scales else "")
     context = options.get("context") or min(decoder.positions, side.positions)
     rows = options["concurrent"]
@@ -179,7 +179,7 @@ def served_model(
     )
     layout = CacheLayout(decoder.cache_shape(kind), context, wanted.ahead)
     pages = _pages(layout, rows, options["cache_gib"])
-    engine = ServingEngine(decoder, replace(wanted, pages=pages), guesses)
+    engine = ServingEngine(decoder, replace(wanted, pages=pages), speculative)
 
     def prepare() -> None:
         if settings.threads is not None:

@@ -41,7 +41,9 @@ def test_document_has_every_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.thorough
-def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafted_tokens_are_counted_and_need_an_engine_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = (
         "--requests",
         "2",
@@ -59,7 +61,7 @@ def test_guesses_are_counted_and_need_an_engine_here(capsys: pytest.CaptureFixtu
     counts = found["rows"][0]["engine"]["speculation"]
     assert counts["guessed"] >= counts["accepted"] > 0
     table = command(capsys, "bench", DEMO, *words).out
-    assert "guesses right" in " ".join(table.split())
+    assert "drafted tokens right" in " ".join(table.split())
     refused = command(capsys, "bench", DEMO, "--url", "http://127.0.0.1:9/v1", "--draft", "ngram")
     assert (refused.code, "--draft" in refused.err) == (2, True)
     refused = command(capsys, "bench", DEMO, "--draft", "lookahead")

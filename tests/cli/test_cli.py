@@ -175,7 +175,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["generate", "MODEL", "x", "--draft-tokens", "4"], 2, ["--draft-tokens", "add --draft"]),
         (["generate", "MODEL", "x", "--draft-tree", "2x2"], 2, ["--draft-tree", "add --draft"]),
         (["generate", "MODEL", "x", "--draft", "ngram", "--draft-tree", "2x0"], 2, ["'2x0'", "3x2x1"]),
-        (["generate", "MODEL", "x", "--draft", "ngram", "--draft-tree", "9x9"], 2, ["64 guesses"]),
+        (["generate", "MODEL", "x", "--draft", "ngram", "--draft-tree", "9x9"], 2, ["at most 64"]),
         (["generate", "MODEL", "x", "--draft", "lookahead", "--draft-tree", "2"], 2, ["lookahead", "leave it out"]),
         (["generate", "MODEL", "x", "--include-stop"], 2, ["--include-stop", "add --stop"]),
         (["bench", "MODEL", "--share", "50"], 2, ["--share 50", "write 50% or 0.5"]),

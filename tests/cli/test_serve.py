@@ -39,7 +39,7 @@ def started(*arguments: object, module: str = "quantforge") -> subprocess.Popen[
 
 @pytest.mark.tokens
 @pytest.mark.thorough
-def test_an_answer_with_guesses_is_that_of_the_plain_loop() -> None:
+def test_an_answer_with_drafts_is_that_of_the_plain_loop() -> None:
     plain = quantforge.generate(DEMO, "import os, json, json", raw=True, max_tokens=40)
     asked = {"model": "demo", "prompt": "import os, json, json", "max_tokens": 40, "temperature": 0}
     drafted = ("--json", "--concurrent", 2, "--draft", "int3", "--draft-tree", "2x1x1")

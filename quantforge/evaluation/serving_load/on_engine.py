@@ -19,7 +19,7 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
     NewToken,
 )
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
 
 WARM_TOKENS = 4
 IDLE = 0.002  # seconds to sleep at most while no request is there
@@ -45,7 +45,7 @@ def serve_here(
     requests: Sequence[TimedRequest],
     options: EngineOptions,
     follow: Callable[[int], object] = lambda _: None,
-    drafting: GuessedDecoder | None = None,
+    speculative: SpeculativeDecoder | None = None,
 ) -> EngineRun:
     """Serve a stream on an engine of its own; requests that come together are one batch.
 
@@ -54,13 +54,13 @@ def serve_here(
         requests: in the order in which they come.
         options: of the engine.
         follow: is told how many requests are finished.
-        drafting: who guesses tokens, if anybody does.
+        speculative: who drafts tokens, if anybody does.
 
     Raises:
         InputError: a request that can never fit, or logits that are no numbers.
     """
-    _warm_up(decoder, requests, options, drafting)
-    engine = ServingEngine(decoder, options, drafting)
+    _warm_up(decoder, requests, options, speculative)
+    engine = ServingEngine(decoder, options, speculative)
     served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
     sent = finished = 0
     reserved = used = 0
@@ -94,10 +94,10 @@ def _warm_up(
     decoder: Decoder,
     requests: Sequence[TimedRequest],
     options: EngineOptions,
-    drafting: GuessedDecoder | None,
+    speculative: SpeculativeDecoder | None,
 ) -> None:
     """Let an engine compute what the stream will need, so that nothing is compiled while it is measured."""
-    engine = ServingEngine(decoder, options, drafting)
+    engine = ServingEngine(decoder, options, speculative)
     for place, one in enumerate(requests[: options.rows]):
         new = min(WARM_TOKENS, one.new_tokens)
         engine.submit(GenerationRequest(str(place), one.ids, new))

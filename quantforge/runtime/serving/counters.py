@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from quantforge.runtime.serving.generation_requests import FinishReason
-from quantforge.runtime.speculation.guesses import Speculated
+from quantforge.runtime.speculation.verify import SpeculationCounts
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Counters:
         step_seconds: spent in steps.
         waiting, running: requests.
         pages, pages_free: of the cache; pages_kept: those of the free that the prefix cache knows.
-        speculation: what came of guesses.
+        speculation: what came of drafted tokens.
         reserved_tokens, used_tokens: places in the pages of running requests, and those in use.
     """
 
@@ -47,4 +47,4 @@ class Counters:
     pages_kept: int = 0
     reserved_tokens: int = 0
     used_tokens: int = 0
-    speculation: Speculated = field(default_factory=Speculated)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

@@ -12,6 +12,7 @@ next token of each request whose tokens are then all computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -21,8 +22,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.serving.choosing import Followed, follow, score
+from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.decoding_steps import DecodingSteps
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -36,9 +36,10 @@ from quantforge.runtime.serving.generation_requests import (
     PromptScored,
     check_request,
 )
-from quantforge.runtime.serving.guessing import StepGuesses
 from quantforge.runtime.serving.scheduler import Scheduler
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder
+from quantforge.runtime.serving.step_drafts import StepDrafts
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
+from quantforge.runtime.speculation.verify import Verified, verify
 from quantforge_kernels.kv import PAGE
 
 
@@ -47,8 +48,8 @@ class ServingEngine:
 
     Args:
         decoder: the model.
-        options: room and switches.
-        drafting: who guesses tokens that steps check together, if anybody does.
+        options: its room and the tokens of a step.
+        speculative: who drafts tokens that steps check together, if anybody does.
 
     Attributes:
         cache: its keys and values.
@@ -63,7 +64,7 @@ class ServingEngine:
         self,
         decoder: Decoder,
         options: EngineOptions | None = None,
-        drafting: GuessedDecoder | None = None,
+        speculative: SpeculativeDecoder | None = None,
     ) -> None:
         options = options or EngineOptions()
         tokens = options.tokens or decoder.positions
@@ -82,10 +83,10 @@ class ServingEngine:
         ):  # else a test's, which computes every step as a ragged batch
             self._decoding = DecodingSteps(decoder, self.cache)
         self._counters = Counters(pages=self.cache.pool.pages)
-        self._guesses: StepGuesses | None = None
-        if drafting is not None:
+        self._drafts: StepDrafts | None = None
+        if speculative is not None:
             counts = self._counters.speculation
-            self._guesses = StepGuesses(drafting, self.cache, options.token_budget, counts)
+            self._drafts = StepDrafts(speculative, self.cache, options.token_budget, counts)
         self._scheduler = Scheduler(self.cache, options, self._counters)
         self._entries: dict[str, ServedEntry] = {}
         self._order = 0
@@ -149,17 +150,16 @@ class ServingEngine:
         work = self._scheduler.plan()
         if work:
             planned = perf_counter()
-            if self._guesses is not None:
-                work = self._guesses.proposed(work)
+            if self._drafts is not None:
+                work = self._drafts.add(work)
+            parts = [part for part in work if part.chooses]
             logits = self._logits(work)
-            followed = (
-                [] if logits is None else follow(logits, [one for one in work if one.chooses])
-            )
+            verified = [] if logits is None else _verify(logits, parts)
             away = perf_counter() - planned
-            self._settle(work, followed)
+            self._settle(work, parts, verified)
             ended = perf_counter()
-            if self._guesses is not None:
-                self._guesses.took(ended - started, followed)
+            if self._drafts is not None:
+                self._drafts.took(ended - started, verified)
             counters = self._counters
             counters.steps += 1
             counters.computed_tokens += sum(len(part.ids) for part in work)
@@ -168,24 +168,23 @@ class ServingEngine:
         happened, self._happened = self._happened, []
         return happened
 
-    def _settle(self, work: list[Work], followed: list[Followed]) -> None:
-        """Keep what was right of guesses, and hand out all tokens that were chosen."""
-        kept = {one.part.row: one for one in followed if one.part.tree.tokens}
-        for one in kept.values():
-            row, tokens = one.part.row, one.part.first + one.part.tokens
-            keep_path(self.cache, row, tokens - 1, [0, *(node + 1 for node in one.path)])
-            self.cache.shorten(row, tokens + len(one.path))  # pages of the others are free again
-            for chosen in one.chosen[:-1]:
-                self._accept(one.part.entry, chosen)
-        self._scheduler.note(
-            [replace(part, tokens=part.tokens + len(kept[part.row].path)) if part.row in kept else part
-             for part in work]
-        )  # fmt: skip
-        for one in followed:
-            self._accept(one.part.entry, one.chosen[-1])
+    def _settle(
+        self, work: Sequence[Work], parts: Sequence[Work], verified: Sequence[Verified]
+    ) -> None:
+        """Keep the drafted tokens that were right, and hand out all tokens that were chosen."""
+        for part, one in zip(parts, verified, strict=True):
+            if part.tree.tokens:
+                tokens = part.first + part.tokens
+                keep_path(self.cache, part.row, tokens - 1, [0, *(node + 1 for node in one.path)])
+                self.cache.shorten(part.row, tokens + len(one.path))  # frees pages of the others
+                for chosen in one.chosen[:-1]:
+                    self._accept(part.entry, chosen)
+        self._scheduler.note(work)
+        for part, one in zip(parts, verified, strict=True):
+            self._accept(part.entry, one.chosen[-1])
 
     def _logits(self, work: list[Work]) -> Tensor | None:
-        """Return the logits of all work that chooses a token, as `follow` takes them, if any does."""
+        """Return the logits of all work that chooses a token, as `verify` takes them, if any does."""
         ids: list[int] = []
         rows: list[int] = []
         for part in work:
@@ -203,15 +202,18 @@ class ServingEngine:
 
     def _score(self, work: list[Work], hidden: Tensor) -> None:
         """Tell log-probabilities of prompts, of those that ask for them."""
-        first = 0
+        row = 0
         for part in work:
             if part.scores:
-                entry = part.entry
-                told = score(self._decoder.logits(hidden[first : first + part.tokens]), part)
-                told = told[entry.scored - part.first - 1 :]  # not again after a preemption
-                self._happened.append(PromptScored(entry.request.id, entry.scored, tuple(told)))
-                entry.scored += len(told)
-            first += part.tokens
+                entry, first = part.entry, part.first + 1
+                ids = entry.request.ids[first : first + part.tokens]
+                logits = self._decoder.logits(hidden[row : row + part.tokens])
+                counts = [entry.request.prompt_logprobs or 0] * len(ids)
+                tokens = log_probabilities(logits[: len(ids)], ids, counts)
+                tokens = tokens[entry.scored - first :]  # not again after a preemption
+                self._happened.append(PromptScored(entry.request.id, entry.scored, tuple(tokens)))
+                entry.scored += len(tokens)
+            row += part.tokens
 
     def _accept(self, entry: ServedEntry, chosen: Chosen | InputError) -> None:
         request = entry.request
@@ -232,6 +234,17 @@ class ServingEngine:
         self._happened.append(Finished(entry.request.id, reason, entry.new, error))
         self._counters.finished[reason] += 1
         del self._entries[entry.request.id]
-        if self._guesses is not None:
-            self._guesses.forget(entry)
+        if self._drafts is not None:
+            self._drafts.forget(entry)
         self._scheduler.finish(entry)
+
+
+def _verify(logits: Tensor, parts: Sequence[Work]) -> list[Verified]:
+    """Choose the next tokens of parts of a step."""
+    entries = [part.entry for part in parts]
+    return verify(
+        logits,
+        [entry.sampler for entry in entries],
+        [part.tree for part in parts],
+        [entry.request.stop for entry in entries],
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.serving.generation_requests import GenerationRequest
-from quantforge.runtime.speculation.guess_trees import GuessTree
+from quantforge.runtime.speculation.tree import DraftTree
 
 
 @dataclass(eq=False, slots=True)
@@ -53,18 +53,18 @@ class Work:
         row: of the cache.
         first: place of the first token, which is the number of those in the cache.
         tokens: their number.
-        tree: guesses behind them.
+        tree: drafted tokens after them.
     """
 
     entry: ServedEntry
     row: int
     first: int
     tokens: int
-    tree: GuessTree = field(default_factory=GuessTree)
+    tree: DraftTree = field(default_factory=DraftTree)
 
     @property
     def ids(self) -> list[int]:
-        """Return the tokens, and the guesses behind them."""
+        """Return the tokens, and the drafted ones after them."""
         return [*self.entry.tokens[self.first : self.first + self.tokens], *self.tree.tokens]
 
     @property

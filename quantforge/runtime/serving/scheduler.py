@@ -59,8 +59,7 @@ class Scheduler:
         """Take note that a step is computed."""
         if self._prefixes is not None:
             for part in work:
-                if (part.first + part.tokens) // PAGE > part.first // PAGE:
-                    self._prefixes.note(part.entry)
+                self._prefixes.note(part.entry)
 
     def finish(self, entry: ServedEntry) -> None:
         """Forget an entry that has ended, or was canceled."""

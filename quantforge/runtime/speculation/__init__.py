@@ -1,32 +1,29 @@
-"""Speculative decoding: tokens are guessed cheaply, and the model checks all of them in one pass.
+"""Speculative decoding: tokens are drafted cheaply, and the model checks all of them in one pass.
 
-Reading the weights is what a step costs, so that checking k guesses costs little more than computing one token. The
-result is exact by construction: at each place the token is chosen from the model's own logits, with the same draw that
-the plain loop makes there, and a guess counts where it is that token. So with a seed the sampled text is the same too,
-whatever guesses and however many: a guess never becomes text, it only saves a pass. The price is that a draft which
-draws must draw with the same random numbers; it agrees somewhat less often than with a rejection rule, which would
-have it accepted as often as the distributions allow but gives other text.
+Reading the weights is what a step costs, so checking k drafted tokens costs little more than computing one. The result
+is exact by construction: at each place the token is chosen from the model's own logits, with the same draw that the
+plain loop makes there, and a drafted token counts where it is that token. So with a seed the sampled text is the same
+too, whatever is drafted: a draft never becomes text, it only saves a pass. The price is that a draft model which draws
+must draw with the same random numbers; it agrees somewhat less often than with a rejection rule, which would have it
+accepted as often as the distributions allow but gives other text.
+
+One verifier (`verify`) serves a single text (`decode`) and the steps of an engine; whoever drafts is a `Drafter`.
 
 In this folder:
 
-    draft            Guesses of a smaller model, or of the same model in fewer bits, that reads along
-    draft_choice     Who guesses for a loaded model: copies of its text, itself ahead or in fewer bits, its heads
-    draft_options    Options of speculation: who guesses, how many tokens in a row, and how many for one place
-    draft_tree       Trees of guesses of a draft that reads along: behind each token, those that it finds likeliest
-    eagle3_files     Files of EAGLE-3: the tensors of its network under their names
-    eagle3_layer     The network of EAGLE-3: one decoder layer that reads tokens and, beside them
-    feature_guesser  Guesses of a small network that reads tokens and, beside each
-    growing_text     A text that grows by passes: the last token and guesses behind it are computed
-    guess_trees      Trees of guesses: several tokens may be guessed for one place
-    guesses          Interface of whoever guesses the next tokens, and what has come of the guesses
-    head_products    Products with the weights of draft heads: plain ones in the type of the model
-    likely_trees     Trees that grow by logits: behind each token stand those that some logits find likeliest
-    lookahead        Lookahead decoding: the model guesses for itself, many places at once (Fu et al., arXiv 2402.02057)
-    medusa           Medusa heads: each guesses the token so many places ahead, from the model's last hidden state alone
-    mtp              The model's own layer for further tokens (MTP), where its files hold one behind the last layer
-    mtp_files        Files that hold a layer for further tokens behind the last one
-    ngrams           Guesses from the text itself: what followed the last time that its last tokens occurred
-    own_draft        A draft made of the model itself: its linears in fewer bits, everything else shared
-    pace             How many tokens to guess in a row: as many as pay, from what passes have cost so far
-    speculate        One text with speculation: guess, check all guesses in one pass
+    decode        Speculative decoding of one text: draft, compute all drafted tokens in one pass
+    draft_model   A draft model: a smaller model of the same vocabulary, or the model itself in fewer bits
+    drafter       Interface of a drafter: it proposes the next tokens of one text, and may read what the model computed
+    drafters      Drafters by name: n-grams, lookahead, the model in fewer bits, its MTP layer, draft heads
+    eagle3        EAGLE-3: one decoder layer that reads each token together with what the model computed before it
+    features      A drafter of a small network that reads each token together with the model's state before it (EAGLE-3
+    head_weights  Linears of draft heads: plain weights in the type of the model, quantized ones packed
+    lookahead     Lookahead decoding: the model drafts for itself, many places at once (Fu et al., arXiv 2402.02057)
+    medusa        Medusa heads: each predicts the token so many places ahead, from the model's last hidden state alone
+    mtp           Multi-token prediction (MTP): the model's own layer for further tokens, stored after its last layer
+    ngrams        N-grams: copy from the text itself what followed the last time that its last tokens occurred
+    options       Options of speculation: who drafts tokens, how many in a row, and how many for one place
+    pace          Pace: how many tokens to draft in a row, from what passes have cost so far
+    tree          Trees of drafted tokens: several tokens may be drafted for one place
+    verify        Verification: a drafted token counts where the model chooses it
 """

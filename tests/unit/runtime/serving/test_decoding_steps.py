@@ -9,11 +9,12 @@ from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving import choosing
+from quantforge.runtime.sampling import choose_rows
 from quantforge.runtime.serving.decoding_steps import rounded
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import GenerationRequest
+from quantforge.runtime.speculation import verify
 from quantforge.verbs import quantize
 from quantforge_kernels.cpu.features import feature
 
@@ -31,9 +32,9 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     """Return the logits of every step; requests leave one after the other."""
     found = []
     monkeypatch.setattr(
-        choosing,
-        "choose",
-        lambda logits, entries: found.append(logits.clone()) or chosen(logits, entries),
+        verify,
+        "choose_rows",
+        lambda samplers, logits: found.append(logits.clone()) or choose_rows(samplers, logits),
     )
     engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
     if not recorded:
@@ -46,9 +47,6 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
         engine.step()
     assert engine.counters.pages_free == engine.counters.pages
     return found, engine
-
-
-chosen = choosing.choose
 
 
 @pytest.mark.parametrize("kind", ["", "int4", "k=fp8,v=int4"])

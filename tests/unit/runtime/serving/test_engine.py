@@ -19,9 +19,11 @@ from quantforge.runtime.serving.generation_requests import (
     NewToken,
     PromptScored,
 )
-from quantforge.runtime.speculation.guess_trees import chain
-from quantforge.runtime.speculation.lookahead import LookaheadGuesser
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, following, guessed
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.lookahead import LookaheadDrafter
+from quantforge.runtime.speculation.tree import chain
+from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, drafted, following
 
 
 def prompt(length, seed=0):
@@ -235,13 +237,13 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
 @pytest.mark.parametrize("options", [
     {}, {"pages": 10}, {"prefix_cache": True, "pages": 10}, {"rows": 1}, {"token_budget": 4},
 ], ids=str)  # fmt: skip
-def test_guesses_change_no_answer(options, shape):
+def test_drafts_change_no_completion(options, shape):
     """Stops in the middle of a pass, last tokens, pages that run out: each request has the tokens that it has alone."""
     requests = [
         *REQUESTS,
         GenerationRequest("stops", prompt(9, 77), 60, stop=frozenset(range(0, 61, 7))),
     ]
-    engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}), guessed(shape))
+    engine = ServingEngine(FakeDecoder(), EngineOptions(**{**ROOM, **options}), drafted(shape))
     for request in requests:
         engine.submit(request)
     finished, told = run(engine)
@@ -249,29 +251,28 @@ def test_guesses_change_no_answer(options, shape):
         assert told[request.id] == alone(request) == list(finished[request.id].tokens)
     counters, counts = engine.counters, engine.counters.speculation
     assert counters.pages_free == counters.pages
-    if options.get("token_budget") == 4:  # one for each row: none is left for guesses
+    if options.get("token_budget") == 4:  # one for each row: none is left for drafts
         assert counts.guessed <= 3 * 300
     else:
         assert counts.accepted > 20
         assert counts.parted > 0
         assert counters.steps < sum(request.new_tokens for request in requests)
-    assert not engine._guesses._guessers  # let go of with their requests
+    assert not engine._drafts._drafters  # let go of with their requests
 
 
-def test_guesses_of_one_text_are_refused():
+def test_drafters_of_one_text_are_refused():
     with pytest.raises(UsageError, match="single text"):
         ServingEngine(
             FakeDecoder(),
             EngineOptions(**ROOM),
-            replace(guessed((1,)), guesser=lambda room: LookaheadGuesser()),
+            replace(drafted((1,)), drafter=lambda room: LookaheadDrafter()),
         )
 
 
-def test_guesses_that_do_not_pay_stop():
+def test_drafts_that_do_not_pay_stop():
     """An oracle that is always wrong is not asked for long."""
-    drafting = guessed((1, 1, 1))
-    drafting.fixed, drafting.guesser = False, lambda room: Wrong()
-    engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300), drafting)
+    wrong = SpeculativeDecoder(None, lambda room: Wrong(), 3)
+    engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300), wrong)
     for number in range(2):
         engine.submit(GenerationRequest(str(number), prompt(5, number), 250))
     run(engine)
@@ -279,9 +280,9 @@ def test_guesses_that_do_not_pay_stop():
     assert engine.counters.speculation.accepted == 0
 
 
-class Wrong:
-    """Guesses a token that never follows, and takes its time."""
+class Wrong(Drafter):
+    """Drafts a token that never follows, and takes its time."""
 
-    def guess(self, history, most, sampler):
+    def draft(self, history, most, sampler):
         time.sleep(0.002)
         return chain([(following(history) + 1) % VOCABULARY] * most)

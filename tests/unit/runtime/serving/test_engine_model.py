@@ -17,8 +17,9 @@ from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest, NewToken
-from quantforge.runtime.speculation.draft_choice import GuessedDecoder, drafting
-from quantforge.runtime.speculation.draft_options import DraftOptions
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
+from quantforge.runtime.speculation.drafters import speculative_decoder
+from quantforge.runtime.speculation.options import DraftOptions
 from tests.choices import plain_text
 from tests.runs import copied, first_blocks
 from tests.thorough import usual
@@ -102,15 +103,14 @@ def test_greedy_tokens_are_those_of_each_request_alone(kind, options):
 
 
 @cache
-def guessed(draft, tree):
-    """Return who guesses, which holds nothing of a text."""
-    guesses = drafting(loaded(), DraftOptions(draft, tree=tree), lambda _: None)
-    guesses.fixed = True
-    return guesses
+def drafted(draft, tree, tokens=8):
+    """Return the model with a drafter, which holds nothing of a text."""
+    options = DraftOptions(draft, tokens, tree)
+    return replace(speculative_decoder(loaded(), options, lambda _: None), fixed=True)
 
 
 # Any two values of the three once.
-GUESSED = [
+DRAFTED = [
     (kind, *draft, (({}, {"prefix_cache": True}, {"pages": 4})[(at + step) % 3]))
     for at, kind in enumerate(("", "int8", "int4"))
     for step, draft in enumerate([("ngram", ""), ("ngram", "3x1x1"), ("int3", ""), ("int3", "2x2")])
@@ -119,12 +119,12 @@ GUESSED = [
 
 @pytest.mark.tokens
 @pytest.mark.parametrize(
-    ("kind", "draft", "tree", "options"), usual(GUESSED, *GUESSED[::4]), ids=str
+    ("kind", "draft", "tree", "options"), usual(DRAFTED, *DRAFTED[::4]), ids=str
 )
-def test_guesses_change_no_answer(kind, draft, tree, options):
-    guesses = guessed(draft, tree)
+def test_drafts_change_no_completion(kind, draft, tree, options):
+    speculative = drafted(draft, tree)
     given = {"rows": 4, "tokens": 200, "token_budget": 96, "chunk": 30, "cache": kind, **options}
-    engine = ServingEngine(guesses.decoder, EngineOptions(**given), guesses)
+    engine = ServingEngine(speculative.decoder, EngineOptions(**given), speculative)
     assert answers(engine, kind)
     counts = engine.counters.speculation
     assert engine.counters.pages_free == engine.counters.pages
@@ -134,12 +134,11 @@ def test_guesses_change_no_answer(kind, draft, tree, options):
 
 @pytest.mark.tokens
 @pytest.mark.thorough
-def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
-    guesses = drafting(loaded(), DraftOptions("int3", tokens=3), lambda _: None)
-    guesses.fixed = True
+def test_drawn_completions_with_drafts_are_those_of_each_request_alone():
+    speculative = drafted("int3", "", 3)
     found = []
-    for given in (None, guesses):
-        engine = ServingEngine(guesses.decoder, EngineOptions(rows=4, tokens=200), given)
+    for given in (None, speculative):
+        engine = ServingEngine(speculative.decoder, EngineOptions(rows=4, tokens=200), given)
         for number, request in enumerate(requests()):
             drawn = Sampling(temperature=0.9, top_p=0.9, seed=number, logprobs=1)
             engine.submit(replace(request, sampling=drawn))
@@ -150,7 +149,6 @@ def test_drawn_answers_with_guesses_are_those_of_each_request_alone():
                     told.setdefault(one.id, []).append(one.token)
         found.append(told)
     assert found[0] == found[1]
-    assert guesses is not None
     assert engine.counters.speculation.accepted > 10
 
 
@@ -163,13 +161,13 @@ def test_a_path_is_kept_in_rings(tiny, family):
     (plain,) = generate(windowed, [ids], StopLimits(80))
 
     def planted(_):
-        guesser = Planted([*ids, *plain])
-        guesser.most = 300  # tokens of its vocabulary
-        return guesser
+        drafter = Planted([*ids, *plain])
+        drafter.most = 300  # tokens of its vocabulary
+        return drafter
 
-    drafting = GuessedDecoder(windowed, planted, 3, fixed=True)
+    speculative = SpeculativeDecoder(windowed, planted, 3, fixed=True)
     options = EngineOptions(rows=2, tokens=128, chunk=24, token_budget=64)
-    engine = ServingEngine(windowed, options, drafting)
+    engine = ServingEngine(windowed, options, speculative)
     assert engine.cache.layout.rings
     engine.submit(GenerationRequest("a", tuple(ids), 80))
     finished = []

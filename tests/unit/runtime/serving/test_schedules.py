@@ -15,7 +15,7 @@ from quantforge.runtime.serving.generation_requests import (
     GenerationRequest,
 )
 from quantforge_kernels.kv import PAGE
-from tests.fake_decoder import FakeDecoder, alone, guessed
+from tests.fake_decoder import FakeDecoder, alone, drafted
 
 LONGEST = 150
 BEGINNINGS = [tuple((n * (n + seed)) % 59 for n in range(100)) for seed in range(3)]
@@ -34,7 +34,9 @@ options_of = st.fixed_dictionaries({
     "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE), 14), "chunk": st.integers(1, 60),
     "token_budget": st.integers(5, 80), "prefix_cache": st.booleans(),
 })  # fmt: skip
-shapes_of = st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4)  # of trees of guesses
+shapes_of = st.none() | st.lists(
+    st.integers(1, 3), min_size=1, max_size=4
+)  # of trees of drafted tokens
 # Steps in which a request comes, and in which one is cancelled.
 arrivals_of = st.lists(st.tuples(st.integers(0, 30), asked()), min_size=1, max_size=9)
 cancelled_of = st.dictionaries(st.integers(0, 8), st.integers(0, 60), max_size=3)
@@ -62,8 +64,8 @@ def check_pages(engine):
 @settings(max_examples=35, deadline=None)
 @given(options_of, arrivals_of, cancelled_of, shapes_of)
 def test_any_schedule(options, arrivals, cancelled, shape):
-    drafting = guessed(shape) if shape else None
-    engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options), drafting)
+    speculative = drafted(shape) if shape else None
+    engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options), speculative)
     requests = [
         (when, GenerationRequest(str(n), ids, new, stop))
         for n, (when, (ids, new, stop)) in enumerate(arrivals)

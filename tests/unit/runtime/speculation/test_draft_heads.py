@@ -1,4 +1,4 @@
-"""Heads of Medusa and EAGLE-3: what they guess is what a plain computation of their papers says, the text stays."""
+"""Heads of Medusa and EAGLE-3: what they draft is what a plain computation of their papers says, the text stays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.speculation.eagle3_files import read_eagle3
-from quantforge.runtime.speculation.feature_guesser import FeatureGuesser
-from quantforge.runtime.speculation.medusa import MedusaGuesser, read_medusa
-from quantforge.runtime.speculation.speculate import Speculation, speculate
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.eagle3 import Eagle3Layer
+from quantforge.runtime.speculation.features import FeatureDrafter
+from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from tests.runs import command
-from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, tokens_of
+from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, speculated
 
 GENERATOR = torch.Generator().manual_seed(5)
 HEADS, SEEN, OWN = 3, [0, 2, 1], 500
@@ -109,29 +109,28 @@ def eagle(tmp_path_factory, model):
     return write_eagle(tmp_path_factory.mktemp("heads") / "eagle", *sizes)
 
 
-class Recorded:
-    """Passes on to a guesser, and keeps what it guessed behind which text."""
+class Recorded(Drafter):
+    """Passes on to a drafter, and keeps what it drafted after which text."""
 
     def __init__(self, inner):
-        self.inner, self.blocks, self.guessed = inner, inner.blocks, []
+        self.inner, self.taps, self.drafted = inner, inner.taps, []
 
-    def watch(self, computed):
-        self.inner.watch(computed)
+    def observe(self, computed):
+        self.inner.observe(computed)
 
-    def guess(self, history, most, sampler):
-        tree = self.inner.guess(history, most, sampler)
-        self.guessed.append((list(history), tree))
+    def draft(self, history, most, sampler):
+        tree = self.inner.draft(history, most, sampler)
+        self.drafted.append((list(history), tree))
         return tree
 
 
-def run(decoder, ids, guesser, most, sampling=None, tokens=12):
-    """Return what was guessed; the text is the plain loop's."""
-    limits, recorded = StopLimits(tokens), Recorded(guesser)
+def run(decoder, ids, drafter, most, sampling=None, tokens=12):
+    """Return what was drafted; the text is the plain loop's."""
+    limits, recorded = StopLimits(tokens), Recorded(drafter)
     (plain,) = generate(decoder, [ids], limits, sampling)
-    speculation = Speculation(recorded, most=most, fixed=True)
-    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
-    assert len(recorded.guessed) > 3
-    return recorded.guessed
+    assert speculated(decoder, ids, recorded, most, limits, sampling)[0] == plain
+    assert len(recorded.drafted) > 3
+    return recorded.drafted
 
 
 def states(model, history):
@@ -146,7 +145,7 @@ def states(model, history):
 def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
     tensors = load_file(medusa / "medusa_lm_head.safetensors")
     heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
-    for history, tree in run(decoder, ids, MedusaGuesser(heads, shape), 3):
+    for history, tree in run(decoder, ids, MedusaDrafter(heads, shape), 3):
         hidden = states(model, history[:-1])[0][-1]
         ends = [-1]
         for head, count in zip(range(tree.depth), shape, strict=False):
@@ -236,11 +235,11 @@ def test_eagle_guesses_what_the_paper_says(
         load_file(head / "model.safetensors"),
         bool(config.get("norm_before_residual")),
     )
-    network = read_eagle3(
+    network = Eagle3Layer(
         open_heads(head), model.get_input_embeddings().weight, len(decoder.layers)
     )
     targets = tensors["d2t"] + torch.arange(OWN)
-    for history, tree in run(decoder, ids, FeatureGuesser(network, 100, shape), 3):
+    for history, tree in run(decoder, ids, FeatureDrafter(network, 100, shape), 3):
         _, into = states(model, history[:-1])
         text = torch.cat([into[block] for block in SEEN], -1) @ tensors["fc.weight"].T
         ends = [(-1, history[1:], text)]
@@ -260,7 +259,7 @@ def test_eagle_guesses_what_the_paper_says(
 
 def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, eagle, tmp_path):
     head = changed(eagle, tmp_path / "h", {"eagle_aux_hidden_state_layer_ids": None})
-    assert read_eagle3(open_heads(head), model.get_input_embeddings().weight, 12).seen == (2, 6, 9)
+    assert Eagle3Layer(open_heads(head), model.get_input_embeddings().weight, 12).taps == (2, 6, 9)
 
 
 @pytest.mark.tokens
@@ -285,10 +284,10 @@ def test_heads_guess_for_no_server(request, kind, capsys):
 
 @pytest.mark.tokens
 def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
-    network = read_eagle3(
+    network = Eagle3Layer(
         open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
     )
-    run(decoder, ids, FeatureGuesser(network, 100, (2, 2)), 2, DRAWN)
+    run(decoder, ids, FeatureDrafter(network, 100, (2, 2)), 2, DRAWN)
 
 
 def changed(path, to, config=None, tensors=None, drop=()):
@@ -371,7 +370,7 @@ def test_sampling_is_a_draw_of_each_place(decoder, model, medusa, ids):
     run(
         decoder,
         ids,
-        MedusaGuesser(heads, (2, 2, 1)),
+        MedusaDrafter(heads, (2, 2, 1)),
         3,
         Sampling(temperature=0.7, seed=1, repetition_penalty=1.1),
     )

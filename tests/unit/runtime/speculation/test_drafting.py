@@ -9,7 +9,7 @@ import pytest
 import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.own_draft import lower_bits, weight_of
+from quantforge.runtime.speculation.draft_model import lower_bits, weight_of
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 

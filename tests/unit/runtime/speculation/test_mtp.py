@@ -14,7 +14,7 @@ import quantforge
 from quantforge.errors import InputError, RefusedError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.feature_guesser import FeatureGuesser
+from quantforge.runtime.speculation.features import FeatureDrafter
 from quantforge.runtime.speculation.mtp import read_mtp
 from tests.runs import quantize, recipe
 from tests.unit.runtime.speculation.test_draft_heads import rms, run
@@ -96,14 +96,14 @@ def says(block, features, tokens):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2)])
-def test_guesses_are_those_of_the_block(source, block, shape):
+def test_drafts_are_those_of_the_block(source, block, shape):
     loaded = load(source)
     assert loaded.model.config.rms_norm_eps == 1e-5
     draw = random.Random(4)
     ids = [draw.randrange(3, 300) for _ in range(20)]
     network = read_mtp(loaded)
-    guesser = FeatureGuesser(network, 60, shape)
-    for history, tree in run(Decoder(load(source).model), ids, guesser, len(shape), tokens=8):
+    drafter = FeatureDrafter(network, 60, shape)
+    for history, tree in run(Decoder(load(source).model), ids, drafter, len(shape), tokens=8):
         with torch.inference_mode():
             found = loaded.model(torch.tensor([history[:-1]]), output_hidden_states=True)
         text = found.hidden_states[-1][0]

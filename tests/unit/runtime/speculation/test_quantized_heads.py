@@ -13,7 +13,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats.sources.head_directory import open_heads
 from quantforge.plans import Action
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.eagle3_files import read_eagle3
+from quantforge.runtime.speculation.eagle3 import Eagle3Layer
 from tests.runs import command, quantize, recipe
 from tests.unit.runtime.speculation.test_draft_heads import changed, write_eagle, write_medusa
 from tests.unit.runtime.speculation.test_speculate import DEMO
@@ -59,15 +59,15 @@ def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embeddin
     quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", head="int8:row:sym"))
     found = open_heads(out)
     packed, plain = (
-        read_eagle3(found, embedding, 4),
-        read_eagle3(open_heads(heads["eagle"]), embedding, 4),
+        Eagle3Layer(found, embedding, 4),
+        Eagle3Layer(open_heads(heads["eagle"]), embedding, 4),
     )
-    for name, product in packed.products.items():
+    for name, product in packed.linears.items():
         prefix = f"midlayer.{name}" if "proj" in name else name
         weight = found.read(_shape(heads["eagle"], f"{prefix}.weight"), f"{prefix}.weight")
         x = torch.randn(3, weight.shape[1])
         torch.testing.assert_close(product(x), x @ weight.float().T, rtol=2e-2, atol=2e-2)
-        far = (plain.products[name](x) - product(x)).abs().max()
+        far = (plain.linears[name](x) - product(x)).abs().max()
         assert (far > 0) == (name != "fc")
 
 

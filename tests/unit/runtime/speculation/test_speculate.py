@@ -1,4 +1,4 @@
-"""Speculation gives the plain loop's tokens, whoever guesses and whatever is guessed."""
+"""Speculation gives the plain loop's tokens, whoever drafts and whatever is drafted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler, Sampling
-from quantforge.runtime.speculation.draft import DraftGuesser
-from quantforge.runtime.speculation.guess_trees import chain
-from quantforge.runtime.speculation.guesses import Speculated, expected_tokens
-from quantforge.runtime.speculation.ngrams import NgramGuesser
-from quantforge.runtime.speculation.pace import GuessPace
-from quantforge.runtime.speculation.speculate import Speculation, speculate
+from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.speculation.draft_model import ModelDrafter
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.ngrams import NgramDrafter
+from quantforge.runtime.speculation.pace import Pace
+from quantforge.runtime.speculation.tree import chain
+from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens
 from tests.choices import plain_text
 
 DEMO = Path("models/demo")
@@ -39,17 +40,20 @@ def ids():
     return part * 4
 
 
-def tokens_of(chosen) -> list[int]:
-    return [one.token for one in chosen]
+def speculated(decoder, ids, drafter, most, limits, sampling=None):
+    """Return the tokens of a text with always as many drafted ones, and the counts."""
+    speculative = SpeculativeDecoder(decoder, lambda _: drafter, most, fixed=True)
+    text = SpeculativeText(speculative, ids, limits, sampling)
+    return [one.token for one in text], text.counts
 
 
-class Scripted:
-    """Guesses the true continuation, with every ``n``-th guess made wrong."""
+class Scripted(Drafter):
+    """Drafts the true continuation, with every ``n``-th token made wrong."""
 
     def __init__(self, truth, wrong_every):
         self.truth, self.wrong, self.asked = truth, wrong_every, 0
 
-    def guess(self, history, most, sampler):
+    def draft(self, history, most, sampler):
         behind = self.truth[len(history) : len(history) + most]
         found = []
         for token in behind:
@@ -68,10 +72,8 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
     plain = plain_text(decoder, ids, limits, sampling)
     assert len(plain) == 24
     for wrong in (1, 3, 1000):
-        speculation = Speculation(Scripted(ids + plain, wrong), most=5, fixed=True)
-        found = tokens_of(speculate(decoder, ids, speculation, limits, sampling))
+        found, counts = speculated(decoder, ids, Scripted(ids + plain, wrong), 5, limits, sampling)
         assert found == plain
-        counts = speculation.counts
         assert counts.tokens == len(plain) - 1
         if wrong == 1:
             assert counts.accepted == 0
@@ -87,8 +89,7 @@ def test_stop_token_ends_in_the_middle_of_a_pass(decoder, ids):
     (plain,) = generate(decoder, [ids], StopLimits(24))
     stop = plain[6]
     limits = StopLimits(24, stop=frozenset({stop}))
-    speculation = Speculation(Scripted(ids + plain, 1000), most=8, fixed=True)
-    found = tokens_of(speculate(decoder, ids, speculation, limits))
+    found, _ = speculated(decoder, ids, Scripted(ids + plain, 1000), 8, limits)
     assert found == plain[: plain.index(stop) + 1]
 
 
@@ -97,39 +98,36 @@ def test_stop_token_ends_in_the_middle_of_a_pass(decoder, ids):
 def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
     limits = StopLimits(20)
     (plain,) = generate(decoder, [ids], limits, sampling)
-    speculation = Speculation(DraftGuesser(decoder, len(ids) + 20), most=4, fixed=True)
-    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
-    assert speculation.counts.acceptance == 1
+    drafter = ModelDrafter(decoder, len(ids) + 20, (1,) * 4)
+    found, counts = speculated(decoder, ids, drafter, 4, limits, sampling)
+    assert found == plain
+    assert counts.acceptance == 1
 
 
 @pytest.mark.tokens
-def test_draft_reads_along_after_wrong_guesses(decoder, ids):
-    """A draft whose guesses were refused goes on from what the model chose."""
-    limits = StopLimits(20)
-    (plain,) = generate(decoder, [ids], limits)
-    draft = DraftGuesser(decoder, len(ids) + 40)
-    for end in (0, 5, 9):
-        history = ids + plain[:end]
-        assert draft.guess(history, 3, RowSampler(Sampling())).tokens == plain[end : end + 3]
-        assert draft.guess([*history[:-1], 77], 1, RowSampler(Sampling())) is not None
+def test_draft_model_continues_after_wrong_tokens(decoder, ids):
+    """A draft model whose tokens were wrong continues from what the model chose."""
+    drafter, sampler = ModelDrafter(decoder, len(ids) + 60, (1,) * 3), RowSampler(Sampling())
+    history = list(ids)
+    for right in (0, 3, 1, 2):
+        (plain,) = generate(decoder, [history], StopLimits(3))
+        assert drafter.draft(history, 3, sampler).tokens == plain
+        history += [*plain[:right], 77]
 
 
 def test_copies_what_followed():
-    guesser = NgramGuesser(longest=3, shortest=2)
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2], 3, RowSampler(Sampling())).tokens == [3, 4, 9]
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, RowSampler(Sampling())).tokens == []
-    assert guesser.guess([1, 2, 3, 4, 9, 1, 2, 5, 5, 1, 2], 2, RowSampler(Sampling())).tokens == [
-        5,
-        5,
-    ]
-    again = NgramGuesser(longest=2, shortest=1)
-    assert again.guess([7, 8, 7], 5, RowSampler(Sampling())).tokens == [8, 7, 8, 7, 8]
+    drafter, sampler = NgramDrafter((1,) * 3), RowSampler(Sampling())
+    assert drafter.draft([1, 2, 3, 4, 9, 1, 2], 3, sampler).tokens == [3, 4, 9]
+    assert drafter.draft([1, 2, 3, 4, 9, 1, 2, 5, 5], 3, sampler).tokens == []
+    assert drafter.draft([1, 2, 3, 4, 9, 1, 2, 5, 5, 1, 2], 2, sampler).tokens == [5, 5]
+    again = NgramDrafter((1,) * 5, lengths=(2, 1))
+    assert again.draft([7, 8, 7], 5, sampler).tokens == [8, 7, 8, 7, 8]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.data())
 def test_copies_are_those_of_a_search(history, most, data):
     """Growing by any steps, the table finds what a search through the whole text finds."""
-    guesser, place = NgramGuesser(longest=3, shortest=1), 0
+    drafter, place = NgramDrafter((1,) * most, lengths=(3, 2, 1)), 0
     while place < len(history):
         place = data.draw(st.integers(place + 1, len(history)))
         seen, wanted = history[:place], []
@@ -143,14 +141,14 @@ def test_copies_are_those_of_a_search(history, most, data):
                     copied.append(copied[ends[-1] + step])
                 wanted = copied[place:]
                 break
-        assert guesser.guess(seen, most, RowSampler(Sampling())).tokens == wanted
+        assert drafter.draft(seen, most, RowSampler(Sampling())).tokens == wanted
 
 
 def test_expected_tokens():
     assert expected_tokens(1, 4) == 5
     assert expected_tokens(0, 4) == 1
     assert expected_tokens(0.5, 1) == 1.5
-    counts = Speculated(
+    counts = SpeculationCounts(
         passes=3, checked=2, guessed=8, depths=8, accepted=5, tokens=8, came=7, parted=1
     )
     assert counts.acceptance == 5 / 6
@@ -158,35 +156,35 @@ def test_expected_tokens():
 
 
 def played(pace, chance, cost, tokens=600, seed=0):
-    """Return the seconds per token, and the guesses of every pass, of a machine whose passes take ``cost(k)``."""
+    """Return the seconds per token, and what every pass drafted, on a machine whose passes take ``cost(k)``."""
     draw, made, seconds, asked = random.Random(seed), 0, 0.0, []
     while made < tokens:
-        k = pace.guesses()
+        k = pace.tokens()
         asked.append(k)
         right = 0
         while right < k and draw.random() < chance:
             right += 1
         pace.took(k, cost(k))
-        pace.judged(right, parted=right < k)
+        pace.judged(right, missed=right < k)
         seconds += cost(k)
         made += right + 1
     return seconds / made, asked
 
 
-def test_pace_turns_itself_off_where_guesses_do_not_pay():
-    seconds, asked = played(GuessPace(8), 0.05, lambda k: 1 + 0.3 * k)
+def test_pace_turns_itself_off_where_drafts_do_not_pay():
+    seconds, asked = played(Pace(8), 0.05, lambda k: 1 + 0.3 * k)
     assert seconds < 1.03
     assert asked[-50:].count(0) >= 48
 
 
-def test_pace_guesses_many_where_they_are_right():
-    seconds, asked = played(GuessPace(8), 0.97, lambda k: 1 + 0.05 * k)
+def test_pace_drafts_many_where_they_are_right():
+    seconds, asked = played(Pace(8), 0.97, lambda k: 1 + 0.05 * k)
     assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
     assert max(asked) == 8
 
 
 def test_pace_comes_back_when_the_text_changes():
-    pace = GuessPace(6)
+    pace = Pace(6)
     played(pace, 0.0, lambda k: 1 + 0.2 * k, tokens=300)
     seconds, _ = played(pace, 1.0, lambda k: 1 + 0.2 * k, tokens=600)
     assert seconds < 0.5

@@ -1,4 +1,4 @@
-"""Trees of guesses: the text is that of the plain loop, whatever stands in them, and the cache holds it alone."""
+"""Trees of drafted tokens: the text is the plain loop's, whatever stands in them, and the cache holds it alone."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler, Sampling
-from quantforge.runtime.speculation.draft_options import MOST_NODES, DraftOptions, shape_of
-from quantforge.runtime.speculation.draft_tree import DraftTreeGuesser
-from quantforge.runtime.speculation.guess_trees import ROOT, GuessTree, chain
-from quantforge.runtime.speculation.ngrams import NgramGuesser
-from quantforge.runtime.speculation.speculate import Speculation, speculate
+from quantforge.runtime.speculation.draft_model import ModelDrafter
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.ngrams import NgramDrafter
+from quantforge.runtime.speculation.options import MOST_NODES, DraftOptions, shape_of
+from quantforge.runtime.speculation.tree import ROOT, DraftTree, chain
 from tests.choices import plain_text
 from tests.unit.runtime.speculation.test_speculate import (
     DEMO,
     DRAWN,
     PENALISED,
-    tokens_of,
+    speculated,
 )
 
 SHAPE = (3, 2, 2)
@@ -44,16 +44,16 @@ def ids():
     return [draw.randrange(5, 2000) for _ in range(12)] * 4
 
 
-class Planted:
-    """Guesses full trees in which the true continuation stands anywhere, up to a depth drawn anew."""
+class Planted(Drafter):
+    """Drafts full trees in which the true continuation stands anywhere, up to a depth drawn anew."""
 
     def __init__(self, truth, shape=SHAPE, probes=0):
         self.truth, self.shape, self.draw, self.probes = truth, shape, random.Random(1), probes
         self.passes, self.most = [], 2000
 
-    def guess(self, history, most, sampler):
+    def draft(self, history, most, sampler):
         right = self.draw.randrange(len(self.shape) + 1)
-        tree, ends, on_path = GuessTree(), [ROOT], ROOT
+        tree, ends, on_path = DraftTree(), [ROOT], ROOT
         for depth, count in enumerate(self.shape[:most]):
             true = self.truth[len(history) + depth] if depth < right else None
             grown, following = [], None
@@ -86,10 +86,9 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
     plain = plain_text(decoder, ids, limits, sampling)
     assert len(plain) == 40
     for probes in (0, 5):
-        speculation = Speculation(Planted(ids + plain, probes=probes), most=3, fixed=True)
-        found = tokens_of(speculate(decoder, ids, speculation, limits, sampling))
+        planted = Planted(ids + plain, probes=probes)
+        found, counts = speculated(decoder, ids, planted, 3, limits, sampling)
         assert found == plain
-        counts = speculation.counts
         assert counts.tokens == len(plain) - 1
         assert 1.5 < counts.tokens_per_pass < 3.5
         assert counts.guessed > 2 * counts.depths
@@ -106,18 +105,17 @@ def test_families(tiny, family):
     (plain,) = generate(decoder, [ids], limits)
     planted = Planted(ids + plain)
     planted.most = 300
-    speculation = Speculation(planted, most=3, fixed=True)
-    assert tokens_of(speculate(decoder, ids, speculation, limits)) == plain
-    assert speculation.counts.accepted > 4
+    found, counts = speculated(decoder, ids, planted, 3, limits)
+    assert found == plain
+    assert counts.accepted > 4
 
 
 @pytest.mark.parametrize("kind", [*WORDS, ""])
 def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind):
-    tree = GuessTree()
+    tree = DraftTree()
     for parent, token in ((ROOT, 7), (ROOT, 8), (1, 9), (0, 10), (2, 11), (2, 12)):
         tree.add(parent, token)
-    path = tree.path(5)
-    assert path == [1, 2, 5]
+    path = [1, 2, 5]
     held, wanted = decoder.cache(1, 100, kind), decoder.cache(1, 100, kind)
     for one in (held, wanted):
         one.reserve(0, 100)
@@ -142,46 +140,53 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
 def test_model_as_its_own_draft_is_always_right(decoder, ids, sampling):
     limits = StopLimits(21)
     (plain,) = generate(decoder, [ids], limits, sampling)
-    speculation = Speculation(DraftTreeGuesser(decoder, len(ids) + 21, SHAPE), most=3, fixed=True)
-    assert tokens_of(speculate(decoder, ids, speculation, limits, sampling)) == plain
-    assert speculation.counts.acceptance == 1
-    assert speculation.counts.passes == 5
+    drafter = ModelDrafter(decoder, len(ids) + 21, SHAPE)
+    found, counts = speculated(decoder, ids, drafter, 3, limits, sampling)
+    assert found == plain
+    assert counts.acceptance == 1
+    assert counts.passes == 5
+
+
+def path_to(tree, node):
+    """Return the nodes from the first after the root to a node."""
+    return [] if node == ROOT else [*path_to(tree, tree.parents[node]), node]
 
 
 @pytest.mark.tokens
 def test_draft_keeps_the_path_that_was_right(decoder, ids):
-    """Guesses behind a text that followed an older tree are those of a draft that never saw the tree."""
-    reads = DraftTreeGuesser(decoder, 200, SHAPE)
+    """What is drafted after a text that followed an older tree is that of a draft model that never saw the tree."""
+    reads = ModelDrafter(decoder, 200, SHAPE)
     history, sampler = list(ids), RowSampler(Sampling())
     computed = []
-    compute = reads._compute
-    reads._compute = lambda tokens, tree: (
+    compute = reads._logits
+    reads._logits = lambda tokens, tree=None: (
         computed.append((len(tokens), tree)) or compute(tokens, tree)
     )
     for leaf in (5, 3, 0, 6):
-        tree = reads.guess(history, 3, sampler)
-        fresh = DraftTreeGuesser(decoder, 200, SHAPE).guess(history, 3, sampler)
+        tree = reads.draft(history, 3, sampler)
+        fresh = ModelDrafter(decoder, 200, SHAPE).draft(history, 3, sampler)
         assert (tree.tokens, tree.parents) == (fresh.tokens, fresh.parents)
-        history += [tree.tokens[node] for node in tree.path(leaf)] + [77]
+        history += [tree.tokens[node] for node in path_to(tree, leaf)] + [77]
     texts = [count for count, tree in computed if tree is None]
     assert texts[0] == len(ids)
     assert max(texts[1:]) <= 2  # a leaf was never computed, and the last token; the path is there
 
 
 def test_copies_of_several_places():
-    guesser = NgramGuesser(longest=2, shortest=2, shape=(2, 1, 1))
-    tree = guesser.guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 3, RowSampler(Sampling()))
+    drafter, sampler = NgramDrafter((2, 1, 1), lengths=(2,)), RowSampler(Sampling())
+    tree = drafter.draft([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 3, sampler)
     assert tree.tokens == [5, 6, 1, 3, 4, 1]
     assert tree.parents == [ROOT, 0, 1, ROOT, 3, 4]
-    assert (tree.depth, tree.guesses, tree.is_chain) == (3, 6, False)
-    again = guesser.guess([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 6, 1, 2], 2, RowSampler(Sampling()))
+    assert (tree.depth, tree.drafted, tree.is_chain) == (3, 6, False)
+    again = drafter.draft([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 5, 6, 1, 2], 2, sampler)
     assert again.tokens == [5, 6, 3, 4]  # what followed twice is there once
     assert chain([5, 6]).is_chain
 
 
 def test_shapes():
     assert shape_of("3x2x1") == (3, 2, 1)
-    assert DraftOptions("ngram", tree="8").most == 1
+    assert DraftOptions("ngram", tree="8").shape == (8,)
+    assert DraftOptions("ngram", tokens=2).shape == (1, 1)
     for bad in (
         "",
         "x",

@@ -1,7 +1,8 @@
-"""Options of speculation: who guesses, how many tokens in a row, and how many for one place."""
+"""Options of speculation: who drafts tokens, how many in a row, and how many for one place."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,14 +15,15 @@ from quantforge.errors import UnknownNameError, UsageError, nearest
 NGRAM, LOOKAHEAD, MTP = "ngram", "lookahead", "mtp"
 FEWER_BITS = (2, 3, 4)  # of the model itself
 WORDS = (NGRAM, LOOKAHEAD, *(f"int{bits}" for bits in FEWER_BITS), MTP)
-SINGLE = (LOOKAHEAD, MTP)  # guess for one text, as directories of heads do
-FOR_ONE_TEXT = (  # what is said where others guess, and what to type
-    "lookahead and heads guess for a single text",
+SINGLE = (LOOKAHEAD, MTP)  # draft for one text, as directories of heads do
+FOR_ONE_TEXT = (  # message and hint where several texts are decoded together
+    "lookahead and heads draft for a single text",
     "take --draft ngram, int2, int3, int4 or a model, or `quantforge generate`",
 )
 _NAMES = f"{', '.join(WORDS)}, a model, or a directory of heads"
 DRAFT_TOKENS = 8
-MOST_NODES = 64  # guesses of a pass
+MOST_NODES = 64  # drafted tokens of a pass
+_TREE = re.compile(r"[1-9][0-9]?(x[1-9][0-9]?)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,12 @@ class DraftOptions:
     """Options of speculation.
 
     Attributes:
-        draft: who guesses, see `quantforge.runtime.speculation.draft_choice`; "" is nobody.
-        tokens: guesses in a row at most.
-        tree: guesses behind each token, place by place, as ``3x2x1``; "": one for each place.
+        draft: who drafts, see `quantforge.runtime.speculation.drafters`; "" is nobody.
+        tokens: drafted tokens in a row, at most.
+        tree: drafted tokens after each token, place by place, as ``3x2x1``; "": one for each place.
 
     Raises:
-        UsageError: a value that means nothing, or that has no effect beside the others.
+        UsageError: a value out of range, or an option that has no effect with the others.
     """
 
     draft: str = ""
@@ -45,10 +47,10 @@ class DraftOptions:
         given = {"--draft-tokens": self.tokens != DRAFT_TOKENS, "--draft-tree": bool(self.tree)}
         names = [name for name, there in given.items() if there]
         if names and not self.draft:
-            raise UsageError(f"{names[0]}: nothing is guessed without --draft", "add --draft ngram")
+            raise UsageError(f"{names[0]}: nothing is drafted without --draft", "add --draft ngram")
         if len(names) > 1:
             raise UsageError(
-                "--draft-tokens and --draft-tree: the tree says how many",
+                "--draft-tokens and --draft-tree: the tree determines how many tokens are drafted",
                 "leave --draft-tokens out",
             )
         if type(self.tokens) is not int or not 1 <= self.tokens <= MOST_NODES:
@@ -64,33 +66,28 @@ class DraftOptions:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of a tree; none without."""
-        return shape_of(self.tree) if self.tree else ()
-
-    @property
-    def most(self) -> int:
-        """Return the guesses in a row at most."""
-        return len(self.shape) or self.tokens
+        """Return how many tokens are drafted after each token, place by place."""
+        return shape_of(self.tree) if self.tree else (1,) * self.tokens
 
 
 NO_DRAFT = DraftOptions()
 
 
 def typed_draft(draft: str | None) -> str:
-    """Return who guesses as it was typed, or "" where nothing was.
+    """Return the value of ``--draft``, or "" where it was not given.
 
     Raises:
         UsageError: it is empty.
-        UnknownNameError: it is neither one of `WORDS`, nor a path that is there, nor a name of the hub.
+        UnknownNameError: it is neither one of `WORDS`, nor an existing path, nor a name of the hub.
     """
     if draft is None:
         return ""
     if not draft.strip():
-        raise UsageError(f"--draft {draft!r}: names nobody who guesses", f"it takes {_NAMES}")
+        raise UsageError(f"--draft {draft!r}: names nobody who drafts", f"it takes {_NAMES}")
     if draft not in WORDS and not _is_model(draft):
         near = nearest(draft, WORDS)
         raise UnknownNameError(
-            f"--draft {draft}: nobody of that name guesses, and there is no such path",
+            f"--draft {draft}: no way to draft has this name, and there is no such path",
             f"{near} " * near.endswith("?") + f"it takes {_NAMES}",
         )
     return draft
@@ -105,25 +102,20 @@ def _is_model(name: str) -> bool:
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """Return how many guesses stand behind each token, place by place, of words like ``3x2x1``.
+    """Parse a tree such as ``3x2x1``: how many tokens are drafted after each token, place by place.
 
     Raises:
-        UsageError: it says something else, or more than `MOST_NODES` guesses in all.
+        UsageError: it is something else, or has more than `MOST_NODES` tokens in all.
     """
-    words = text.split("x")
-    if not all(word.isascii() and word.isdecimal() and int(word[:4]) for word in words):
+    shape = tuple(map(int, text.split("x"))) if _TREE.fullmatch(text[:200]) else ()
+    if not shape or nodes_of(shape) > MOST_NODES:
         raise UsageError(
-            f"no tree of guesses: {text!a:.60}",
-            "guesses behind each token, place by place, each at least 1: 3x2x1",
-        )
-    shape = tuple(int(word[:4]) for word in words[: MOST_NODES + 1])
-    if nodes_of(shape) > MOST_NODES:
-        raise UsageError(
-            f"a tree {text[:60]} has more than {MOST_NODES} guesses", "fewer in all, as 4x2x1"
+            f"not a tree of drafted tokens: {text!a:.60}",
+            f"tokens after each token, place by place, at most {MOST_NODES} in all: 3x2x1",
         )
     return shape
 
 
 def nodes_of(shape: Sequence[int]) -> int:
-    """Return the guesses of a full tree of a shape."""
+    """Return the number of tokens in a full tree."""
     return sum(accumulate(shape, mul))
