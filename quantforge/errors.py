@@ -12,10 +12,11 @@ from difflib import SequenceMatcher, get_close_matches
 from enum import StrEnum
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 
 K = TypeVar("K")
@@ -52,6 +53,11 @@ class QuantForgeError(Exception):
         self.file = file
         self.tensor = tensor
         self.fault = fault
+
+    @classmethod
+    def at(cls, path: Path, what: str, hint: str = "") -> Self:
+        """Return the error about a file or a directory: the message begins with its path."""
+        return cls(f"{path}: {what}", hint, file=str(path))
 
 
 class UsageError(QuantForgeError):

@@ -9,7 +9,7 @@ replaced while it is read would give tensors of two models. Four rules:
   what a person names may be a link to anywhere;
 * whatever the name leads to must be a regular file, checked on the open descriptor;
 * it may have no more bytes than the limit of its role, and no more are read, even if it grows;
-* device, inode, size and time of the open file make its stamp (`quantforge_files.stamp`); every later read compares it.
+* device, inode, size and time of the open file make its `Stamp`; every later read compares it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ _PART = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Stamp:
+    """Identity of the content of an open file, known without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Stamp:
+        """Return the stamp of an open file."""
+        found = os.fstat(descriptor)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class Opener:
     """Opener of files for one package: ``error`` makes its exception of a message, a hint and the file's name.
 
@@ -40,21 +56,6 @@ class Opener:
     """
 
     error: Callable[[str, str, str], Exception]
-
-    def real(self, path: Path, inside: Path | None) -> Path:
-        """Return where ``path`` really is, a regular file that may be read.
-
-        Raises:
-            error: missing, a loop of links, a link out of the model, or no regular file.
-        """
-        real = self._resolved(path, inside)
-        try:
-            regular = stat.S_ISREG(real.stat().st_mode)
-        except OSError as error:
-            raise self._unreadable(path, error) from error
-        if not regular:
-            raise self._not_regular(path)
-        return real
 
     def check(self, path: Path, role: FileRole, inside: Path | None) -> None:
         """Refuse, without reading it, a file that `read` would refuse; errors as `opened`."""
@@ -66,19 +67,18 @@ class Opener:
         """Open a file for reading, and yield the descriptor.
 
         Raises:
-            error: as `real`, or larger than its role allows.
+            error: missing, a loop of links, a link out of the model, no regular file, or larger than its role allows.
         """
-        real = self.real(path, inside)
+        real = self._resolved(path, inside)
         try:
+            self._check_regular(path, real.stat())  # to open a device may do something
             descriptor = system.open_nofollow(real, system.READ)
         except OSError as error:
             raise self._unreadable(path, error) from error
         try:
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise self._not_regular(path)
-            if found.st_size > role.limit:
-                raise self._too_large(path, role, found.st_size)
+            self._check_regular(path, found)
+            self._check_size(path, role, found.st_size)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -101,8 +101,7 @@ class Opener:
         """
         assert role.limit < NO_LIMIT
         data = self.head(path, role, role.limit + 1, inside)
-        if len(data) > role.limit:
-            raise self._too_large(path, role, len(data))
+        self._check_size(path, role, len(data))
         return data
 
     def text(self, path: Path, role: FileRole, inside: Path | None) -> str:
@@ -121,17 +120,15 @@ class Opener:
     def head(self, path: Path, role: FileRole, count: int, inside: Path | None) -> bytes:
         """Read the first ``count`` bytes of a file, or as many as it has; errors as `opened`."""
         with self.opened(path, role, inside) as descriptor:
-            wanted = min(count, max(os.fstat(descriptor).st_size, _PART))
             try:
-                data = os.pread(descriptor, wanted, 0)
-                parts = [data]
-                done = len(data)
-                while done < count and (data := os.pread(descriptor, _PART, done)):
-                    parts.append(data[: count - done])
-                    done += len(parts[-1])
+                data = os.pread(descriptor, min(count, os.fstat(descriptor).st_size), 0)
+                while len(data) < count and (
+                    more := os.pread(descriptor, min(_PART, count - len(data)), len(data))
+                ):
+                    data += more  # it has grown, or the system gives less at once
             except OSError as error:
                 raise self._unreadable(path, error) from error
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return data
 
     def parse_object(
         self, data: bytes, path: Path | str, role: FileRole, *, loose: bool = False
@@ -206,17 +203,19 @@ class Opener:
             )
         return real
 
-    def _not_regular(self, path: Path) -> Exception:
-        return self.error(
-            f"{path}: not a regular file", "give a file, no pipe or device", str(path)
-        )
+    def _check_regular(self, path: Path, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise self.error(
+                f"{path}: not a regular file", "give a file, no pipe or device", str(path)
+            )
 
-    def _too_large(self, path: Path, role: FileRole, size: int) -> Exception:
-        return self.error(
-            f"{path}: {size} bytes, more than {role.limit}",
-            f"no {role.name} needs to be that large",
-            str(path),
-        )
+    def _check_size(self, path: Path, role: FileRole, size: int) -> None:
+        if size > role.limit:
+            raise self.error(
+                f"{path}: {size} bytes, more than {role.limit}",
+                f"no {role.name} needs to be that large",
+                str(path),
+            )
 
     def _too_many(self, directory: Path) -> Exception:
         return self.error(

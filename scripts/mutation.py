@@ -87,14 +87,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.checkpoint.lock": (
         "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
-    "quantforge.checkpoint.earlier": ("unit/checkpoint/test_disk.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.result_place": (
+    "quantforge.checkpoint.previous_output": (
         "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
     "quantforge.checkpoint.stage": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
-    ),
-    "quantforge.checkpoint.staged_files": (
         "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
     ),

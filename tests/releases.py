@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.shards import file_plans
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter

@@ -94,6 +94,20 @@ def existing(path: Path, access: int = os.O_WRONLY) -> int:
     return descriptor
 
 
+@contextmanager
+def whole_file(path: Path, part: str, disk: Disk | None = None) -> Iterator[int]:
+    """Make a file of a run's own, which is called ``part`` until it is whole and durable; yield the descriptor."""
+    disk = disk or DISK
+    unfinished = path.with_name(part)
+    descriptor = fresh(unfinished)
+    try:
+        yield descriptor
+        disk.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    disk.rename(unfinished, path)
+
+
 def append(path: Path, data: bytes) -> None:
     """Add to a file that was made here, or make it.
 
@@ -242,8 +256,6 @@ def no_space(path: Path, needed: int, reason: str, hint: str = "") -> ResourceEr
     place = [place, *runs][-1]
     large = f" ({needed / 1e9:.3g} GB, {free / 1e9:.3g} GB)" if needed >= 1e8 else ""
     full = f"free space in {place} (or raise its quota or `ulimit -f`), then run the command again"
-    return ResourceError(
-        f"{path}: {reason}; {needed} bytes needed, {free} free{large}",
-        hint or full,
-        file=str(path),
+    return ResourceError.at(
+        path, f"{reason}; {needed} bytes needed, {free} free{large}", hint or full
     )

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quantforge.errors import InputError, IntegrityError
-from quantforge_files import Opener, Stamp
-from quantforge_files.stamp import reopened as opened_again
+from quantforge_files import Opener, Stamp, system
 
 FILES = Opener(lambda message, hint, file: InputError(message, hint, file=file))
 
 
-def reopened(
-    path: Path, stamp: Stamp | None, tensor: str | None = None
-) -> AbstractContextManager[int]:
-    """Open a file that was read before; `IntegrityError` if it is not the same before and after the reading."""
-    return opened_again(path, stamp, lambda: changed(path, tensor))
+@contextmanager
+def reopened(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iterator[int]:
+    """Open a file that was read before, and yield the descriptor.
+
+    Raises:
+        IntegrityError: it was replaced, truncated or written to since its stamp was taken, also during the block.
+    """
+    try:
+        descriptor = os.open(path, system.READ)
+    except OSError as error:
+        raise changed(path, tensor) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise changed(path, tensor)
+        yield descriptor
+        if stamp is not None and Stamp.of(descriptor) != stamp:
+            raise changed(path, tensor)
+    finally:
+        os.close(descriptor)
 
 
 def changed(path: Path, tensor: str | None = None) -> IntegrityError:

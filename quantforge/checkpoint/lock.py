@@ -9,7 +9,11 @@ lock looks whether the file is still at its name, and tries again if it is not; 
 again, and locks anew what somebody has removed meanwhile, or gives way to the run that has done so.
 
 While it has the lock, a process sets the time of its file every second. Nobody reads what time that is: whoever waits
-sees that it changes, and so that the process has not been stopped.
+sees that it changes, and so that the process has not been stopped (`StaleLockMonitor`).
+
+The library `filelock` would take the place of one call of this, `flock`. Of what is described above it does nothing: it
+takes a second name of somebody's file for its own, gives the lock of a removed file to a second process beside the
+first, and says neither who has it nor whether that one still works.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ import json
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -30,13 +36,14 @@ from quantforge.errors import BusyError, RefusedError
 
 FILE = "lock"
 BEAT_SECONDS = 1.0
+QUIET_SECONDS = 10.0
 _TRIES = 100  # of a lock whose file goes away while it is being locked
 _MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Holder:
-    """The content of a lock file."""
+class Holder:
+    """Who has a lock, and the inode of the directory that it is about to publish (or 0): the content of the file."""
 
     pid: int = 0
     host: str = "?"
@@ -49,33 +56,31 @@ class HeldError(BusyError):
 
     Attributes:
         path: of the lock file.
-        pid, host, started: of the process.
+        holder: the process.
         beat: changes while the process works.
     """
 
-    def __init__(self, path: Path, holder: _Holder, beat: int, work: str) -> None:
+    def __init__(self, path: Path, holder: Holder, beat: int, work: str) -> None:
         super().__init__(
             f"{path}: process {holder.pid} on {holder.host}, started {holder.started}, {work}",
             "wait for it, or end it and run again",
         )
-        self.path, self.beat = path, beat
-        self.pid, self.host, self.started = holder.pid, holder.host, holder.started
+        self.path, self.holder, self.beat = path, holder, beat
 
 
 class Lock:
-    """The lock of one output; ``directory`` is what it stands for, and ``work`` says it to whoever has to wait."""
+    """The lock of one output; ``directory`` is what it stands for, and ``work`` says it to whoever has to wait.
+
+    Attributes:
+        descriptor: of the locked file, -1 without the lock.
+    """
 
     def __init__(self, directory: Path, work: str = "works on this output") -> None:
         self.directory, self._work = directory, work
+        self.descriptor = -1
         self._path = directory / FILE
-        self._descriptor = -1
         self._publishing = 0
         self._ends = threading.Event()
-
-    @property
-    def descriptor(self) -> int:
-        """Return the descriptor of the file, for syncing it."""
-        return self._descriptor
 
     def take(self) -> int:
         """Lock, and return the inode that the last holder was publishing (or 0).
@@ -88,27 +93,23 @@ class Lock:
         last: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         for _ in range(_TRIES):
             try:
-                self._descriptor = self._opened()
-            except (FileExistsError, FileNotFoundError) as error:  # another run begins, or ends
-                last = error
-                continue
-            except BaseException as error:
-                if not isinstance(error, Exception):  # a signal, before there is a file
-                    with suppress(OSError):  # it is not empty: another run's, or somebody's
-                        self.directory.rmdir()
-                raise
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.descriptor = self._opened()
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
                     return self._taken()
-            except BlockingIOError as error:
-                busy = self._busy()
                 self._close()
-                raise busy from error
+            except (FileExistsError, FileNotFoundError) as error:  # another run begins, or ends
+                last = error
+            except BlockingIOError as error:
+                beat = os.fstat(self.descriptor).st_mtime_ns
+                held = HeldError(self._path, _read(self.descriptor) or Holder(), beat, self._work)
+                self._close()
+                raise held from error
             except BaseException:
                 self._close()
+                with suppress(OSError):  # it is not empty: another run's, or somebody's
+                    self.directory.rmdir()
                 raise
-            self._close()
         raise last
 
     def keep(self) -> None:
@@ -119,36 +120,32 @@ class Lock:
         """
         if self._is_there():
             return
+        self._close()
         try:
             folder(self.directory)
-            fresh = create(self._path)
-            try:
-                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BaseException:
-                os.close(fresh)
-                raise
+            self.descriptor = create(self._path)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (FileExistsError, BlockingIOError) as error:
+            self._close()
             raise BusyError(
                 f"{self._path}: was removed while this run worked, and another run has begun",
                 "let the other one finish",
             ) from error
-        self._close()
-        self._descriptor = fresh
         self.record(self._publishing)
 
     def record(self, publishing: int) -> None:
         """Note who holds the lock, and the inode of the directory that is about to be published (or 0)."""
         self._publishing = publishing
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        holder = _Holder(os.getpid(), socket.gethostname(), started, publishing)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(asdict(holder)).encode(), 0)
+        holder = Holder(os.getpid(), socket.gethostname(), started, publishing)
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps(asdict(holder)).encode(), 0)
 
     def release(self) -> None:
         """Free the lock; its directory goes too when it holds nothing else."""
         self._ends.set()
         try:
-            if self._is_there() and [path.name for path in self.directory.iterdir()] == [FILE]:
+            if self._is_there() and self._names() == {FILE}:
                 self._path.unlink()
                 self.directory.rmdir()
         except OSError:
@@ -188,7 +185,7 @@ class Lock:
 
     def _taken(self) -> int:
         """Note that this run has the lock; what the last holder was publishing stays until it is recovered from."""
-        last = _read(self._descriptor) or _Holder()
+        last = _read(self.descriptor) or Holder()
         self.record(last.publishing)
         self._ends = threading.Event()
         threading.Thread(target=self._beat, args=[self._ends], daemon=True).start()
@@ -203,37 +200,71 @@ class Lock:
     def _is_there(self) -> bool:
         """Return whether the locked file is the one at its name."""
         try:
-            named = self._path.lstat()
+            return os.path.samestat(self._path.lstat(), os.fstat(self.descriptor))
         except OSError:
             return False
-        return os.path.samestat(named, os.fstat(self._descriptor))
-
-    def _busy(self) -> HeldError:
-        beat = os.fstat(self._descriptor).st_mtime_ns
-        return HeldError(self._path, _read(self._descriptor) or _Holder(), beat, self._work)
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
     def _foreign(self, path: Path, what: str) -> RefusedError:
-        return RefusedError(
-            f"{path}: {what}",
-            f"choose another --output, or, if no run is using it: rm -r {self.directory}",
-            file=str(path),
-        )
+        hint = f"choose another --output, or, if no run is using it: rm -r {self.directory}"
+        return RefusedError.at(path, what, hint)
 
 
-def _read(descriptor: int) -> _Holder | None:
-    """Read a lock file: an empty `_Holder` if it is empty (its run was killed just then), None if it is not ours."""
+def _read(descriptor: int) -> Holder | None:
+    """Read a lock file: an empty `Holder` if it is empty (its run was killed just then), None if it is not ours."""
     data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
     if not data:
-        return _Holder()
+        return Holder()
     try:
         found = json.loads(data)
-        names = [field.name for field in fields(_Holder)]  # another version may note more, or less
-        holder = _Holder(**{name: found[name] for name in names if name == "pid" or name in found})
+        names = [field.name for field in fields(Holder)]  # another version may note more, or less
+        holder = Holder(**{name: found[name] for name in names if name == "pid" or name in found})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return holder if type(holder.publishing) is int else None
+
+
+class Watch:
+    """Watcher of values that change while somebody works: how long each has stood still, by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[object, tuple[object, float]] = {}
+
+    def still(self, key: object, value: object) -> float:
+        """Return for how many seconds ``value`` has been what it is, as far as this watcher knows."""
+        now = time.monotonic()
+        known, since = self._seen.get(key, (None, now))
+        if key not in self._seen or known != value:
+            self._seen[key] = value, now
+            return 0.0
+        return now - since
+
+
+class StaleLockMonitor:
+    """Watcher of the processes for whose locks this one waits; ``note`` is told once of each that does not respond.
+
+    A lock of the system dies with its owner, but not with one that was stopped: whoever waits would wait for ever.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note, self._watch = note, Watch()
+        self._told: set[object] = set()
+
+    def meet(self, error: BusyError) -> None:
+        """Look at the holder of a lock that was not to be had."""
+        if not isinstance(error, HeldError):
+            return
+        holder = error.holder
+        who = error.path, holder.pid, holder.host, holder.started
+        if who in self._told or self._watch.still(who, error.beat) < QUIET_SECONDS:
+            return
+        self._told.add(who)
+        self._note(
+            f"process {holder.pid} on {holder.host}, which holds {error.path}, has not responded for"
+            f" {QUIET_SECONDS:g} s: this one waits for it; if it was stopped, kill -CONT {holder.pid} lets it go on"
+            f" there, and after kill -9 {holder.pid} another does its part"
+        )

@@ -21,9 +21,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from quantforge.checkpoint.disk import DISK, Disk, writing
-from quantforge.checkpoint.earlier import Earlier, already_there, earlier, size_of
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.result_place import SIGNATURE
+from quantforge.checkpoint.previous_output import (
+    SIGNATURE,
+    PreviousOutput,
+    already_there,
+    read_previous_output,
+    size_of,
+)
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError, RefusedError
 from quantforge_files.roles import JOURNAL
@@ -94,7 +99,7 @@ class FileStage(Stage):
             weights = [name for name in names if name == self.out.name or self._is_part(name)]
             beside = [name for name in names if name not in weights]
             old = {name: size for name, size in before.files.items() if name not in names}
-            Earlier(before.root, old).remove()  # its manifest with it
+            PreviousOutput(before.root, old).remove()  # its manifest with it
             for name in (*beside, *reversed(weights)):
                 if name in to_come:
                     self._disk.rename(self.path / name, self.out.with_name(name))
@@ -103,7 +108,7 @@ class FileStage(Stage):
             self._disk.sync(self.out.parent)
         self.discard()
 
-    def _planned(self) -> tuple[list[str], Earlier]:
+    def _planned(self) -> tuple[list[str], PreviousOutput]:
         """Return what the stage lists: names to come, and the files that are replaced."""
         place = self.path / _MOVING
         try:
@@ -114,12 +119,10 @@ class FileStage(Stage):
         except (InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             good = False
         if not good:
-            raise IntegrityError(
-                f"{place}: is no list of this run",
-                f"start afresh: rm -r {self._lock.directory}",
-                file=str(place),
+            raise IntegrityError.at(
+                place, "is no list of this run", f"start afresh: rm -r {self._lock.directory}"
             )
-        return names, Earlier(self.out.parent, before)
+        return names, PreviousOutput(self.out.parent, before)
 
     def discard(self) -> None:
         """Remove the stage, unless some of it is at its place already: the next run finishes that."""
@@ -154,14 +157,15 @@ class FileStage(Stage):
             else:
                 why = "is not as the manifest of the earlier result lists it, and it is kept"
                 hint = "move it away, or choose another --output"
-            raise RefusedError(f"{path}: {why}", hint, file=str(path))
+            raise RefusedError.at(path, why, hint)
 
-    def _earlier(self) -> Earlier | None:
+    def _earlier(self) -> PreviousOutput | None:
         """Return the files of the earlier result, None if there is none."""
         side = side_of(self.out)
         if size_of(side.parent, side.name) is None:
             return None
-        return earlier(side.parent, side.name, side_of(self.out, SIGNATURE).name, self._own)
+        signature = side_of(self.out, SIGNATURE).name
+        return read_previous_output(side.parent, side.name, signature, self._own)
 
     def _own(self, name: str) -> bool:
         """Return whether a file beside the output can be one of its result."""

@@ -2,44 +2,56 @@
 
 For an output ``DIR/name`` a run keeps all that it needs in ``DIR/.name.qf`` (see `quantforge.checkpoint.lock`), so that
 renames stay on one file system: the stage, which becomes the result, and the journal. Both survive an interrupted run,
-so that it can be resumed; nothing is left beside a result that is finished.
+so that it can be resumed; nothing is left beside a result that is finished. A file of the stage has another name until
+its last byte is synced, so that a run that is killed leaves no half of one.
 
 Files are synced when they are written, directories before the rename, the parent after it, so that even after a power
 failure a reader finds the old release, the new one or none, never a mixture. An overwrite swaps the two directories in
 one step (renameat2) and then removes the files of the old release, now at the stage's place; where that does not exist
 it is refused rather than done in two steps. Before the swap the lock file durably records which directory is being
 published (its inode), so that a run that finds a stage after a kill knows whether it is work to resume or the remains
-of the old release. Only what the old release's own manifest lists is ever removed (`quantforge.checkpoint.earlier`);
-this is looked at before the work, before the swap, and once more after it, when nobody can find the old release by its
-name any more: if something was put there in between, the two are swapped back.
+of the old release. Only what the old release's own manifest lists is ever removed
+(`quantforge.checkpoint.previous_output`); this is looked at before the work, before the swap, and once more after it,
+when nobody can find the old release by its name any more: if something was put there in between, the two are swapped
+back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
+import shutil
 import stat
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from typing import Self
 
-from quantforge.checkpoint.disk import DISK, Disk, folder, place_of_run, writing
-from quantforge.checkpoint.lock import Lock
-from quantforge.checkpoint.result_place import (
-    MANIFEST,
-    absolute,
-    check_apart,
-    check_replaceable,
-    earlier_release,
-    unwritable,
+from quantforge.checkpoint.disk import (
+    DISK,
+    Disk,
+    check_name,
+    folder,
+    free_bytes,
+    no_space,
+    place_of_run,
+    whole_file,
+    writing,
 )
-from quantforge.checkpoint.staged_files import StagedFiles, remove
-from quantforge.errors import RefusedError
+from quantforge.checkpoint.files import FILES, changed
+from quantforge.checkpoint.lock import Lock
+from quantforge.checkpoint.previous_output import MANIFEST, check_replaceable, read_previous_output
+from quantforge.checkpoint.reader import role_of
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge_files import Stamp, roles
 
 STAGE = "stage"  # its name in the directory of a run
+PART = ".part"  # ends the name of a file that is not whole
+_COPY_BYTES = 2**20
 
 
-class Stage(StagedFiles):
+class Stage:
     """The locked stage of one output directory, as a context manager.
 
     Leaving the ``with`` block keeps a stage that holds files (after an error it can be resumed) and
@@ -49,6 +61,11 @@ class Stage(StagedFiles):
         out: the output directory, which need not exist.
         overwrite: whether an earlier release (or an empty directory) at ``out`` may be replaced.
         source: the model that is read, which ``out`` must not touch.
+
+    Attributes:
+        named, out: the output as it was given, and where it is.
+        path: of the stage.
+        journal, units: directories of the run's journal, and of what several processes share.
 
     Raises (name and parent of ``out`` at once, the others on entering):
         UsageError: ``out`` and ``source`` overlap, or ``out`` is no name for a directory.
@@ -62,13 +79,15 @@ class Stage(StagedFiles):
     def __init__(
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
-        self.named, self.out = out, absolute(out)  # as it was given, and where it is
+        self.named, self.out = out, _absolute(out)
         self._lock = Lock(place_of_run(self.out))
-        super().__init__(self._lock.directory / STAGE, disk)
+        self.path = self._lock.directory / STAGE
         self.journal = self._lock.directory / "journal"
-        self.units = self._lock.directory / "units"  # of a run that several processes share
-        self._overwrite = overwrite
-        self._source = source
+        self.units = self._lock.directory / "units"
+        self._overwrite, self._source, self._disk = overwrite, source, disk
+        self._written: set[str] = set()
+
+    # ---- its place
 
     @property
     def begun(self) -> bool:
@@ -89,7 +108,11 @@ class Stage(StagedFiles):
                 self._recover(published)
                 self._lock.record(0)
                 self._check_place()
-                self._prepare()
+                folder(self.path)
+                for cut in self.path.rglob(f"*{PART}"):  # whose writing was interrupted
+                    cut.unlink()
+                if self._overwrite and self.out.exists():
+                    self._check_exchange()
             except BaseException:
                 self._lock.release()
                 raise
@@ -102,42 +125,15 @@ class Stage(StagedFiles):
             self.path.rmdir()  # only if it is empty
         self._lock.release()
 
-    def _recover(self, published: int) -> None:
-        """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
-        for place in (self.path, self.journal, self.units):
-            if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
-                raise RefusedError(
-                    f"{place}: is no directory of a run", f"move it away: mv {place} ELSEWHERE", file=str(place)
-                )  # fmt: skip
-        there = self.path.exists() and self.out.exists()
-        if published and there and self.out.stat().st_ino == published:  # killed after the swap
-            self._remove_old()
-
-    def _remove_old(self) -> None:
-        """Remove the release that was replaced, which is at the stage's place."""
-        if os.path.lexists(self.path / MANIFEST):
-            old = earlier_release(self.path)
-            old.check_alone()
-            old.remove()
-        for directory, _, names in os.walk(self.path, topdown=False):
-            if names:
-                raise RefusedError(
-                    f"{directory}/{names[0]}: is no file of the release that was replaced, and it is kept",
-                    "move it away, then run again",
-                    file=f"{directory}/{names[0]}",
-                )
-            Path(directory).rmdir()
-
-    def _prepare(self) -> None:
-        folder(self.path)
-        for cut in self.path.rglob("*.part"):  # whose writing was interrupted
-            cut.unlink()
-        if self._overwrite and self.out.exists():
-            self._check_exchange()
-
-    def place(self, name: str) -> str:
-        """Return the name under which a weight file ``name`` of a plan is written."""
-        return name
+    def forget(self, also: Callable[[], None] = lambda: None) -> None:
+        """Remove what a run that is over has left, and do what ``also`` does; errors as `Lock.take`."""
+        self._lock.take()
+        try:
+            also()
+            if not self.path.exists():
+                _remove(self.journal)
+        finally:
+            self._lock.release()
 
     def _check_place(self) -> None:
         check_replaceable(self.out, self._overwrite)
@@ -150,14 +146,115 @@ class Stage(StagedFiles):
             folder(second)
             self._disk.exchange(first, second)
         except OSError as error:
-            raise RefusedError(
-                f"{self.out}: this file system cannot swap two directories in one step",
+            raise RefusedError.at(
+                self.out,
+                "this file system cannot swap two directories in one step",
                 f"write to a new directory, or remove it first: rm -r {self.out}",
-                file=str(self.out),
             ) from error
         finally:
-            remove(first)
-            remove(second)
+            _remove(first)
+            _remove(second)
+
+    # ---- its files
+
+    def place(self, name: str) -> str:
+        """Return the name under which a weight file ``name`` of a plan is written."""
+        return name
+
+    def check_space(self, needed: int) -> None:
+        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit.
+
+        Raises:
+            ResourceError: with the bytes needed and free.
+        """
+        files = (path.stat() for path in self.path.rglob("*") if path.is_file())
+        held = sum(found.st_blocks * 512 for found in files)  # POSIX: whatever the block size
+        if free_bytes(self.path) + held < needed:
+            raise no_space(self.path, needed - held, "the result does not fit")
+
+    def write_file(self, relative: str, data: bytes) -> None:
+        """Write a file of the result, durable and whole: it is absent until all of it is there.
+
+        Raises:
+            ResourceError: the disk is full or fails.
+        """
+        with self._new_file(relative, len(data)) as descriptor:
+            self._disk.write_at(descriptor, memoryview(data), 0)
+
+    def copy_file(self, source: Path, relative: str, root: Path | None = None) -> str:
+        """Copy a file of a model byte for byte, under the rules of `quantforge.checkpoint.files`; return its SHA-256.
+
+        Raises:
+            InputError: ``source`` is a link out of its model (``root``) or no regular file.
+            IntegrityError: it changed while it was copied.
+            ResourceError: the disk is full or fails.
+        """
+        digest, done = hashlib.sha256(), 0
+        role = role_of(relative) or roles.WEIGHTS
+        with FILES.opened(source, role, root or source.parent) as reading:
+            stamp = Stamp.of(reading)
+            with self._new_file(relative, stamp.size) as descriptor:
+                while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
+                    digest.update(data)
+                    self._disk.write_at(descriptor, memoryview(data), done)
+                    done += len(data)
+                if done != stamp.size or Stamp.of(reading) != stamp:
+                    raise changed(source)
+        return digest.hexdigest()
+
+    def check_whole(self, others: Collection[str]) -> None:
+        """Refuse files that this run has not written, but for ``others``: they would be published with the result.
+
+        What an interrupted run has left half written is removed.
+
+        Raises:
+            RefusedError: naming one, and where it lies.
+        """
+        known = {*self._written, *others}
+        for path in sorted(self.path.rglob("*")):
+            name = path.relative_to(self.path).as_posix()
+            if name in known or (path.is_dir() and not path.is_symlink()):
+                continue
+            if name.endswith(PART) and name.removesuffix(PART) in known:
+                path.unlink()
+                continue
+            raise RefusedError.at(
+                path,
+                "is no file of the result, and would be published with it",
+                f"the same command goes on without it: mv {shlex.quote(str(path))} ELSEWHERE",
+            )
+
+    @property
+    def empty(self) -> bool:
+        """Return whether nothing is staged: a journal of earlier work is void then."""
+        return not any(self.path.iterdir())
+
+    def clear(self) -> None:
+        """Begin afresh: what another run has staged must not become part of this result."""
+        _remove(self.path)
+        folder(self.path)
+
+    def discard(self) -> None:
+        """Remove the stage and all that was staged."""
+        _remove(self.path)
+
+    @contextmanager
+    def _new_file(self, relative: str, size: int) -> Iterator[int]:
+        """Make a file of so many bytes, and the directories that it lies in: a link in place of one is an error."""
+        parts = PurePosixPath(relative).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
+            raise ValueError(f"{relative!r} is no place inside the output")
+        target = self.path.joinpath(*parts)
+        with writing(target, size):
+            made = self.path
+            for part in parts[:-1]:
+                made = made / part
+                folder(made)
+            with whole_file(target, target.name + PART, self._disk) as descriptor:
+                yield descriptor
+        self._written.add(relative)
+
+    # ---- publishing
 
     def publish(self) -> None:
         """Make the stage the output, in one step.
@@ -178,27 +275,104 @@ class Stage(StagedFiles):
                 self._disk.fsync(self._lock.descriptor)
                 self._disk.exchange(self.path, self.out)
                 self._disk.sync(self.out.parent)
-                self._settle()
+                try:
+                    self._remove_old()
+                except RefusedError:  # it is not only the old release any more
+                    self._disk.exchange(self.path, self.out)
+                    self._disk.sync(self.out.parent)
+                    self._lock.record(0)
+                    raise
             else:
                 self._disk.rename(self.path, self.out)
                 self._disk.sync(self.out.parent)
 
-    def _settle(self) -> None:
-        """Remove the old release after the swap, or swap back if it is not only that any more."""
-        try:
+    def _recover(self, published: int) -> None:
+        """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
+        for place in (self.path, self.journal, self.units):
+            if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
+                hint = f"move it away: mv {place} ELSEWHERE"
+                raise RefusedError.at(place, "is no directory of a run", hint)
+        there = self.path.exists() and self.out.exists()
+        if published and there and self.out.stat().st_ino == published:  # killed after the swap
             self._remove_old()
-        except RefusedError:
-            self._disk.exchange(self.path, self.out)
-            self._disk.sync(self.out.parent)
-            self._lock.record(0)
-            raise
 
-    def forget(self, also: Callable[[], None] = lambda: None) -> None:
-        """Remove what a run that is over has left, and do what ``also`` does; errors as `Lock.take`."""
-        self._lock.take()
-        try:
-            also()
-            if not self.path.exists():
-                remove(self.journal)
-        finally:
-            self._lock.release()
+    def _remove_old(self) -> None:
+        """Remove the release that was replaced, which is at the stage's place."""
+        if os.path.lexists(self.path / MANIFEST):
+            old = read_previous_output(self.path)
+            old.check_alone()
+            old.remove()
+        for directory, _, names in os.walk(self.path, topdown=False):
+            if names:
+                raise RefusedError(
+                    f"{directory}/{names[0]}: is no file of the release that was replaced, and it is kept",
+                    "move it away, then run again",
+                    file=f"{directory}/{names[0]}",
+                )
+            Path(directory).rmdir()
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of the run with all that it holds, if it is there."""
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def _absolute(out: Path) -> Path:
+    """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen.
+
+    Raises:
+        UsageError: ``out`` is no name for a directory, or as `check_name`.
+        InputError: its parent is missing.
+    """
+    if out.name in {"", ".."}:
+        raise UsageError(f"--output {out}: no name for a directory", "e.g. --output quantized")
+    check_name(out, "--output")
+    try:
+        parent = Path(os.path.realpath(out.parent, strict=True))
+    except OSError as error:
+        raise InputError(
+            f"{out.parent}: {error.strerror}", f"mkdir -p {out.parent}", file=str(out)
+        ) from error
+    return parent / out.name
+
+
+def check_folder(place: Path) -> None:
+    """Refuse a place where no directory of several results can be made or gone on with.
+
+    Raises:
+        UsageError: as `check_name`.
+        InputError: its parent is missing, or it is a link or a file.
+    """
+    check_name(place, "--output")
+    if not place.parent.is_dir():
+        raise InputError.at(place, f"no directory {place.parent}", f"mkdir -p {place.parent}")
+    if place.is_symlink():
+        hint = f"give the directory that it leads to: {os.path.realpath(place)}"
+        raise InputError.at(place, "is a link", hint)
+    if place.exists() and not place.is_dir():
+        raise InputError.at(place, "is no directory", "name a new directory with -o")
+
+
+def check_apart(out: Path, source: Path | None) -> None:
+    """Refuse a result that would touch the model which it is made from.
+
+    Raises:
+        UsageError: one of the two is, or lies in, the other.
+    """
+    if source is None:
+        return
+    real, place = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    if place == real or place.is_relative_to(real) or real.is_relative_to(place):
+        raise UsageError(
+            f"--output {out}: overlaps the model {source}", "write to a directory beside the model"
+        )
+
+
+def unwritable(directory: Path, error: OSError) -> InputError:
+    """Return the error of a directory in which nothing can be made."""
+    return InputError.at(
+        directory,
+        f"cannot write here: {error.strerror}",
+        "choose an --output in a directory that you may write to",
+    )

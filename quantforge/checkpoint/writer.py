@@ -1,7 +1,7 @@
 """Weight files, written tensor by tensor at places that a plan has given them.
 
 The reference library leaves files readable by their owner only and never syncs them. Here every file is allocated
-before the work begins (a full disk shows at once), and tensors arrive in any order, each written at its place.
+before the work begins (a full disk shows at once). Tensors arrive in any order, strips of one from its first row on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WeightsWriter:
-    """Write planned tensors, in any order, into the weight files of a stage directory.
+    """Write planned tensors, in any order and the rows of each in theirs, into the weight files of a stage directory.
 
     All files are created and allocated at once; afterwards at most one is open. Leaving the
     ``with`` block without an error calls `close`. To go on with an interrupted run, name the
@@ -50,8 +50,11 @@ class WeightsWriter:
         self._open = (-1, -1)  # shard, descriptor
         self._touched: set[int] = set()  # shards written to, headers too, since the last sync
         for number, file in enumerate(files):
-            self._place(number, file)
-        self._written = {name: [(0, self._planned[name][2].nbytes)] for name in done}
+            for tensor, offset in file.places:
+                if tensor.name in self._planned:
+                    raise ValueError(f"tensor {tensor.name!r} in two shards")
+                self._planned[tensor.name] = (number, offset, tensor)
+        self._written = {name: self._planned[name][2].nbytes for name in done}
         if self._written:
             for path, file in zip(self._files, files, strict=True):
                 _check_size(path, file.size)
@@ -81,15 +84,11 @@ class WeightsWriter:
 
     def rewrite(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor in place of what was written of it before; errors as `write`."""
-        before = self._written.pop(name, [])
-        try:
-            self.write(name, tensor)
-        except ValueError:
-            self._written[name] = before
-            raise
+        self._written.pop(name, None)
+        self.write(name, tensor)
 
     def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
-        """Write a strip of a planned tensor ``[rows, ...]`` from ``first_row`` on; errors as `write`."""
+        """Write the next rows of a planned tensor ``[rows, ...]``, from ``first_row`` on; errors as `write`."""
         planned = self._planned_as(name, tensor)
         rows = tensor.shape[0]
         if (rows, *planned.shape[1:]) != tuple(tensor.shape) or first_row < 0:
@@ -129,7 +128,7 @@ class WeightsWriter:
         missing = [
             name
             for name, (_, _, tensor) in self._planned.items()
-            if self._written.get(name) != [(0, tensor.nbytes)]
+            if self._written.get(name) != tensor.nbytes
         ]
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
@@ -142,28 +141,19 @@ class WeightsWriter:
         with writing(self._stage, sum(plan.size for plan in self._plans)):
             try:
                 for path, plan in zip(self._files, self._plans, strict=True):
-                    self._allocate_one(path, plan)
+                    descriptor = fresh(path)
+                    try:
+                        self._disk.allocate(descriptor, 0, plan.size)
+                        for offset, data in plan.fixed:
+                            self._disk.write_at(descriptor, memoryview(data), offset)
+                    finally:
+                        os.close(descriptor)
                 self._disk.sync(self._stage)
             except OSError:  # free the space, so that the message tells what is free without us
                 for path in self._files:
                     path.unlink(missing_ok=True)
                 raise
         self._touched.update(range(len(self._files)))
-
-    def _allocate_one(self, path: Path, plan: FilePlan) -> None:
-        descriptor = fresh(path)
-        try:
-            self._disk.allocate(descriptor, 0, plan.size)
-            for offset, data in plan.fixed:
-                self._disk.write_at(descriptor, memoryview(data), offset)
-        finally:
-            os.close(descriptor)
-
-    def _place(self, number: int, file: FilePlan) -> None:
-        for tensor, offset in file.places:
-            if tensor.name in self._planned:
-                raise ValueError(f"tensor {tensor.name!r} in two shards")
-            self._planned[tensor.name] = (number, offset, tensor)
 
     def _planned_as(self, name: str, tensor: torch.Tensor) -> StoredTensor:
         if name not in self._planned:
@@ -179,8 +169,12 @@ class WeightsWriter:
         number, offset, planned = self._planned[name]
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = memoryview(flat.view(torch.uint8).numpy().data)
-        runs = self._written.get(name, [])
-        self._written[name] = _join(runs, start, start + len(data), name)
+        done = self._written.get(name, 0)
+        if start < done or (name in self._written and done == planned.nbytes):
+            raise ValueError(f"{name}: bytes {start} to {done} were written before")
+        if start > done:
+            raise ValueError(f"{name}: bytes {done} to {start} are not written yet")
+        self._written[name] = done + len(data)
         self._touched.add(number)
         with writing(self._files[number], planned.nbytes):
             self._disk.write_at(self._descriptor(number), data, offset + start)
@@ -199,20 +193,8 @@ class WeightsWriter:
 
 def _check_size(file: Path, size: int) -> None:
     if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
-        raise IntegrityError(
-            f"{file}: not the file that the interrupted run had begun",
+        raise IntegrityError.at(
+            file,
+            "not the file that the interrupted run had begun",
             f"start afresh: rm -r {file.parent.parent}",
-            file=str(file),
         )
-
-
-def _join(runs: list[tuple[int, int]], start: int, end: int, name: str) -> list[tuple[int, int]]:
-    """Add a run of bytes to disjoint sorted runs, joining neighbours; an overlap is an error."""
-    joined: list[tuple[int, int]] = []
-    for run in sorted([*runs, (start, end)]):
-        if joined and (run[0] < joined[-1][1] or run == joined[-1]):
-            raise ValueError(f"{name}: bytes {run[0]} to {joined[-1][1]} were written before")
-        if joined and run[0] == joined[-1][1]:
-            run = (joined.pop()[0], run[1])  # noqa: PLW2901
-        joined.append(run)
-    return joined

@@ -24,7 +24,6 @@ In this folder:
     passing_rows        Calibration rows on their way through the blocks of a model, as a run asks for them
     progress            Progress of a verb: where it is, what it does now, and how much of it is done
     quantized_inputs    Quantized inputs in a run: the range that a matrix takes, the columns that are kept
-    quiet_holders       Quiet holders: processes that have a lock and are not heard of
     record              Record that a finished part of a run leaves in the journal: events, figures
     relayout            A planned conversion carried out: every tensor settled before the first byte is written
     resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished

@@ -29,6 +29,7 @@ from typing import Any
 
 from quantforge.checkpoint.disk import DISK, folder, writing
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.lock import Watch
 from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
 from quantforge.execution.journal import (
     FINGERPRINT,
@@ -37,7 +38,7 @@ from quantforge.execution.journal import (
     record_of,
     write_fingerprint,
 )
-from quantforge.execution.leases import Claim, State, UnitDirectory, Watch, renamed
+from quantforge.execution.leases import Claim, State, UnitDirectory, renamed
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 LEASE_SECONDS = 30.0
@@ -114,10 +115,10 @@ class Claims:
     def _check_own(self) -> None:
         """Refuse a directory that is there and holds no run: somebody's files."""
         if self.directory.is_dir() and any(self.directory.iterdir()):
-            raise RefusedError(
-                f"{self.directory}: is no directory of a shared run",
+            raise RefusedError.at(
+                self.directory,
+                "is no directory of a shared run",
                 f"move it away: mv {self.directory} ELSEWHERE",
-                file=str(self.directory),
             )
 
     def check_there(self) -> None:
@@ -127,10 +128,10 @@ class Claims:
             IntegrityError: the directory is gone.
         """
         if not self.there:
-            raise IntegrityError(
-                f"{self.directory}: the run that was shared here is over and left no result",
+            raise IntegrityError.at(
+                self.directory,
+                "the run that was shared here is over and left no result",
                 "another process says why, or somebody has removed it; run the command again to begin afresh",
-                file=str(self.directory),
             )
 
     def take(self, names: Collection[str]) -> Claim | None:

@@ -98,10 +98,10 @@ class HandedStates:
             found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
             if _sum(found).to_bytes(SUM_BYTES, "big") == data[-SUM_BYTES:]:
                 return found.view_as(states)
-        raise IntegrityError(
-            f"{path}: is not what a worker had written",
+        raise IntegrityError.at(
+            path,
+            "is not what a worker had written",
             f"start afresh: rm -r {self._directory.parents[1]}",
-            file=str(path),
         )
 
     def write(self, start: int, states: Tensor) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import DISK, create, existing, folder, fresh, writing
+from quantforge.checkpoint.disk import DISK, create, existing, folder, whole_file, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object, read_object
 from quantforge.checkpoint.recipe_toml import both, differences
@@ -29,7 +29,6 @@ from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 FINGERPRINT = "fingerprint.json"
 RECIPE = "recipe"  # the key of its TOML in a fingerprint
 JOURNAL = "journal.jsonl"
-_AT_ONCE = 1 << 30  # bytes; Linux writes no more than 2 GB in one call
 _DIGEST = 16  # hex digits at the beginning of a line
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -196,10 +195,8 @@ def record_of(line: bytes, path: Path, directory: Path) -> dict[str, Any]:
 
 def damaged(path: Path, directory: Path) -> IntegrityError:
     """Return the error for a file, in the directory of a journal, that is not as it was written."""
-    return IntegrityError(
-        f"{path}: the journal of the interrupted run is damaged",
-        f"start afresh: rm -r {directory}",
-        file=str(path),
+    return IntegrityError.at(
+        path, "the journal of the interrupted run is damaged", f"start afresh: rm -r {directory}"
     )
 
 
@@ -216,15 +213,6 @@ def _appending(path: Path) -> int:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file of the journal whole, or not at all."""
-    temporary = path.with_suffix(".new")
-    descriptor = fresh(temporary)
-    try:
-        for start in range(0, len(data), _AT_ONCE):
-            part = memoryview(data)[start : start + _AT_ONCE]
-            if os.write(descriptor, part) != len(part):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        system.sync(descriptor)
-    finally:
-        os.close(descriptor)
-    DISK.rename(temporary, path)
+    with whole_file(path, path.with_suffix(".new").name) as descriptor:
+        DISK.write_at(descriptor, memoryview(data), 0)
     DISK.sync(path.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,22 +38,6 @@ class UnitDirectory:
     def name(self) -> str:
         """Return the name of the directory."""
         return f"{self.unit:04}.{self.generation}.{self.state}"
-
-
-class Watch:
-    """Watcher of values that change while somebody works: how long each has stood still, by the monotonic clock."""
-
-    def __init__(self) -> None:
-        self._seen: dict[object, tuple[object, float]] = {}
-
-    def still(self, key: object, value: object) -> float:
-        """Return for how many seconds ``value`` has been what it is, as far as this watcher knows."""
-        now = time.monotonic()
-        known, since = self._seen.get(key, (None, now))
-        if key not in self._seen or known != value:
-            self._seen[key] = value, now
-            return 0.0
-        return now - since
 
 
 class Claim:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from quantforge.checkpoint.lock import StaleLockMonitor, Watch
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import BusyError, IntegrityError
-from quantforge.execution import leases
 from quantforge.execution.journal import recorded_fingerprint, records_of, written
-from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.execution.record import Record
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import claimed_units
@@ -55,10 +54,10 @@ class FinishedUnit:
         for entry in self.entries:
             output.copy(entry.name, entry)
         if output.sums != self.record["sums"]:
-            raise IntegrityError(
-                f"{self.file}: {self.record['unit']} is not what a worker had written",
+            raise IntegrityError.at(
+                self.file,
+                f"{self.record['unit']} is not what a worker had written",
                 f"start afresh: rm -r {self.file.parents[2]}",
-                file=str(self.file),
             )
         return {key: value for key, value in self.record.items() if key not in {"unit", "sums"}}
 
@@ -72,7 +71,7 @@ def locked(
     Args:
         stage: of the output.
         work: what to do.
-        note: is told of a process that has the lock and is not heard of.
+        note: is told of a process that has the lock and does not respond.
         unless: whether it need not be done any more; None is returned then.
         patience: seconds in which the journal of whoever has the lock has to grow; `PATIENCE_SECONDS` by default.
 
@@ -81,13 +80,13 @@ def locked(
         QuantForgeError: as entering the stage, or ``work``.
     """
     patience = PATIENCE_SECONDS if patience is None else patience
-    watch, quiet = leases.Watch(), QuietHolders(note)
+    watch, monitor = Watch(), StaleLockMonitor(note)
     while not unless():
         try:
             with stage:
                 return work()
         except BusyError as error:
-            quiet.meet(error)
+            monitor.meet(error)
             if watch.still("journal", written(stage.journal)) > patience:
                 raise
         time.sleep(POLL_SECONDS)

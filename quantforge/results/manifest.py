@@ -22,9 +22,9 @@ from typing import Any
 from quantforge import __version__
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.previous_output import MANIFEST as NAME_OF_DIRECTORY
+from quantforge.checkpoint.previous_output import SIGNATURE
 from quantforge.checkpoint.publish_file import SIDE, side_of
-from quantforge.checkpoint.result_place import MANIFEST as NAME_OF_DIRECTORY
-from quantforge.checkpoint.result_place import SIGNATURE
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan

@@ -14,9 +14,9 @@ from typing import Any
 from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage

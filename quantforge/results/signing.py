@@ -20,11 +20,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quantforge.checkpoint.bundle import listed
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE, signed_files
 from quantforge.checkpoint.publish_file import side_of
-from quantforge.checkpoint.result_place import OF_DIRECTORY, SIGNATURE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results.manifest import MUTABLE, read, sha256
 from quantforge_files.roles import KEY, FileRole
@@ -77,21 +76,21 @@ def check_signature(result: Path, public_key: Path) -> list[str]:
     with _read(public_key, KEY, None) as copy, _keys(public_key, "public key"):
         verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=copy)
     if not place.is_file():
-        raise IntegrityError(f"{place}: there is no signature", file=str(place))
+        raise IntegrityError.at(place, "there is no signature")
     try:
         data = FILES.read(place, SIGNATURE_ROLE, place.parent)
     except InputError as error:
         raise IntegrityError(error.message, error.hint, file=str(place)) from error
     names = _signed_names(place, data)
     if result.is_file() and result.name not in names:
-        raise IntegrityError(f"{place}: {result.name} is not signed", file=str(place))
+        raise IntegrityError.at(place, f"{result.name} is not signed")
     verifier.set_ignore_unsigned_files(result.is_file())
     try:
         with _copied(data) as checked:
             verifier.verify(result if result.is_dir() else result.parent, checked)
     except Exception as error:  # of the library, its cryptography and its containers
-        why = _otherwise(result, listed(place, data)) or f"it is not by the key {public_key}"
-        raise IntegrityError(f"{place}: {why}", file=str(place)) from error
+        why = _otherwise(result, signed_files(place, data)) or f"it is not by the key {public_key}"
+        raise IntegrityError.at(place, f"{why}") from error
     return sorted(_present(result) - {*names, place.name})
 
 
@@ -156,15 +155,13 @@ def _read(path: Path, role: FileRole, inside: Path | None) -> Iterator[Path]:
 def _signed_names(place: Path, data: bytes) -> list[str]:
     """Return the files that a bundle lists; refuse it, before any is opened, if one is not inside of the result."""
     try:
-        names = list(listed(place, data))
+        names = list(signed_files(place, data))
     except InputError as error:
-        raise IntegrityError(f"{place}: is no signature bundle", file=str(place)) from error
+        raise IntegrityError.at(place, "is no signature bundle") from error
     for name in names:
         path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]", str(name)):
-            raise IntegrityError(
-                f"{place}: {json.dumps(name)} is no file of the result", file=str(place)
-            )
+            raise IntegrityError.at(place, f"{json.dumps(name)} is no file of the result")
     return names
 
 
@@ -174,10 +171,10 @@ def _keys(key: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the library and its cryptography
-        raise InputError(
-            f"{key}: no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken",
+        raise InputError.at(
+            key,
+            f"no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken",
             _HINT,
-            file=str(key),
         ) from error
 
 

@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run, writing
-from quantforge.checkpoint.lock import Lock
+from quantforge.checkpoint.lock import Lock, StaleLockMonitor
 from quantforge.errors import BusyError, RefusedError
 from quantforge.execution.progress import followed, phase, tell
-from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.execution.resumption import check_versions
 from quantforge.settings import Settings
 from quantforge.verbs.asked_result import Variant
@@ -59,8 +58,8 @@ def join_variants(
     settings = replace(settings, join=False)  # each variant is made by one process
     with followed(settings.progress):
         asked = asked_variants(model, variants, settings)
-        quiet = QuietHolders(settings.note)
-        vacancies = _Vacancies(dict(enumerate(asked)), is_there, quiet)
+        monitor = StaleLockMonitor(settings.note)
+        vacancies = _Vacancies(dict(enumerate(asked)), is_there, monitor)
         while vacancies.missing:
             with ExitStack() as stages:
                 with turn(place, settings.note):
@@ -87,13 +86,13 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         place: which.
-        note: is told of a process that does it and is not heard of.
+        note: is told of a process that does it and does not respond.
 
     Raises:
         RefusedError: what lies there is no lock.
         ResourceError: it cannot be made.
     """
-    lock, quiet = Lock(place_of_run(place)), QuietHolders(note)
+    lock, monitor = Lock(place_of_run(place)), StaleLockMonitor(note)
     try:  # a signal may come between the lock and what is inside
         while True:
             try:
@@ -101,7 +100,7 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
                     lock.take()
                 break
             except BusyError as error:
-                quiet.meet(error)
+                monitor.meet(error)
                 time.sleep(POLL_SECONDS)
         yield
     finally:
@@ -115,10 +114,10 @@ class _Vacancies:
         self,
         missing: dict[int, AskedVariant],
         is_there: Callable[[int], bool],
-        quiet: QuietHolders,
+        monitor: StaleLockMonitor,
     ) -> None:
         self.missing, self._count = missing, len(missing)
-        self._is_there, self._quiet = is_there, quiet
+        self._is_there, self._monitor = is_there, monitor
         self._read: dict[int, RunInputs] = {}
 
     def taken(self, stages: ExitStack) -> list[ReadyVariant]:
@@ -153,7 +152,7 @@ class _Vacancies:
         try:
             held.enter_context(asked.wanted.stage)
         except BusyError as error:
-            self._quiet.meet(error)
+            self._monitor.meet(error)
             return False
         except RefusedError:
             if not self._is_there(number):  # else it was published just now

@@ -16,7 +16,7 @@ from typing import Any
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.result_place import check_apart, check_folder
+from quantforge.checkpoint.stage import check_apart, check_folder
 from quantforge.errors import GateError
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output

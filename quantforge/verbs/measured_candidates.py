@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.lock import Lock
-from quantforge.checkpoint.result_place import unwritable
+from quantforge.checkpoint.stage import unwritable
 from quantforge.execution.journal import Workspace
 from quantforge.execution.progress import phase
 from quantforge.results.publish import taken

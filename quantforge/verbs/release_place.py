@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import check_new, place_of_run, save
 from quantforge.checkpoint.foreign_json import read_object
-from quantforge.checkpoint.result_place import check_folder
+from quantforge.checkpoint.stage import check_folder
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import format_of
 from quantforge.planning.release_spec import REPORTS

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.result_place import check_apart, check_folder
+from quantforge.checkpoint.stage import check_apart, check_folder
 from quantforge.errors import (
     InputError,
     QuantForgeError,

@@ -17,9 +17,9 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.previous_output import OF_DIRECTORY
 from quantforge.checkpoint.publish_file import set_of, side_of
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.result_place import OF_DIRECTORY
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model

@@ -65,7 +65,7 @@ def test_a_run_says_it_too(tiny, tmp_path, capsys, monkeypatch):
     assert told.code == 0
     assert "memory: a peak of" in told.err
     assert "this machine has 1.00 MB" in told.err
-    monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
     refused = command(capsys, *words, "-o", tmp_path / "b")
     assert refused.code == 7
     assert "hint: free space in" in refused.err

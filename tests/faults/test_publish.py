@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.result_place import MANIFEST
+from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import (
     BusyError,

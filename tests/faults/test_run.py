@@ -92,7 +92,7 @@ def test_a_busy_output_is_refused_and_the_first_run_is_not_disturbed(model, out)
 
 
 def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
-    for module in ("staged_files", "disk"):
+    for module in ("stage", "disk"):
         monkeypatch.setattr(f"quantforge.checkpoint.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
         quantize(model, out, recipe("gptq"))
@@ -125,7 +125,7 @@ def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatc
     stage = out.parent / ".out.qf/stage"
     held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert held > 100_000
-    monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: (1 << 21) - held)
+    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: (1 << 21) - held)
     assert quantize(model, out, recipe("gptq")).resumed
 
 

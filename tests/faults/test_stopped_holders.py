@@ -16,7 +16,7 @@ import pytest
 
 from quantforge.checkpoint import lock
 from quantforge.errors import BusyError, IntegrityError
-from quantforge.execution import claims, leases, quiet_holders
+from quantforge.execution import claims, leases
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -35,7 +35,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(quiet_holders, "QUIET_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "QUIET_SECONDS", 1.0)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
@@ -105,7 +105,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
     child = stopped(place, name, lambda: release(spec, out, Settings(join=True)))
     said, note = told(child, number)
     release(spec, out, Settings(join=True, note=note))
-    assert len([text for text in said if "nothing is heard of" in text]) == 1
+    assert len([text for text in said if "has not responded" in text]) == 1
     assert f"kill -CONT {child} lets it go on" in "".join(said)
     assert ended(child) == (0 if number == signal.SIGCONT else -number)
     assert tree(out) == whole
@@ -149,7 +149,7 @@ def test_nothing_is_said_of_one_that_works(
 
     children = [forked(work, tmp_path / f"m{number}") for number in range(2)]
     assert [ended(child) for child in children] == [0, 0]
-    assert "nothing is heard" not in said.read_text()
+    assert "has not responded" not in said.read_text()
 
 
 def test_a_process_of_another_version_does_not_take_part(

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.lock import StaleLockMonitor
 from quantforge.cli.meter import Clock
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.execution import execute, lockstep
-from quantforge.execution.quiet_holders import QuietHolders
 from quantforge.settings import Settings
 from quantforge.verbs import quantize_variants as quantize_variants_module
 from quantforge.verbs.asked_result import Variant
@@ -100,7 +100,7 @@ def test_who_looks_for_work_leaves_half_of_it_for_others(model, tmp_path):
     wanted = [Variant(swift("gptq", bits=bits), tmp_path / str(bits)) for bits in (2, 3, 4, 8)]
     asked = dict(enumerate(asked_variants(model, wanted, Settings())))
     first, second = (
-        _Vacancies(dict(asked), lambda number: False, QuietHolders(print)) for _ in range(2)
+        _Vacancies(dict(asked), lambda number: False, StaleLockMonitor(print)) for _ in range(2)
     )
     with ExitStack() as one, ExitStack() as two:
         assert [ready.number for ready in first.taken(one)] == [0, 1]

@@ -346,7 +346,7 @@ def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Pa
 def test_a_disk_that_is_too_small_is_told_before_an_export(
     quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError):
         export(quantized, out, format="gptq", allow_inexact=True)
     assert leftovers(out) == set()

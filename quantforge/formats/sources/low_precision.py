@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib import import_module
 
 from quantforge.architectures.draft_kinds import is_draft, type_of
+from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.result_place import MANIFEST
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import quantization_config

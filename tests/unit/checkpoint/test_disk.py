@@ -18,9 +18,13 @@ import pytest
 
 from quantforge.checkpoint import disk
 from quantforge.checkpoint.disk import DISK, append, create, free_bytes, no_space, save
-from quantforge.checkpoint.earlier import earlier, size_of
+from quantforge.checkpoint.previous_output import (
+    MANIFEST,
+    OF_DIRECTORY,
+    read_previous_output,
+    size_of,
+)
 from quantforge.checkpoint.publish_file import SIDE, FileStage, placed, side_of
-from quantforge.checkpoint.result_place import MANIFEST, OF_DIRECTORY
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import (
     BusyError,
@@ -185,7 +189,7 @@ def listed(root: Path, *names: str, **more: object) -> None:
 
 
 def found(root: Path) -> set[str]:
-    return set(earlier(root, MANIFEST, OF_DIRECTORY, lambda name: name != "other").files)
+    return set(read_previous_output(root, own=lambda name: name != "other").files)
 
 
 EIGHT = "/".join("abcdefgh")
@@ -213,7 +217,9 @@ def test_names_that_lead_elsewhere_or_are_spelt_twice_are_refused(
 def test_a_signature_belongs_to_the_manifest_that_it_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantforge.checkpoint.earlier.listed", lambda _, data: json.loads(data))
+    monkeypatch.setattr(
+        "quantforge.checkpoint.previous_output.signed_files", lambda _, data: json.loads(data)
+    )
     listed(tmp_path, "a")
     digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
     for said, own in (({MANIFEST: digest}, True), ({MANIFEST: "0" * 64}, False), ({}, False)):
@@ -261,15 +267,15 @@ def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
     assert {name: size_of(tmp_path, name) for name in sizes} == sizes
 
 
-def test_folders_that_become_empty_go_with_their_files(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    for name in ("a/b/c/one", "a/two", "z/three"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    (root / "z/mine").touch()
-    listed(root, "a/b/c/one", "a/two", "z/three")
-    earlier(root, MANIFEST, OF_DIRECTORY, lambda _: True).remove()
-    assert {str(path.relative_to(root)) for path in root.rglob("*")} == {"z", "z/mine"}
+def test_the_files_that_a_manifest_lists_are_removed_and_no_others(tmp_path: Path) -> None:
+    names = ("a/b/one", "a/two", "z/three")
+    for name in (*names, "z/mine"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed(tmp_path, *names)
+    read_previous_output(tmp_path).remove()
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"z/mine"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
@@ -292,7 +298,7 @@ def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
 
 def test_room_is_enough_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Stage(tmp_path / "out", overwrite=False) as stage:
-        monkeypatch.setattr("quantforge.checkpoint.staged_files.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
         stage.check_space(1000)
         with pytest.raises(ResourceError, match="1001 bytes needed"):
             stage.check_space(1001)

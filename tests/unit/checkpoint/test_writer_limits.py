@@ -68,9 +68,9 @@ def test_the_largest_header_that_is_written_can_be_read(tmp_path: Path) -> None:
 
 def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
     with WeightsWriter(tmp_path, file_plans(((StoredTensor("w", "U8", (1, 4)),),))) as writer:
-        writer.write_rows("w", 1, torch.empty(0, 4, dtype=torch.uint8))
         writer.write_rows("w", 0, torch.ones(1, 4, dtype=torch.uint8))
-        writer.write_rows("w", 1, torch.empty(0, 4, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="written before"):
+            writer.write_rows("w", 1, torch.empty(0, 4, dtype=torch.uint8))
     assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [[1] * 4]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK
+from quantforge.checkpoint.lock import Watch
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.execution import claims, leases
 from quantforge.execution.claims import Claims
-from quantforge.execution.leases import Watch
 
 SAME = {"recipe": "r"}
 RECORD = {"unit": "a", "sums": {}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
@@ -331,21 +333,15 @@ def test_checksums_are_of_bytes_however_they_are_cut(dtype: torch.dtype) -> None
     )
 
 
-def test_a_file_that_was_written_in_part_takes_no_name(
+def test_a_file_is_written_whole_or_takes_no_name(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.mkdir()
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
-    with pytest.raises(OSError, match="No space left"):
-        write_durably(place / "record", b"whole")
-    assert not (place / "record").exists()
-
-
-def test_a_file_is_written_in_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.mkdir()
-    monkeypatch.setattr(journal, "_AT_ONCE", 3)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    short = replace(DISK, pwrite=lambda file, data, offset: os.pwrite(file, data[:3], offset))
+    monkeypatch.setattr(journal, "DISK", short)
     write_durably(place / "record", b"whole")
     assert (place / "record").read_bytes() == b"whole"
+    monkeypatch.setattr(journal, "DISK", replace(DISK, pwrite=lambda *_: 0))
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(place / "other", b"whole")
+    assert not (place / "other").exists()

@@ -1,4 +1,4 @@
-"""Files of an earlier result: the only ones that an overwrite may ever remove or replace.
+"""The result of an earlier run: its files are the only ones that an overwrite may ever remove or replace.
 
 Its manifest lists them with their sizes, and whatever is there beside them, or has another size, is somebody's and is
 kept: the overwrite is refused with its name. The card is no exception, although `verify` allows it to change: who has
@@ -8,21 +8,25 @@ that lists this very manifest. Names lead nowhere else: no links, no way up, and
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import itertools
 import os
 import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from quantforge.checkpoint.bundle import listed
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, RefusedError
-from quantforge_files.roles import MANIFEST, SIGNATURE
+from quantforge_files import roles
+
+MANIFEST = "quantforge.manifest.json"
+SIGNATURE = ".sig"
+OF_DIRECTORY = f"model{SIGNATURE}"
 
 _SCHEMA = "quantforge.manifest/"
 _SHOWN = 5
@@ -31,7 +35,7 @@ _ODD = -1  # instead of the size of what is no regular file
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class PreviousOutput:
     """The files of a result: bytes by name inside of ``root``, the manifest last. Some may be missing by now."""
 
     root: Path
@@ -51,31 +55,24 @@ class Earlier:
     def check_alone(self) -> None:
         """Refuse when the directory holds anything else; errors as `check`."""
         self.check()
-        if others := sorted(self._others(self.root, "")):
+        parents = {parent for name in self.files for parent in PurePosixPath(name).parents}
+        if others := sorted(self._others(self.root, "", {str(parent) for parent in parents})):
             raise self._kept(
                 others, "is no file of the earlier result: its manifest does not list it"
             )
 
     def remove(self) -> None:
-        """Remove the files, the manifest last, and the directories that become empty inside of ``root``."""
+        """Remove the files, the manifest last; directories stay."""
         for name, size in self.files.items():
             if size_of(self.root, name) == size:
                 (self.root / name).unlink()
-        for folder in sorted(self._folders(), reverse=True):
-            with suppress(OSError):
-                (self.root / folder).rmdir()
 
-    def _folders(self) -> set[str]:
-        parents = {parent for name in self.files for parent in PurePosixPath(name).parents}
-        return {str(parent) for parent in parents} - {"."}
-
-    def _others(self, folder: Path, prefix: str) -> Iterator[str]:
-        folders = self._folders()
+    def _others(self, folder: Path, prefix: str, folders: set[str]) -> Iterator[str]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False) and name in folders:
-                    yield from self._others(folder / entry.name, f"{name}/")
+                    yield from self._others(folder / entry.name, f"{name}/", folders)
                 elif name not in self.files:
                     yield name
 
@@ -83,15 +80,18 @@ class Earlier:
         place = self.root / names[0]
         rest = ", ".join(names[1:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
         also = f" (and {rest})" if rest else ""
-        return RefusedError(
-            f"{place}: {why}{also}, and it is kept",
-            "move it away, or choose another --output",
-            file=str(place),
+        return RefusedError.at(
+            place, f"{why}{also}, and it is kept", "move it away, or choose another --output"
         )
 
 
-def earlier(root: Path, manifest: str, signature: str, own: Callable[[str], bool]) -> Earlier:
-    """Read what belongs to a result.
+def read_previous_output(
+    root: Path,
+    manifest: str = MANIFEST,
+    signature: str = OF_DIRECTORY,
+    own: Callable[[str], bool] = lambda _: True,
+) -> PreviousOutput:
+    """Read which files belong to a result.
 
     Args:
         root: the directory of its files.
@@ -103,28 +103,64 @@ def earlier(root: Path, manifest: str, signature: str, own: Callable[[str], bool
         RefusedError: the manifest cannot be read, lists no files with their sizes, or lists files of others.
     """
     place = root / manifest
+
+    def unknown(what: str) -> RefusedError:
+        return RefusedError(
+            f"{what}; nothing says which files here may be removed",
+            "choose another --output, or remove the earlier result yourself",
+            file=str(place),
+        )
+
     if size_of(root, manifest) in {None, _ODD}:
-        raise _unknown(place, f"{place}: no regular file")
+        raise unknown(f"{place}: no regular file")
     try:
-        data = FILES.read(place, MANIFEST, root)
+        data = FILES.read(place, roles.MANIFEST, root)
         document = parse_object(data, place)
     except InputError as error:
-        raise _unknown(place, error.message) from error
+        raise unknown(error.message) from error
     outputs = document.get("outputs")
     if not str(document.get("schema")).startswith(_SCHEMA) or not isinstance(outputs, Mapping):
-        raise _unknown(place, f"{place}: is no manifest that lists the files of a result")
+        raise unknown(f"{place}: is no manifest that lists the files of a result")
     files: dict[str, int] = {}
     for name, entry in outputs.items():
         size = entry.get("bytes") if isinstance(entry, Mapping) else None
         if not _inside(name) or not own(name) or name in {manifest, signature}:
-            raise _unknown(place, f"{place}: lists {name[:80]!r}, which is no file of this result")
+            raise unknown(f"{place}: lists {name[:80]!r}, which is no file of this result")
         if type(size) is not int:
-            raise _unknown(place, f"{place}: states no size of {name[:80]!r}")
+            raise unknown(f"{place}: states no size of {name[:80]!r}")
         files[name] = size
     bundle = size_of(root, signature)
     if bundle is not None and _signs(root / signature, manifest, data):
         files[signature] = bundle
-    return Earlier(root, {**files, manifest: len(data)})
+    return PreviousOutput(root, {**files, manifest: len(data)})
+
+
+def check_replaceable(out: Path, overwrite: bool) -> None:
+    """Refuse a place for a directory where something is that must not be replaced.
+
+    Raises:
+        RefusedError: no directory, not to be overwritten, or not only what an earlier result's manifest lists.
+    """
+
+    def refuse(what: str, hint: str) -> RefusedError:
+        return RefusedError.at(out, what, hint)
+
+    if out.is_symlink():
+        raise refuse("is a link", f"give the directory that it leads to: {os.path.realpath(out)}")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise refuse("is a file", "give the name of a directory")
+    if not overwrite:
+        raise already_there(out, out, out / MANIFEST)
+    if not any(out.iterdir()):
+        return
+    if not os.path.lexists(out / MANIFEST):
+        raise refuse(
+            f"is not a result of quantforge (it holds no {MANIFEST}) and will not be replaced",
+            "choose another --output, or remove the directory yourself",
+        )
+    read_previous_output(out).check_alone()
 
 
 def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
@@ -135,29 +171,23 @@ def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
         out: the result that was to be written.
         manifest: that of the result which is there; without one, or with a damaged one, nothing is said of it.
     """
-    number = next(
-        number for number in itertools.count(2) if not os.path.lexists(_numbered(out, number))
-    )
+    stem, dot, suffix = out.name.rpartition(".") if not out.is_dir() else (out.name, "", "")
+    names = (out.with_name(f"{stem}-{number}{dot}{suffix}") for number in itertools.count(2))
+    free = next(name for name in names if not os.path.lexists(name))
     empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     replaceable = empty or os.path.lexists(manifest)
-    return RefusedError(
-        f"{path}: exists{_made_from(manifest)}",
-        f"another name: -o {shlex.quote(str(_numbered(out, number)))}"
+    return RefusedError.at(
+        path,
+        f"exists{_made_from(manifest)}",
+        f"another name: -o {shlex.quote(str(free))}"
         + (", or replace it with --overwrite" if replaceable else ""),
-        file=str(path),
     )
-
-
-def _numbered(out: Path, number: int) -> Path:
-    """Return another name, which keeps the ending of a file."""
-    stem, dot, suffix = out.name.rpartition(".") if not out.is_dir() else (out.name, "", "")
-    return out.with_name(f"{stem}-{number}{dot}{suffix}")
 
 
 def _made_from(manifest: Path) -> str:
     """Return the end of a sentence: what the result of a manifest was made from, and how."""
     try:
-        said = parse_object(FILES.read(manifest, MANIFEST, manifest.parent), manifest)
+        said = parse_object(FILES.read(manifest, roles.MANIFEST, manifest.parent), manifest)
     except InputError:
         return ""
     source = said.get("source")
@@ -200,15 +230,25 @@ def _inside(name: str) -> bool:
 def _signs(place: Path, manifest: str, data: bytes) -> bool:
     """Return whether a file is a signature that lists this manifest; the key does not matter here."""
     try:
-        data_of = FILES.read(place, SIGNATURE, place.parent)
-        return listed(place, data_of).get(manifest) == hashlib.sha256(data).hexdigest()
+        bundle = FILES.read(place, roles.SIGNATURE, place.parent)
+        return signed_files(place, bundle).get(manifest) == hashlib.sha256(data).hexdigest()
     except InputError:
         return False
 
 
-def _unknown(place: Path, what: str) -> RefusedError:
-    return RefusedError(
-        f"{what}; nothing says which files here may be removed",
-        "choose another --output, or remove the earlier result yourself",
-        file=str(place),
-    )
+def signed_files(place: Path, data: bytes) -> dict[str, str]:
+    """Return the digests by name of the files that a signature bundle, the content of ``place``, lists.
+
+    `quantforge.results.signing` checks that they are true.
+
+    Raises:
+        InputError: it is not a signature bundle of the OpenSSF's model signing.
+    """
+    try:
+        envelope = parse_object(data, place, roles.SIGNATURE).get("dsseEnvelope")
+        inner = base64.b64decode(dict(envelope or {})["payload"])
+        payload = parse_object(inner, place, roles.SIGNATURE)
+        found = {item["name"]: item["digest"] for item in payload["predicate"]["resources"]}
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise InputError.at(place, "is no signature bundle") from error
+    return found
