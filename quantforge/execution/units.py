@@ -1,7 +1,6 @@
 """Units of work: the list that a run works off.
 
-Each has units that it needs, tensors that it writes and, when it is done, a line in the journal. It is done whole or
-not at all. One that needs no other unit can be done anywhere at any time.
+Each has tensors that it writes and, when it is done, a line in the journal. It is done whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ class Unit:
     Attributes:
         name: in the journal.
         tensors: what it reads of the source, and rounds or copies.
-        needs: names of the units that have to be done before.
         inside: names of those that go with it, where processes claim units.
     """
 
     name: str
     tensors: tuple[TensorPlan, ...]
-    needs: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
 
     @property
@@ -90,12 +87,7 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     tensors: dict[str, list[TensorPlan]] = {name: [] for name in names}
     for tensor in plan.tensors:
         tensors[unit_of(tensor, plan)].append(tensor)
-    first = names.index(GUIDE) if plan.guide else 1
-    before = dict(zip(names[first + 1 :], names[first:], strict=False)) if plan.needs else {}
-    return tuple(
-        Unit(name, tuple(tensors[name]), (before[name],) if name in before else ())
-        for name in names
-    )
+    return tuple(Unit(name, tuple(tensors[name])) for name in names)
 
 
 def claimed_units(units: Iterable[Unit]) -> tuple[Unit, ...]:

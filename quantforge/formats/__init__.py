@@ -133,7 +133,6 @@ class About:
         specimens: schemes as its files are read with them, for the table of conversions; none where it holds no codes.
         joined: whether engines join the matrices that read one input, so that they have to share some parameters.
         holds_kv_scales: whether its files have a place for the scales of a KV cache.
-        half: whether ``config.json`` states float16 whatever the source is, because kernels compute in it.
         group_index: how the name of the tensor ends that says the group of each column (act-order), "" for none.
         one_group: whether its configuration states one group size, which all matrices of a model then have.
         engines: how each engine loads it (`formats.engines`).
@@ -154,7 +153,6 @@ class About:
     specimens: tuple[str, ...] = ()
     joined: bool = True
     holds_kv_scales: bool = False
-    half: bool = False
     group_index: str = ""
     one_group: bool = False
     engines: Mapping[str, Engine] = field(default_factory=dict)

@@ -55,7 +55,6 @@ ENGINES = by_engine(
 ABOUT = About(
     packages={"transformers": "gptqmodel"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
-    half=True,
     one_group=True,
     engines=ENGINES,
     exceptions="modules_to_not_convert",

@@ -77,7 +77,6 @@ ENGINES = by_engine(
 ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
-    half=True,
     group_index=".g_idx",
     one_group=True,
     tunable=True,

@@ -20,7 +20,6 @@ KEY = "gptq_v2"
 ABOUT = About(
     packages={"transformers": "gptqmodel optimum"},
     specimens=("int4:g128:asym:f16",),
-    half=True,
     group_index=".g_idx",
     one_group=True,
     tunable=True,

@@ -55,13 +55,6 @@ class Names:
         absent = self._wanted.keys() - self.sources.keys() - self.tied.keys()
         self.missing = tuple(name for name in self._wanted if name in absent)
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Names:
-        """Return the bridge of a ``config.json`` and stored tensors, as if their weights were not quantized."""
-        from quantforge.model.skeleton import build
-
-        return cls(build(config), stored)
-
     @cached_property
     def places(self) -> dict[str, Place]:
         """Return where the stored matrices of experts lie in stacks of the running model, by stored name."""

@@ -58,13 +58,8 @@ class Loading:
     untried: str = ""
 
     @property
-    def fits(self) -> bool:
-        """Return whether no obstacle is known; also true where `untried` is set."""
-        return not self.obstacle
-
-    @property
     def obstacle(self) -> str:
-        """Return why the model cannot be loaded, for a message; "" if no reason is known."""
+        """Return why the model cannot be loaded, for a message; "" if no reason is known or nothing was tried."""
         found = (
             ("{} parameter(s) are in no file and would be random", self.missing),
             ("{} parameter(s) have another shape in the files", self.mismatched),

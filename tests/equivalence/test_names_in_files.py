@@ -75,13 +75,13 @@ def test_a_place_is_where_transformers_puts_an_expert(family: Any, name: str) ->
 def test_every_tensor_has_a_place_and_every_parameter_a_source(family: Any) -> None:
     path = family("qwen2_moe")
     config, tensors = open_checkpoint(path).config, stored(path)
-    names = Names.of(config, tensors)
+    names = Names(build(config), tensors)
     assert not names.left_over
     assert not names.missing
     norm = "model.norm.weight"
-    lost = Names.of(config, [item for item in tensors if item.name != norm])
+    lost = Names(build(config), [item for item in tensors if item.name != norm])
     assert lost.missing == (norm,)
-    more = Names.of(config, [*tensors, StoredTensor("model.extra.weight", "F32", (3,))])
+    more = Names(build(config), [*tensors, StoredTensor("model.extra.weight", "F32", (3,))])
     assert more.left_over == ("model.extra.weight",)
     with pytest.raises(InputError, match="has no place"):
         more.runtime("model.extra.weight")
@@ -92,7 +92,7 @@ def test_a_missing_expert_is_refused(family: Any) -> None:
     tensors = stored(path)
     expert = next(item for item in tensors if ".experts.1." in item.name)
     with pytest.raises(InputError, match="experts"):
-        Names.of(open_checkpoint(path).config, [item for item in tensors if item is not expert])
+        Names(build(open_checkpoint(path).config), [item for item in tensors if item is not expert])
 
 
 def test_a_type_that_is_unknown_is_the_class_that_it_names(family: Any) -> None:

@@ -74,7 +74,7 @@ def agrees(path: Path) -> Loading:
     mismatched = {text.partition(" ")[0] for text in found.mismatched}
     assert (found.untried, found.failed, found.fault) == ("", (), "")
     expected = theirs(path)
-    assert not found.fits if expected is None else (set(found.missing), mismatched) == expected
+    assert found.obstacle if expected is None else (set(found.missing), mismatched) == expected
     return found
 
 
@@ -90,7 +90,7 @@ HEALTHY = [
     ("family", "form"), usual(HEALTHY, *HEALTHY[1:4], HEALTHY[5], HEALTHY[7], HEALTHY[11])
 )
 def test_nothing_is_missed_in_healthy_results(made: Made, family: str, form: str) -> None:
-    assert agrees(made(family, form)).fits
+    assert not agrees(made(family, form)).obstacle
 
 
 def _renamed(tensors: Tensors, old: str, new: str) -> None:
@@ -147,13 +147,13 @@ def test_planted_faults_are_missed_as_transformers_misses_them(
     made: Made, tmp_path: Path, form: str, plant: Callable[[Tensors], None]
 ) -> None:
     found = agrees(planted(made("llama-tied", form), tmp_path / "m", plant))
-    assert not found.fits
+    assert found.obstacle
     assert "parameter(s)" in found.obstacle
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "plain"])
 def test_a_prefix_that_transformers_adds_is_no_fault(made: Made, tmp_path: Path, form: str) -> None:
-    assert agrees(planted(made("llama-tied", form), tmp_path / "m", _base_model_alone)).fits
+    assert not agrees(planted(made("llama-tied", form), tmp_path / "m", _base_model_alone)).obstacle
 
 
 def test_what_its_converters_refuse_is_named(made: Made) -> None:
@@ -195,7 +195,7 @@ def test_code_beside_a_model_is_never_run(made: Made, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     (model / "own.py").write_text("raise SystemExit(7)")
     found = ours(model)
-    assert (found.fits, "'own' is unknown to transformers" in found.untried) == (True, True)
+    assert (found.obstacle, "'own' is unknown to transformers" in found.untried) == ("", True)
 
 
 def test_a_plan_leaves_open_what_it_cannot_tell_and_a_result_says_it(
@@ -262,7 +262,7 @@ def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family
         ]
         found = compare(model.config, moved, model.read, list)
         left_open = bool(unmapped(architecture, model.config, names))
-        assert (prefix, found.untried, left_open) == (prefix, "", not found.fits)
+        assert (prefix, found.untried, left_open) == (prefix, "", bool(found.obstacle))
 
 
 def _under(prefix: str, name: str, *, whole: bool) -> str:

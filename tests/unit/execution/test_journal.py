@@ -263,9 +263,6 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
     assert [[one.name for one in unit.stored] for unit in found] == [
         ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
     ]  # fmt: skip
-    assert {unit.needs for unit in found} == {()}
-    plan.needs = ("hessian",)
-    assert [unit.needs for unit in units_of(plan, 2)] == [(), (), ("block 0",), ("block 1",)]
 
 
 def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
