@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quantforge.execution.record import Record, merge
-from quantforge.quantizers import sparsifier_of, transform_of
+from quantforge.quantizers import is_sparse, transform_of
+from quantforge.quantizers.sparsity import figures, sparsify
 
 if TYPE_CHECKING:
     from quantforge.model.block import BlockPart
     from quantforge.model.statistics import Statistics
     from quantforge.plans import TensorPlan
-    from quantforge.quantizers.methods import Sparsifier
     from quantforge.recipe import Rounding
     from quantforge.scheme import Sparsity
 
@@ -39,8 +39,9 @@ def transformed(
     schemes = {name: layer.weight for name, layer in layers.items()}
     record: Record = {}
     for transform in transforms if targets else ():
-        if sparsifier := sparsifier_of(transform):
-            merge(record, _with_zeros(sparsifier, part, observed, targets, rounding, zeros))
+        if is_sparse(transform):
+            assert zeros is not None  # planning has refused the method without
+            merge(record, _with_zeros(transform, part, observed, targets, rounding, zeros))
             continue
         observed, events, figures = transform_of(transform).apply(
             part, observed, schemes, rounding, layers
@@ -50,26 +51,25 @@ def transformed(
 
 
 def _with_zeros(
-    sparsifier: Sparsifier,
+    method: str,
     part: BlockPart,
     observed: Mapping[str, Statistics],
     targets: Mapping[str, TensorPlan],
     rounding: Rounding,
-    zeros: Sparsity | None,
+    zeros: Sparsity,
 ) -> Record:
     """Make weights of a part zero, one shared input after the other; arguments as of `transformed`."""
-    assert zeros is not None
     record: Record = {}
     for shared in part.inputs:
         names = [name for name in shared.linears if name in targets and targets[name].sparse]
         if not names or shared.key not in observed:
             continue
         weights = {targets[name].name: part.weight(name) for name in names}
-        results = sparsifier.sparsify(weights, observed[shared.key], zeros, rounding)
+        statistics, damping = observed[shared.key], rounding.gptq.damping
+        found, events = sparsify(method, weights, statistics, zeros, damping)
+        merge(record, {"events": [event.to_json() for event in events]})
         for name in names:
-            result = results[targets[name].name]
-            part.set_weight(name, result.weight)
-            events = [event.to_json() for event in result.events]
-            figures = {targets[name].name: dict(result.figures)}
-            merge(record, {"events": events, "figures": figures})
+            key = targets[name].name
+            merge(record, {"figures": {key: figures(weights[key], found[key], statistics)}})
+            part.set_weight(name, found[key])
     return record

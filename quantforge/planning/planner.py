@@ -91,7 +91,7 @@ def make_plan(
     weighs, cache = recipe.rounding.weighs, recipe.kv_cache
     asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
     recipe = replace(recipe, guide=dials.guide or 0, tune=dials.tune or 0)  # until effort says more
-    check_zeros(recipe.method, recipe.zeros, recipe.format, recipe.engine)
+    check_zeros(recipe.method, recipe.zeros, recipe.format)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.declaring)
     drafted = partial(_drafted, checkpoint=checkpoint, matched=matched, asked=asked)

@@ -12,18 +12,16 @@ from quantforge.architectures.match import Matched, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import PLAIN
-from quantforge.formats.targets import target_of
 from quantforge.notation import SPARSITY_HINT as HINT
 from quantforge.planning.coverage import asked
 from quantforge.plans import Action, Draft
 from quantforge.quantizers import is_sparse
 from quantforge.scheme import Sparsity
 
-# By engines whose own files had a place for zeros.
-DROPPED = {
-    "vllm": "vLLM removed its sparse kernels and their format in March 2026 (vllm-project/vllm, pull request 36799)"
-}
-_ELSEWHERE = "codes of zeros take as much room as others, and no engine skips them: {reason}"
+_NOTHING_COMES = (
+    "codes of zeros take as much room as others, and no engine skips them: vLLM removed its sparse kernels and their"
+    " format in March 2026 (vllm-project/vllm, pull request 36799)"
+)
 
 
 def with_zeros(draft: Draft, matched: Matched, method: str, pattern: Sparsity | None) -> Draft:
@@ -66,18 +64,17 @@ def with_zeros(draft: Draft, matched: Matched, method: str, pattern: Sparsity | 
     return replace(draft, tensors=tuple(tensors), substitutions=(*draft.substitutions, *events))
 
 
-def check_zeros(method: str, pattern: Sparsity | None, form: str, engine: str | None) -> None:
+def check_zeros(method: str, pattern: Sparsity | None, form: str) -> None:
     """Refuse zeros of which nothing would come.
 
     Args:
         method: that makes them.
         pattern: of the zeros; None without any.
         form: the format's key.
-        engine: that the result is for, where one is named.
 
     Raises:
         UsageError: other methods stand beside it.
-        RefusedError: the format or the engine has nothing of it.
+        RefusedError: the format has nothing of it.
     """
     if pattern is None or not is_sparse(method):
         return
@@ -86,13 +83,8 @@ def check_zeros(method: str, pattern: Sparsity | None, form: str, engine: str | 
             f"--method {method}: zeros are made by a run of their own",
             "--method sparsegpt --format plain first, then quantize its result",
         )
-    if engine is not None and (judged := target_of(engine).judged) in DROPPED:
-        raise RefusedError(
-            f"--sparsity {pattern}: {engine} would compute with the zeros: {DROPPED[judged]}",
-            "leave --for out for a plain model to measure",
-        )
     if form != PLAIN:
         raise RefusedError(
-            f"--sparsity {pattern} in {form}: " + _ELSEWHERE.format(reason=DROPPED["vllm"]),
+            f"--sparsity {pattern} in {form}: {_NOTHING_COMES}",
             f"--format {PLAIN}, to measure it by `eval`, or to quantize it by a second run",
         )

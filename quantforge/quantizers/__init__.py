@@ -11,8 +11,6 @@ In this folder:
     feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
     gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
     hessian          The objective of GPTQ and of its refinement
-    magnitude        Magnitude: zero the weights that are least in size, whatever they multiply
-    masks            Masks: which weights of a row are made zero, by a score of each; all others keep their values
     method_costs     Costs of a method, for the forecasts of memory and time: records that its table holds
     methods          Interfaces of methods: the arguments of each kind, and its results
     output_error     Squared error that changed weights cause in the output of the sub-block that holds them
@@ -22,13 +20,12 @@ In this folder:
     rotate           Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
     rtn              Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth           SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsegpt        SparseGPT: what is made zero is made up for by the columns after it (Frantar and Alistarh
+    sparsity         Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
     strip_arrays     The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels    The loops of `strips`, compiled by numba, each at its first call in a process
     strips           The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
     unknown_methods  Refusals of words that are no method, with what was meant
     vectors          Error feedback and refinement of code vectors: the columns that share a code are a panel
-    wanda            Wanda
 """
 
 from __future__ import annotations
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from quantforge.quantizers.methods import (
         Rounder,
         SourceTransform,
-        Sparsifier,
         Transform,
     )
 
@@ -114,14 +110,15 @@ METHODS: Mapping[str, Method] = {
         MethodWork(weights=1500.0),
     ),
     "magnitude": Method(
-        "quantforge.quantizers.magnitude", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
+        "quantforge.quantizers.sparsity", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
         MethodMemory(matrices=6.0),
     ),
     "wanda": Method(
-        "quantforge.quantizers.wanda", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}), MethodMemory(matrices=6.0)
+        "quantforge.quantizers.sparsity", MethodKind.SPARSIFIER, frozenset({Statistic.SQUARES}),
+        MethodMemory(matrices=6.0),
     ),
     "sparsegpt": Method(
-        "quantforge.quantizers.sparsegpt", MethodKind.SPARSIFIER, frozenset({Statistic.HESSIAN}),
+        "quantforge.quantizers.sparsity", MethodKind.SPARSIFIER, frozenset({Statistic.HESSIAN}),
         MethodMemory(matrices=6.0, factorising=4.0, factor=1.0),
     ),
 }  # fmt: skip
@@ -203,13 +200,6 @@ def rounder_of(name: str) -> Rounder:
 def transform_of(name: str) -> Transform:
     """Import the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
-
-
-def sparsifier_of(name: str) -> Sparsifier | None:
-    """Import the module of a sparsifier; None for the name of another method."""
-    if METHODS[name].kind is not MethodKind.SPARSIFIER:
-        return None
-    return cast("Sparsifier", import_module(METHODS[name].module))
 
 
 def is_sparse(method: str) -> bool:

@@ -1,19 +1,18 @@
 """Interfaces of methods: the arguments of each kind, and its results.
 
-A rounder turns the matrices that read one activation into codes, a sparsifier makes weights of them zero. A transform
-rewrites one block, keeping its function, so that it rounds better. All are told what they may decide by a `Rounding`,
-never by the whole recipe. A transform of the whole source changes the model before anything else looks at it.
+A rounder turns the matrices that read one activation into codes. A transform rewrites one block, keeping its function,
+so that it rounds better. Both get the options of a `Rounding`, never the whole recipe. A transform of the whole source
+changes the model before anything else looks at it. What makes weights zero is one function (`sparsity.sparsify`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quantforge.events import Event
 from quantforge.recipe import Rounding
-from quantforge.scheme import LayerScheme, Scheme, Sparsity
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,33 +72,6 @@ class Transform(Protocol):
             schemes: of the linears that will be quantized.
             rounding: how they will be.
             layers: the same linears with the schemes of their inputs; None where inputs are taken as they are.
-        """
-
-
-class Sparse(NamedTuple):
-    """One matrix with zeros, and what there is to tell about it, as of `Rounded`."""
-
-    weight: Tensor
-    events: tuple[Event, ...] = ()
-    figures: Mapping[str, float] = MappingProxyType({})
-
-
-class Sparsifier(Protocol):
-    """Interface of the module of a sparsifier: it makes weights zero, before any rounder."""
-
-    def sparsify(
-        self,
-        weights: Mapping[str, Tensor],
-        statistics: Statistics,
-        sparsity: Sparsity,
-        rounding: Rounding,
-    ) -> dict[str, Sparse]:
-        """Make part of every matrix ``[out, in]`` that reads one shared input zero; keys are those of ``weights``.
-
-        ``sparsity`` fits their columns, and holds exactly in every row of the results.
-
-        Raises:
-            InputError: a weight or a statistic is not finite.
         """
 
 

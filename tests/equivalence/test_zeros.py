@@ -133,7 +133,6 @@ def test_plain_rounding_afterwards_keeps_every_zero(tiny: Tiny, tmp_path: Path) 
         ("wanda", {"sparsity": "4:2"}, InputError, "2:4"),
         ("wanda", {"format": "compressed-tensors"}, RefusedError, "36799"),
         ("wanda", {"format": "gguf", "type": "Q4_0"}, RefusedError, "take as much room"),
-        ("wanda", {"engine": "vllm"}, RefusedError, "vLLM removed"),
         ("wanda+rtn", {}, UsageError, "run of their own"),
         ("awq+wanda", {}, UsageError, "run of their own"),
         ("wanda", {"ignore": ("re:.*",)}, InputError, "no linear"),

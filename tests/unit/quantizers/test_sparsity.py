@@ -9,13 +9,12 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_sparsity
-from quantforge.quantizers import sparsifier_of
-from quantforge.quantizers.masks import figures
+from quantforge.quantizers.sparsity import figures, sparsify
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
-ROUNDING = Recipe().rounding
+DAMPING = Recipe().rounding.gptq.damping
 
 
 def drawn(rows: int = 24, columns: int = 320) -> tuple[Tensor, Statistics]:
@@ -30,10 +29,7 @@ def drawn(rows: int = 24, columns: int = 320) -> tuple[Tensor, Statistics]:
 
 
 def made(method: str, weight: Tensor, statistics: Statistics, sparsity: str) -> Tensor:
-    sparsifier = sparsifier_of(method)
-    assert sparsifier is not None
-    pattern = parse_sparsity(sparsity)
-    return sparsifier.sparsify({"w": weight}, statistics, pattern, ROUNDING)["w"].weight
+    return sparsify(method, {"w": weight}, statistics, parse_sparsity(sparsity), DAMPING)[0]["w"]
 
 
 def lost(weight: Tensor, other: Tensor, statistics: Statistics) -> float:
@@ -117,12 +113,10 @@ def test_the_scores_are_those_of_the_papers() -> None:
 
 def test_nothing_seen_is_an_event_and_nan_an_error() -> None:
     weight, _ = drawn(4, 64)
-    sparsifier = sparsifier_of("sparsegpt")
-    assert sparsifier is not None
     empty = Statistics(tokens=0, hessian=torch.zeros(64, 64))
-    found = sparsifier.sparsify({"w": weight}, empty, parse_sparsity("2:4"), ROUNDING)["w"]
-    assert [event.kind for event in found.events] == ["rounding-fallback"]
-    assert ((found.weight == 0).sum(1) == 32).all()
+    found, events = sparsify("sparsegpt", {"w": weight}, empty, parse_sparsity("2:4"), DAMPING)
+    assert [event.kind for event in events] == ["rounding-fallback"]
+    assert ((found["w"] == 0).sum(1) == 32).all()
     weight[1, 5] = torch.nan
     for method in METHODS:
         with pytest.raises(InputError, match=r"w: the value at \[1, 5\] is nan"):
