@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import GateError, UsageError
-from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.gates import check_gates, check_held
 from quantforge.evaluation.job_summary import write_summary
 from quantforge.evaluation.tasks import YAML
@@ -71,21 +69,22 @@ def evaluate(
         device=device, threads=threads, activations=activations, offline=offline, adapter=adapter,
         input_bits=input_bits, progress=console.show, note=console.note,
     )  # fmt: skip
-    with delivery() as delivered, ExitStack() as ending:
-        # Whatever cannot be written: what was measured is shown.
-        ending.callback(_show, console, delivered.found, wide=wide)
-        with console.watch():
-            from quantforge import verbs
+    with console.watch():
+        from quantforge import verbs
 
-            found = verbs.evaluate(
-                reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
-                **({} if cache is None else {"cache": cache}),
-                engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
-                generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
-                correction=correction,
-            )  # fmt: skip
-        save_reports(found, report or [], overwrite=overwrite)
-        _hold(found, limit, max_kl, summary)
+        found = verbs.evaluate(
+            reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
+            **({} if cache is None else {"cache": cache}),
+            engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
+            generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
+            correction=correction,
+        )  # fmt: skip
+    if console.as_json:
+        console.document(found.to_json())
+    else:
+        show_tables(console, found, wide=wide)
+    save_reports(found, report or [], overwrite=overwrite)
+    _hold(found, limit, max_kl, summary)
 
 
 def _hold(
@@ -106,15 +105,6 @@ def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool)
 
     for path in reports:
         save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
-
-
-def _show(console: Console, measured: Sequence[Evaluation], *, wide: bool) -> None:
-    """Print the document of what was measured, or the tables with the verdict."""
-    for found in measured:
-        if console.as_json:
-            console.document(found.to_json())
-        else:
-            show_tables(console, found, wide=wide)
 
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from quantforge.cli.evaluate import check_reports, save_reports, show_tables
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import from_here, shown
 from quantforge.errors import UsageError
-from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.job_summary import write_summary
 
 if TYPE_CHECKING:
@@ -88,21 +86,20 @@ def sweep(
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid, out = _grid(over), output or _place(model)
-    with delivery(), ExitStack() as ending:
-        with console.watch(), processes.started(jobs, console.note) as failed:
-            from quantforge import verbs
-            from quantforge.verbs.sweep_recipes import make_results
+    with console.watch(), processes.started(jobs, console.note) as failed:
+        from quantforge import verbs
+        from quantforge.verbs.sweep_recipes import make_results
 
-            if processes.silent():
-                make_results(model, grid, out, None, settings, given)
-                return
-            found = verbs.sweep(
-                model, grid, out, settings=settings, **given,
-                measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
-            )  # fmt: skip
-        ending.callback(_show, console, found, failed, wide=wide)  # whatever is not written
-        save_reports(found.evaluation, report or [], overwrite=overwrite)
-        write_summary(summary, found.evaluation)
+        if processes.silent():
+            make_results(model, grid, out, None, settings, given)
+            return
+        found = verbs.sweep(
+            model, grid, out, settings=settings, **given,
+            measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
+        )  # fmt: skip
+    _show(console, found, failed, wide=wide)
+    save_reports(found.evaluation, report or [], overwrite=overwrite)
+    write_summary(summary, found.evaluation)
     _tell_files(console, report, summary)
 
 

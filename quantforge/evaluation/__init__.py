@@ -9,7 +9,6 @@ In this folder:
     card_section    Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub
     columns         Columns of a table of text, and as many of them as a width holds
     comparable      Refusal of models that cannot be compared, by their configurations and tokenizers, before any work
-    delivery        Delivery of an evaluation: its figures stay kept until what is written of them is written
     deployment      A model as an engine would run it: loaded in 16 bits, its speed and its memory taken
     divergence      Divergence of a model from its reference: the exact KL divergence, token by token
     evaluate        `eval`: a reference and its descendants, measured under one protocol, one model in memory at a time
@@ -20,7 +19,7 @@ In this folder:
     head            The last step of a language model, a part of the vocabulary at a time
     job_summary     Job summary of a CI: the report of an evaluation as GitHub-flavoured Markdown
     kept_reference  The reference once its weights have left memory: its kept outputs
-    kept_rows       Rows of models that an interrupted evaluation had finished
+    kept_rows       Rows of an interrupted evaluation: kept in the user's cache until the same evaluation ends well
     llama_cpp       A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
     made            Date of an evaluation, and the versions that it was made with; the day alone
     model_ending    The ending of a model, from final hidden states to logits, by its own code

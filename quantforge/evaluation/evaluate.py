@@ -22,7 +22,7 @@ from quantforge.evaluation.deployment import as_deployed
 from quantforge.evaluation.figures import plain
 from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.kept_reference import KeptReference
-from quantforge.evaluation.kept_rows import KeptRows, keeping
+from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.speed import read_bandwidth
@@ -85,7 +85,7 @@ class EvaluationOptions:
     prompts: Prompts | None = None
     text_found: bool = False
     input_bits: int = EXACT
-    note: Callable[[str], None] = lambda _: None
+    note: Callable[[str], None] = field(default=lambda _: None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,19 @@ class Evaluation:
 
 
 @as_input_errors()
-def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions) -> Evaluation:
+def evaluate(
+    reference: Path,
+    models: Sequence[Path],
+    options: EvaluationOptions,
+    kept: KeptRows | None = None,
+) -> Evaluation:
     """Measure a reference and models that descend from it.
+
+    Args:
+        reference: what the models are compared with.
+        models: those that descend from it.
+        options: what is measured.
+        kept: rows that were measured before, and where others are kept.
 
     Raises:
         InputError: a model, the text or a task cannot be used, tokenizers differ, or a result is NaN or infinite.
@@ -144,11 +155,13 @@ def evaluate(reference: Path, models: Sequence[Path], options: EvaluationOptions
     )
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
-    protocol, paths = _protocol(windows, options), (reference, *models)
-    with keeping(paths, protocol, options) as kept:
-        rows = tuple(_measured(paths, (windows, trial), answering, options, bandwidth, kept))
+    kept = kept or KeptRows()
+    paths = (reference, *models)
+    rows = tuple(_measured(paths, (windows, trial), answering, options, bandwidth, kept))
     told = None if trial is None else trial.to_json()
-    return Evaluation(protocol, rows, options.prompts, options=options, caches=told)
+    return Evaluation(
+        _protocol(windows, options), rows, options.prompts, options=options, caches=told
+    )
 
 
 def _measured(
@@ -162,12 +175,12 @@ def _measured(
     """Yield one row per model; the first is the reference. One model is in memory at a time."""
     windows, trial = scored
     reference: KeptReference | None = None
-    all_kept = kept.count() == len(paths)  # then nothing is compared with the reference
+    before = tuple(kept.rows)
     try:
         for number, path in enumerate(paths):
-            before = kept.of(number)
-            if before is not None and (all_kept or reference is not None):
-                yield before
+            # The reference is scored once more, unless there is nothing to compare with it.
+            if number < len(before) and (number or len(before) == len(paths)):
+                yield before[number]
                 continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
@@ -184,14 +197,14 @@ def _measured(
                         row = reference.row
                     else:
                         row = reference.compare(loaded)
-                if trial is not None and before is None:
+                if trial is not None and number >= len(before):
                     with phase(f"caches of {path.name}", 0.75):
                         row["caches"] = tried(loaded, trial)
                 if options.tasks is not None:
                     row |= _answered(path, loaded, options.tasks)
                 del loaded  # before the next one comes in
-                if before is not None:  # the reference, which the others are compared with
-                    yield before
+                if number < len(before):
+                    yield before[number]
                     continue
                 # Only now, when everything that is loaded once and for all has been loaded.
                 if options.speed and corrected is None:
@@ -200,7 +213,7 @@ def _measured(
                 if options.engine and path.is_file():
                     row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
             row = {key: plain(value) for key, value in row.items()}
-            kept.keep(number, row)
+            kept.keep(row)
             yield row
     finally:
         if reference is not None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.delivery import delivery
 from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
@@ -92,15 +91,15 @@ def evaluate(
         import torch
 
         from quantforge.evaluation.evaluate import evaluate as measure
+        from quantforge.evaluation.kept_rows import keeping
         from quantforge.numerics.allocator import return_freed_memory
 
         measurement = _measurement(paths[0], options, tasks, settings)
         return_freed_memory()  # the peaks that are told are of what is alive
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with delivery() as delivered:
-            found = measure(paths[0], paths[1:], measurement)
-            delivered.found.append(found)
+        with keeping(paths, measurement) as kept:
+            found = measure(paths[0], paths[1:], measurement, kept)
             if card:
                 write_measured(Path(card), found, opened[0], settings.base_model)
         return found

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, IntegrityError
-from quantforge.evaluation.delivery import delivery
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import common_adapter
 from quantforge.planning.quality_gates import beyond
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
 
 
-@delivery()
 def finish(
     place: Path,
     asked: ReleaseSpec,
