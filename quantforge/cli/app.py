@@ -44,7 +44,6 @@ from quantforge.cli.ranks import check_ranks, said_already
 from quantforge.cli.stopping import Stopped, stop
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
-from quantforge.model import lean_imports as lean
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
@@ -144,8 +143,6 @@ WIDE = "10000"  # characters of a line that a shell reads
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    if "torch" not in sys.modules:  # else somebody has called us in a process of theirs
-        lean.allow()
     arguments = sys.argv[1:] or ["--help"]
     debug = "--debug" in arguments
     if debug:

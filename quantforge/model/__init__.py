@@ -28,7 +28,6 @@ In this folder:
     hidden_states         Store for the hidden states of all calibration rows between two blocks: in memory
     inner                 The part of a model that makes final hidden states: all of it but the output layer
     kept_leaves           Tensors that single rows keep between blocks: in memory
-    lean_imports          transformers' modelling code without what a command never runs: half of the imports
     learned_codes         Codes that are learned: each has an offset, in steps of its grid
     learned_scales        Scales and gains that are learned: each times a factor that Adam fits
     loading               Weights that come and go: modules of a skeleton filled from a checkpoint, in float32

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantforge.architectures import Place, Stack
 from quantforge.errors import InputError
-from quantforge.model.lean_imports import lean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,14 +77,6 @@ class Source:
             found[name] = Place(stack, order.index(pattern), counts[pattern])
             counts[pattern] += 1
         return found
-
-
-def rules(model: PreTrainedModel) -> tuple[Any, Sequence[Any]]:
-    """Return transformers' module of loading, and its rules for a model."""
-    with lean():
-        from transformers import core_model_loading as core
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    return core, get_model_conversion_mapping(model)
 
 
 def converted(

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.inner import head_of
 from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.lean_imports import lean
 from quantforge.model.loading import TensorSource, WholeWeights
 from quantforge.model.names import Names
 from quantforge.model.outside import blocks_of
@@ -39,8 +39,6 @@ from quantforge.numerics.threads import one_thread
 from quantforge_calibration import SourceError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from quantforge_calibration.image_rows import ImageRows
     from quantforge_calibration.sampler import Sample
 
@@ -93,13 +91,10 @@ class _ReachedError(Exception):
 
 def decoder_of(model: PreTrainedModel, blocks: str) -> nn.Module:
     """Return the text tower: the innermost model that holds a list of blocks, by its name."""
-    with lean():
-        from transformers import PreTrainedModel as Model
-
     found: nn.Module = model
     for name in accumulate(blocks.split(".")[:-1], "{}.{}".format):
         part = model.get_submodule(name)
-        found = part if isinstance(part, Model) else found
+        found = part if isinstance(part, PreTrainedModel) else found
     return found
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
 from quantforge.architectures import architecture_of, text_config
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.model.lean_imports import lean
 from quantforge_files.strict_json import INFINITE
-
-with lean():
-    from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -150,8 +148,7 @@ def _class_in(
 def _classes(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     mapping = getattr(modeling_auto, table)
     try:
-        with lean():
-            kinds = mapping[type(parsed)]  # imports the family's module
+        kinds = mapping[type(parsed)]  # imports the family's module
     except KeyError:  # its `in` does not know all that it has
         return
     yield from kinds if isinstance(kinds, list | tuple) else (kinds,)

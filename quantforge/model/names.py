@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import core_model_loading as core
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quantforge.architectures import Place
 from quantforge.errors import InputError
-from quantforge.model.conversion import Source, converted, rules
+from quantforge.model.conversion import Source, converted
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class Names:
 
     def _resolve(self) -> None:
         """Find the parameter of each stored tensor, as transformers does when it loads."""
-        core, found_rules = rules(self._model)
+        found_rules = get_model_conversion_mapping(self._model)
         renamings = [rule for rule in found_rules if isinstance(rule, core.WeightRenaming)]
         converters = [rule for rule in found_rules if isinstance(rule, core.WeightConverter)]
         by_pattern = {text: rule for rule in converters for text in rule.source_patterns}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quantforge.errors import RefusedError
 from quantforge.model.inner import head_of, inner_of
-from quantforge.model.lean_imports import lean
 from quantforge.model.loading import parameter
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.standins import Call, StandIn, parted
@@ -153,9 +153,6 @@ def blocks_of(model: PreTrainedModel) -> str:
     Raises:
         RefusedError: there is none.
     """
-    with lean():
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
     decoder = model.get_decoder()
     lists = {
         name: module

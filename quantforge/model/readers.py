@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from quantforge.model.lean_imports import lean
 from quantforge.model.trial_block import TrialBlock
 from quantforge.numerics.function_mode import Function, FunctionMode
-
-with lean():
-    from transformers.pytorch_utils import Conv1D
 
 
 @dataclass

@@ -24,16 +24,13 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
 
 from quantforge.architectures import text_config
 from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.lean_imports import lean
 from quantforge.model.model_class import class_of
 from quantforge.numerics.function_mode import Function, FunctionMode
-
-with lean():
-    from transformers import PreTrainedModel
 
 _FILLING = frozenset({"torch.nn.init", "transformers.initialization"})
 

@@ -15,7 +15,6 @@ from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import readable
-from quantforge.model import lean_imports as lean
 from quantforge.recipe import AdapterOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings, check_device
@@ -85,8 +84,6 @@ def evaluate(
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
         tasks = _tasks(options, offline=settings.offline)
-        if tasks is not None:
-            lean.forbid()  # lm-eval uses transformers in its own ways
         tell("libraries")
         import torch
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
-from quantforge.formats.engine_families import TRANSFORMERS
 from quantforge.formats.targets import target_of
-from quantforge.model import lean_imports as lean
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
@@ -65,8 +63,8 @@ def verify(
 
         torch.set_num_threads(threads)
     merged, public = (Path(one) if one else None for one in (adapter, key))
-    if engine is not None and target_of(engine).judged == TRANSFORMERS:
-        lean.forbid()  # its quantizers look for packages that we never use
+    if engine is not None:
+        target_of(engine)  # refuse an unknown name before the work
     if public is not None:
         FILES.read(public, KEY, None)
     return_freed_memory()

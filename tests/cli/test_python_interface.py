@@ -87,8 +87,6 @@ import quantforge
 quick = [name for name in ("torch", "numpy", "quantforge.verbs") if name in sys.modules]
 quantforge.plan("models/demo", bits=8), quantforge.inspect("models/demo")
 planned = [name for name in ("torch", "numpy") if name in sys.modules]
-from quantforge.model import lean_imports
-lean_imports.allow()  # as commands do: this process belongs to nobody else
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
 made = quantforge.quantize("models/demo", bits=8, scales="absmax", out="made")
