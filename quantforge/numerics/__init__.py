@@ -8,7 +8,6 @@ In this folder:
     hadamard           Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``
     linear_gradients   Linears that gradients pass, with products shared out to threads
     products           Matrix products whose last bits do not depend on the number of threads
-    quadratic_form     Sums of a quadratic form, ``sum_i e_i H e_i^T``, of many matrices under one symmetric ``H``
     shared_processors  Processors shared with other programs: how threads wait there
     team               Team of a run: the threads that its work is shared out to
     threads            Threads: results in the order of their items, work behind

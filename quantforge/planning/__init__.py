@@ -55,5 +55,4 @@ In this folder:
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Count the weights of a planned result in use: bytes in memory
-    widths             Widths of what a token has inside of a block, in the widest layer
 """

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.matched import MatchedTensor
+from quantforge.architectures.sequence_state import KEYS
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
 from quantforge.model.tuning_bounds import ROWS, whole_epochs
 from quantforge.numerics.allocator import CHUNK_BYTES
-from quantforge.planning.widths import embedded, widest
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
 from quantforge.recipe import CalibrationOptions
@@ -234,7 +234,7 @@ def _replayed_inputs(run: RunSizes, matched: Matched) -> int:
     architecture, sizes = declared(matched)
     if not architecture.replayed:
         return 0
-    rows = embedded(matched, sizes) * min(sizes.vocab, run.rows * run.length)
+    rows = _embedded(matched, sizes) * min(sizes.vocab, run.rows * run.length)
     return FLOAT * (rows + sizes.hidden * run.held_rows * run.length)
 
 
@@ -245,7 +245,7 @@ def _activation_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int
     temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
     projection have read is kept until the micro-batch has passed.
     """
-    width = widest(matched, sizes)
+    width = _widest(matched, sizes)
     attention = 3 * sizes.hidden + 5 * width.q + 4 * width.kv
     family = matched.architecture
     assert family is not None  # nothing is observed of others
@@ -362,7 +362,7 @@ def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes)
     learned = max(sum(_learned_scales(tensor) for tensor in some) for some in held)
     count, length = min(run.rows, ROWS if whole else 1), run.length
     kinds = max(kind.inner_copies + 1 for kind in matched.layers)
-    width = widest(matched, sizes)
+    width = _widest(matched, sizes)
     passing = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn
     side = min(count, run.workers)
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
@@ -400,3 +400,38 @@ def _learned_scales(tensor: TensorPlan) -> int:
         return math.prod(scheme.parameter_shape(tensor.matrix))
     blocks = math.prod(tensor.matrix) // scheme.block.columns
     return blocks * (1 if scheme.symmetric else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Numbers of all heads of queries, of all heads of keys, and inside of the MLP, in the widest layer."""
+
+    q: int
+    kv: int
+    ffn: int
+
+
+def _widest(matched: Matched, sizes: Dimensions) -> _Widths:
+    """Return the widths of a model."""
+    keys = [
+        (sizes.size(state.rows), sizes.size(state.width))
+        for kind in matched.layers
+        for state in kind.states or ()
+        if state.part == KEYS
+    ]
+    return _Widths(
+        max([sizes.q, *(sizes.heads * width for _, width in keys)]),
+        max([sizes.kv, *(rows * width for rows, width in keys)]),
+        max([sizes.ffn, *(size for name, size in sizes.own.items() if name.endswith("_ffn"))]),
+    )
+
+
+def _embedded(matched: Matched, sizes: Dimensions) -> int:
+    """Return how many numbers all embeddings have for a token: the usual one, and those of each layer."""
+    others = (
+        tensor.stored.shape[-1]
+        for tensor in matched.tensors
+        if tensor.role is Role.OTHER and tensor.block < 0 and len(tensor.stored.shape) > 1
+        if "embed" in tensor.name
+    )
+    return sizes.hidden + sum(others)

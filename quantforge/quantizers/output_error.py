@@ -22,9 +22,10 @@ from quantforge.model.block import BlockPart
 from quantforge.model.observe import Accumulator
 from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.products import cutting
-from quantforge.numerics.quadratic_form import QuadraticForm
+from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.threads import total
+
+PANEL = 256  # columns of a Hessian
 
 Weights = Mapping[str, Tensor]
 
@@ -156,3 +157,28 @@ class _Moments:
         """Return them by linear, of those that were run; the sums are consumed."""
         means = {name: total.result().hessian for name, total in self._sums.items()}
         return {name: mean for name, mean in means.items() if mean is not None}
+
+
+class QuadraticForm:
+    """The sum ``sum_i e_i H e_i^T`` under a symmetric ``hessian`` ``[in, in]``.
+
+    Products with what is left of the diagonal equal those with what is right of it: half of ``H``, kept as panels of
+    its columns, does all of the work.
+    """
+
+    def __init__(self, hessian: Tensor) -> None:
+        self._panels: list[Tensor] = []
+        for start in range(0, len(hessian), PANEL):
+            panel = hessian[start:, start : start + PANEL].clone()
+            panel[: panel.shape[1]] *= 0.5  # both halves of the square on the diagonal are there
+            self._panels.append(panel)
+
+    def __call__(self, error: Tensor) -> float:
+        """Return the sum over the rows of ``error`` ``[out, in]``."""
+        found, start = 0.0, 0
+        for panel in self._panels:
+            left = error[:, start:].contiguous()
+            width = panel.shape[1]
+            found += total(matmul(left, panel).mul_(left[:, :width]))
+            start += width
+        return 2 * found
