@@ -30,7 +30,7 @@ def measure(decoder: Decoder, kind: str, requests: int, tokens: int) -> tuple[in
     options = EngineOptions(rows=requests, tokens=tokens, cache=kind)
 
     def layout(of: str) -> CacheLayout:
-        return CacheLayout(decoder.cache_shape(of), tokens, options.ahead)
+        return CacheLayout(decoder.cache_shape(of), tokens, options.chunk)
 
     memory = AT_ONCE * layout("16bit").sequence_bytes(tokens)
     own = layout(kind)

@@ -1,12 +1,11 @@
-"""The engine: what the prefix cache, chunks of prompts and pages bring, on a model of 1B shape.
+"""The engine: what chunks of prompts and pages bring, on a model of 1B shape.
 
     python benchmarks/runtime.py [--layers 16] [--threads 2] [--rounds 3] [--out FILE.json]
-                                 [--parts prefix,gap,waste,scheduler,ladder]
+                                 [--parts gap,waste,scheduler,ladder]
 
 The model is a random llama with the widths of Llama 3.2 1B (see `cpu_decode`) in int4 g128, its output layer int8 per
 row. Speed does not depend on what weights mean. Parts:
 
-- *prefix*: time to the first token of a prompt of 1024 common and 64 own tokens, without and with the prefix cache.
 - *gap*: longest time between two tokens of 4 running requests while a prompt of 2048 is computed, and the time to that
   prompt's first token; whole, and in chunks of several sizes.
 - *waste*: places reserved and not used, of those reserved, over all steps; requests of 512 tokens on average. It does
@@ -78,28 +77,6 @@ def first_token(engine: ServingEngine, one: GenerationRequest) -> float:
             found = time.perf_counter() - began
     assert found is not None
     return found
-
-
-def prefix(decoder: Decoder, rounds: int) -> dict[str, float]:
-    """Time to the first token, without and with the cache in turn; what is common has been seen once."""
-    system = request("system", 1024, 1).ids
-    engines = {
-        name: ServingEngine(
-            decoder, EngineOptions(rows=2, tokens=1200, pages=120, prefix_cache=name == "with")
-        )
-        for name in ("without", "with")
-    }
-    for engine in engines.values():
-        first_token(engine, request("a", 64, 1, system))
-        first_token(engine, request("a", 64, 1, system))
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            times[name].append(first_token(engine, request("a", 64, 1, system)))
-    pairs = zip(times["without"], times["with"], strict=True)
-    return {f"{name}, s": median(found) for name, found in times.items()} | {
-        "without / with": median(a / b for a, b in pairs)
-    }
 
 
 def gap(decoder: Decoder, rounds: int) -> dict[str, Any]:
@@ -254,7 +231,6 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
         return rows * 64 / (time.perf_counter() - began)
 
     plain = {"rows": 16, "tokens": 256}
-    shared = plain | {"prefix_cache": True}
     rounded = int4_model(len(decoder.layers))
     round_inputs(rounded, 8)
     octets = Decoder(rounded)
@@ -275,9 +251,8 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
         "own naive loop, 16 bits": lambda: alone(own),
         "int4 weights": lambda: alone(decoder),
         "16 at a time": lambda: throughput(decoder, requests, **plain),
-        "and the prefix cache": lambda: throughput(decoder, requests, **shared),
-        "and an int8 cache": lambda: throughput(decoder, requests, cache="int8", **shared),
-        OCTETS: lambda: throughput(octets, requests, cache="int8", **shared),
+        "and an int8 cache": lambda: throughput(decoder, requests, cache="int8", **plain),
+        OCTETS: lambda: throughput(octets, requests, cache="int8", **plain),
     }
     # In turn, so that what slows the machine for a while does not fall on one rung.
     turns = [{name: rung() for name, rung in steps.items()} for _ in range(rounds)]
@@ -289,7 +264,7 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
-    "prefix": prefix, "gap": gap, "waste": waste, "scheduler": scheduler, "ladder": ladder,
+    "gap": gap, "waste": waste, "scheduler": scheduler, "ladder": ladder,
 }  # fmt: skip
 
 

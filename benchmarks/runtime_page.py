@@ -16,7 +16,6 @@ from typing import Any
 GENERATE = "last rung / transformers' generate, bfloat16"
 NAIVE = "last rung / own naive loop, 16 bits"
 AIMS: tuple[tuple[str, tuple[str, ...], str, str, float], ...] = (
-    ("prefix", ("without / with",), "first token without / with the prefix cache", ">=", 12),
     ("gap", ("chunks of 96", "whole / this, gap"), "longest gap, whole / chunks of 96", ">=", 12),
     ("gap", ("chunks of 96", "this / whole, first token"), "its first token, chunks / whole", "<=", 1.25),
     ("waste", ("pages",), "places reserved and not used / reserved", "<=", 0.04),
@@ -27,7 +26,7 @@ AIMS: tuple[tuple[str, tuple[str, ...], str, str, float], ...] = (
     ("ladder", (f"{GENERATE}, one at a time",), f"{GENERATE}, one at a time", "", 0),
     ("ladder", (NAIVE,), NAIVE, ">=", 4.5),
 )  # fmt: skip
-TABLES = ("prefix", "gap", "scheduler", "ladder")
+TABLES = ("gap", "scheduler", "ladder")
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:

@@ -72,9 +72,6 @@ Text = Annotated[
 Seed = Annotated[int, _load("--seed", metavar="N", help="The same seed makes the same requests.")]
 Rows = Annotated[int, _engine("--rows", metavar="N", help="Requests that are computed at a time.")]
 Budget = Annotated[int, _engine("--token-budget", metavar="N", help="Tokens of a step, at most.")]
-Prefix = Annotated[
-    bool, _engine("--prefix-cache/--no-prefix-cache", help="Prompts share what begins alike.")
-]
 CacheKind = Annotated[
     str,
     _engine(
@@ -111,7 +108,6 @@ def bench(
     seed: Seed = 0,
     rows: Rows = 16,
     token_budget: Budget = 512,
-    prefix_cache: Prefix = True,
     cache: CacheKind = "16bit",
     draft: draft_flags.StepDraft = None,
     draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
@@ -141,7 +137,7 @@ def bench(
         stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
         trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, prefix_cache=prefix_cache, cache=cache,
+        rows=rows, token_budget=token_budget, cache=cache,
         drafts=DraftOptions(draft or "", draft_tokens, draft_tree),
     )  # fmt: skip
     settings = Settings(

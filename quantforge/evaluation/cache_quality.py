@@ -119,7 +119,7 @@ class _Trials:
         """Return the bytes of a token, and how many requests as long as a window fit; entries are of 16 bits."""
         length = self._trial.windows.ids.shape[1]
         plain, own = (
-            CacheLayout(self._shape(name), length, EngineOptions().ahead) for name in (PLAIN, kind)
+            CacheLayout(self._shape(name), length, EngineOptions().chunk) for name in (PLAIN, kind)
         )
         memory = REQUESTS * plain.sequence_bytes(length)
         requests = memory // own.sequence_bytes(length)

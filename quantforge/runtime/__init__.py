@@ -30,7 +30,6 @@ In this folder:
     multipliers         Factors on embeddings, residuals and logits that configurations state
     packed_experts      Experts of a mixture whose weights stay packed
     packed_stacks       Stacks of experts' matrices that stay packed
-    page_pool           Pages of a cache: which are free, and by how many each of the others is held
     plain_weights       Linears that need their weight as it is: those that a kernel cannot stand in for
     problems            A quantized tensor as a problem of the kernels: which grid, which parameters
     process_group       The processes that torchrun started, as those that share a model

@@ -1,10 +1,10 @@
 """The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages.
 
 Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE]`` at place ``t % PAGE``, in every
-layer. Sequences of any length share one pool and waste less than a page each; sharing a prefix or
-evicting a sequence only edits the table, and a shared page (`page_pool`) is copied before it is
-written. Layers with a window may go round in a few pages instead (`cache_layout`). Entries are stored in the type of
-the activations, or quantized once as they arrive (`quantforge_kernels.kv`), and attention always reads what is stored.
+layer. Sequences of any length share one pool and waste less than a page each; evicting a sequence
+only edits the table. Layers with a window may go round in a few pages instead (`cache_layout`).
+Entries are stored in the type of the activations, or quantized once as they arrive
+(`quantforge_kernels.kv`), and attention always reads what is stored.
 
 Lengths and table are tensors on the device, so that a decoding step that was captured as a CUDA
 graph finds the place of each new token by itself; the host keeps its own count to refuse what does
@@ -21,11 +21,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache_layout import PAGED, CacheLayout
 from quantforge.runtime.cache_shape import CacheShape
-from quantforge.runtime.page_pool import PagePool
 from quantforge.runtime.room import check_cache, free_bytes
 from quantforge.runtime.stored_entries import (
     LayerScales,
-    copy_page,
     read_pages,
     spread_scales,
     write_entries,
@@ -43,11 +41,11 @@ class PagedCache:
         device: where it lies.
         pages: in all; enough for every sequence to be full when left out.
         scales: by layer, measured scales of keys and values, for a cache in fp8.
-        ahead: most tokens of a sequence that are written before they are attended to, if rows are neither shared nor
-            made shorter by more: layers with a window then keep what it holds, see `quantforge.runtime.cache_layout`.
+        ahead: most tokens of a sequence that are written before they are attended to, if rows are not made
+            shorter by more: layers with a window then keep what it holds, see `quantforge.runtime.cache_layout`.
 
     Attributes:
-        pool: its pages, of layers without a ring.
+        pages: in all, of layers without a ring.
         layout: of its layers.
         keys: of its layers, see `CacheLayout`.
         tables: by key, the page of every place of a row, ``[sequences, most pages]``.
@@ -87,7 +85,8 @@ class PagedCache:
         table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
         self.tables = {PAGED: table, **self.layout.ring_tables(sequences, device)}
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=device)
-        self.pool = PagePool(count)
+        self.pages = count
+        self._free = list(range(count))[::-1]
         self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._counts = [0] * sequences
 
@@ -99,6 +98,11 @@ class PagedCache:
     def table_of(self, layer: int) -> Tensor:
         """Return the pages of a layer, ``[sequences, most pages]`` int32."""
         return self.tables[self.keys[layer]]
+
+    @property
+    def free(self) -> int:
+        """Return the number of free pages."""
+        return len(self._free)
 
     @property
     def sequences(self) -> int:
@@ -124,83 +128,35 @@ class PagedCache:
             InputError: more than a sequence, or the pool, has room for.
         """
         held, wanted = self._held[sequence], self.wanted(sequence, tokens)
-        if tokens > self.most_tokens or wanted > self.pool.free:
-            room = min(self.most_tokens, PAGE * (len(held) + self.pool.free))
+        if tokens > self.most_tokens or wanted > self.free:
+            room = min(self.most_tokens, PAGE * (len(held) + self.free))
             raise InputError(
                 f"sequence {sequence} needs a cache of {tokens} tokens, there is room for {room}",
                 "shorten the prompt, ask for fewer new tokens, or make the cache larger",
             )
         for _ in range(wanted):
-            self._append(sequence, self.pool.take())
+            self._append(sequence, self._free.pop())
 
     def _append(self, sequence: int, page: int) -> None:
         self.table[sequence, len(self._held[sequence])] = page
         self._held[sequence].append(page)
 
-    def adopt(self, sequence: int, pages: Sequence[int], tokens: int) -> None:
-        """Begin an empty sequence with ``tokens`` tokens of others: share full pages, copy one partly used.
-
-        Args:
-            sequence: to begin.
-            pages: where those tokens lie; each is held by another sequence, or kept in the pool.
-            tokens: at most as many as the pages have.
-
-        Raises:
-            InputError: a copy is needed, and no page is free; the sequence is then still empty.
-        """
-        assert not self._held[sequence]
-        assert not self.layout.rings
-        whole, rest = divmod(tokens, PAGE)
-        used = [self.pool.hold(page) for page in pages[: -(-tokens // PAGE)]]
-        if rest and not self.pool.free:
-            for page in used[::-1]:
-                self.pool.drop(page)
-            raise InputError(
-                f"no page is free for a copy for sequence {sequence}", "free a page before"
-            )
-        for page in used[:whole]:
-            self._append(sequence, page)
-        if rest:
-            self._append(sequence, self._copy(used[whole]))
-            self.pool.drop(used[whole])
-        self.advance(sequence, tokens)
-
     def shorten(self, sequence: int, tokens: int) -> None:
-        """Forget all but the first ``tokens`` tokens of a sequence; pages beyond them are let go.
-
-        Raises:
-            InputError: the last page left is partly used and shared, and no page is free for a copy of it.
-        """
+        """Forget all but the first ``tokens`` tokens of a sequence; pages beyond them are free again."""
         held, kept = self._held[sequence], -(-tokens // PAGE)
         assert tokens <= self._counts[sequence]
         while len(held) > kept:
-            self.pool.drop(held.pop())
-        if tokens % PAGE and self.pool.holders(held[-1]) == 1:  # it will be written
-            self.pool.change(held[-1])
-        elif tokens % PAGE:
-            if not self.pool.free:
-                raise InputError(
-                    f"no page is free for a copy for sequence {sequence}", "free a page before"
-                )
-            shared = held.pop()
-            self._append(sequence, self._copy(shared))
-            self.pool.drop(shared)
+            self._free.append(held.pop())
         self.advance(sequence, tokens - self._counts[sequence])
 
     def release(self, sequence: int) -> None:
-        """Forget a sequence; pages that nobody else holds are free again."""
+        """Forget a sequence; its pages are free again."""
         self.shorten(sequence, 0)
 
     def advance(self, sequence: int, tokens: int) -> None:
         """Note, on the host and on the device, that one sequence has so many tokens more."""
         self._counts[sequence] += tokens
         self.lengths[sequence] = self._counts[sequence]
-
-    def _copy(self, page: int) -> int:
-        """Return a new page with the contents of another."""
-        taken = self.pool.take()
-        copy_page(self.layers, page, taken)
-        return taken
 
     def follow(self, sequences: Sequence[int]) -> None:
         """Note that each of some sequences has a token more; as `advance`, for all at once."""

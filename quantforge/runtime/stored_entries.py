@@ -57,13 +57,6 @@ def read_pages(pools: Pools, table: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return found[0], found[1]
 
 
-def copy_page(layers: list[Pools], page: int, to: int) -> None:
-    """Copy what a page of every layer holds to another page."""
-    for store in (store for pair in layers for store in pair):
-        for part in map(raw_bytes, store.each()):
-            part[to] = part[page]
-
-
 def raw_bytes(values: Tensor) -> Tensor:
     """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values

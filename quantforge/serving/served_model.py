@@ -64,7 +64,7 @@ class ServedModel:
         self.name, self.side, self.rows, self.limits = name, side, rows, limits
         self.most = rows + limits.waiting
         self.engine = EngineThread(engine, self.most, prepare)
-        self.room, self.cache_tokens = engine.room, PAGE * engine.cache.pool.pages
+        self.room, self.cache_tokens = engine.room, PAGE * engine.cache.pages
         self.texts = TokenTexts(side.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False

@@ -43,7 +43,6 @@ class LoadOptions:
         price: of an hour, for the cost.
         rows: most requests that are computed at a time.
         token_budget: most tokens of a step.
-        prefix_cache: see `EngineOptions`.
         cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
         drafts: speculation, see `DraftOptions`.
         url: address of a server to measure in place of a model in this process.
@@ -57,7 +56,6 @@ class LoadOptions:
     price: float | None
     rows: int
     token_budget: int
-    prefix_cache: bool
     cache: str
     drafts: DraftOptions
     url: str
@@ -179,7 +177,6 @@ def _measure_model(
         tokens=min(longest, decoder.positions),
         cache=options.cache,
         token_budget=max(options.token_budget, options.rows),
-        prefix_cache=options.prefix_cache,
     )
     run = serve_here(decoder, requests, engine, _follower(requests), speculative)
     found = figures(run.served, options.slo, options.price)

@@ -177,7 +177,7 @@ def served_model(
         cache=kind,
         token_budget=max(EngineOptions().token_budget, rows),
     )
-    layout = CacheLayout(decoder.cache_shape(kind), context, wanted.ahead)
+    layout = CacheLayout(decoder.cache_shape(kind), context, wanted.chunk)
     pages = _pages(layout, rows, options["cache_gib"])
     engine = ServingEngine(decoder, replace(wanted, pages=pages), speculative)
 

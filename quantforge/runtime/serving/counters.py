@@ -19,13 +19,10 @@ class Counters:
         new_tokens: chosen.
         finished: requests by reason.
         preemptions: requests that had to give back their pages.
-        begun_tokens: tokens of requests that began, again or not, and reused_tokens: those of them whose keys and
-            values were found in the prefix cache.
-        prefix_hits: requests that found any.
         scheduling_seconds: spent on deciding and keeping books, without the model and the choice of tokens.
         step_seconds: spent in steps.
         waiting, running: requests.
-        pages, pages_free: of the cache; pages_kept: those of the free that the prefix cache knows.
+        pages, pages_free: of the cache.
         speculation: what came of drafted tokens.
         reserved_tokens, used_tokens: places in the pages of running requests, and those in use.
     """
@@ -35,16 +32,12 @@ class Counters:
     new_tokens: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     preemptions: int = 0
-    begun_tokens: int = 0
-    reused_tokens: int = 0
-    prefix_hits: int = 0
     scheduling_seconds: float = 0.0
     step_seconds: float = 0.0
     waiting: int = 0
     running: int = 0
     pages: int = 0
     pages_free: int = 0
-    pages_kept: int = 0
     reserved_tokens: int = 0
     used_tokens: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

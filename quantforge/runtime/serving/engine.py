@@ -75,14 +75,14 @@ class ServingEngine:
             )
         self._decoder = decoder
         self.cache = decoder.cache(
-            options.rows, tokens, options.cache, options.pages, options.ahead
+            options.rows, tokens, options.cache, options.pages, options.chunk
         )
         self._decoding: DecodingSteps | None = None
         if isinstance(
             decoder, Decoder
         ):  # else a test's, which computes every step as a ragged batch
             self._decoding = DecodingSteps(decoder, self.cache)
-        self._counters = Counters(pages=self.cache.pool.pages)
+        self._counters = Counters(pages=self.cache.pages)
         self._drafts: StepDrafts | None = None
         if speculative is not None:
             counts = self._counters.speculation
@@ -100,7 +100,7 @@ class ServingEngine:
     @property
     def room(self) -> int:
         """Return the most tokens of a request, old and new; the last one is never stored."""
-        return min(self.cache.most_tokens, PAGE * self.cache.pool.pages + 1)
+        return min(self.cache.most_tokens, PAGE * self.cache.pages + 1)
 
     @property
     def counters(self) -> Counters:
@@ -112,8 +112,7 @@ class ServingEngine:
             finished=self._counters.finished.copy(),
             waiting=len(self._scheduler.waiting),
             running=len(rows),
-            pages_free=cache.pool.free,
-            pages_kept=cache.pool.idle,
+            pages_free=cache.free,
             reserved_tokens=PAGE * sum(len(cache.held(row)) for row in rows),
             used_tokens=sum(cache.length(row) for row in rows),
         )
@@ -156,7 +155,7 @@ class ServingEngine:
             logits = self._logits(work)
             verified = [] if logits is None else _verify(logits, parts)
             away = perf_counter() - planned
-            self._settle(work, parts, verified)
+            self._settle(parts, verified)
             ended = perf_counter()
             if self._drafts is not None:
                 self._drafts.took(ended - started, verified)
@@ -168,9 +167,7 @@ class ServingEngine:
         happened, self._happened = self._happened, []
         return happened
 
-    def _settle(
-        self, work: Sequence[Work], parts: Sequence[Work], verified: Sequence[Verified]
-    ) -> None:
+    def _settle(self, parts: Sequence[Work], verified: Sequence[Verified]) -> None:
         """Keep the drafted tokens that were right, and hand out all tokens that were chosen."""
         for part, one in zip(parts, verified, strict=True):
             if part.tree.tokens:
@@ -179,7 +176,6 @@ class ServingEngine:
                 self.cache.shorten(part.row, tokens + len(one.path))  # frees pages of the others
                 for chosen in one.chosen[:-1]:
                     self._accept(part.entry, chosen)
-        self._scheduler.note(work)
         for part, one in zip(parts, verified, strict=True):
             self._accept(part.entry, one.chosen[-1])
 

@@ -1,4 +1,4 @@
-"""Options of an engine: its room, the tokens of a step, and the prefix cache."""
+"""Options of an engine: its room, and the tokens of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class EngineOptions:
         cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
         token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
         chunk: most tokens of one prompt in a step.
-        prefix_cache: begin with the pages of others that began with the same tokens.
 
     Raises:
         UsageError: a value that makes no sense.
@@ -31,12 +30,6 @@ class EngineOptions:
     cache: str = ""
     token_budget: int = 512
     chunk: int = 96
-    prefix_cache: bool = False
-
-    @property
-    def ahead(self) -> int:
-        """Return the most tokens of a row that a step writes, where rows share no pages; 0: layers hold all tokens."""
-        return 0 if self.prefix_cache else self.chunk
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "pages", "token_budget", "chunk"):

@@ -21,7 +21,6 @@ class ServedEntry:
         tokens: of the prompt, and those chosen since.
         row: of the cache, while it is computed.
         scored: tokens of the prompt whose log-probabilities were told.
-        digests: of its pages that are full, while it is computed; see `prefix_cache`.
     """
 
     request: GenerationRequest
@@ -30,18 +29,11 @@ class ServedEntry:
     tokens: list[int] = field(default_factory=list)
     row: int | None = None
     scored: int = 1  # the first follows nothing
-    digests: list[bytes] = field(default_factory=list)
 
     @property
     def new(self) -> tuple[int, ...]:
         """Return its new tokens."""
         return tuple(self.tokens[len(self.request.ids) :])
-
-    @property
-    def unscored(self) -> bool:
-        """Return whether log-probabilities of its prompt are asked for, and some were not told yet."""
-        wanted = self.request.prompt_logprobs is not None
-        return wanted and self.scored < len(self.request.ids)
 
 
 @dataclass(frozen=True, slots=True)

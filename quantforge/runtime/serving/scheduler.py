@@ -9,13 +9,12 @@ no request is accepted that the whole cache would not hold, each is the oldest a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.entries import ServedEntry, Work
-from quantforge.runtime.serving.prefix_cache import PrefixCache
 from quantforge_kernels.kv import PAGE
 
 
@@ -37,7 +36,6 @@ class Scheduler:
         self._options = options
         self._counters = counters
         self._rows = list(range(cache.sequences))[::-1]
-        self._prefixes = PrefixCache(cache) if options.prefix_cache else None
         self.waiting: list[ServedEntry] = []
         self.running: list[ServedEntry] = []
 
@@ -55,12 +53,6 @@ class Scheduler:
                 break
         return list(work.values())
 
-    def note(self, work: Sequence[Work]) -> None:
-        """Take note that a step is computed."""
-        if self._prefixes is not None:
-            for part in work:
-                self._prefixes.note(part.entry)
-
     def finish(self, entry: ServedEntry) -> None:
         """Forget an entry that has ended, or was canceled."""
         if entry.row is None:
@@ -74,7 +66,6 @@ class Scheduler:
         self._cache.release(entry.row)
         self._rows.append(entry.row)
         entry.row = None
-        entry.digests.clear()
         self.running.remove(entry)
 
     def _prompts(self, work: dict[ServedEntry, Work]) -> Iterator[ServedEntry]:
@@ -93,11 +84,7 @@ class Scheduler:
         """Give the first that waits a row, if there is one, and pages; return whether it was."""
         if not self.waiting or not self._rows:
             return False
-        entry, pool = self.waiting[0], self._cache.pool
-        # What is to be scored has to be computed.
-        known = self._prefixes is not None and not entry.unscored
-        found = self._prefixes.find(entry.tokens) if self._prefixes and known else ([], 0)
-        shared = sum(pool.holders(page) > 0 for page in found[0][: found[1] // PAGE])
+        entry = self.waiting[0]
         promised = sum(
             self._cache.wanted(other.row, len(other.tokens))
             for other in self.running
@@ -108,14 +95,10 @@ class Scheduler:
             len(entry.request.ids) + entry.request.new_tokens - 1
         )  # the last one is never computed
         needed = -(-min(len(entry.tokens) + 1, most) // PAGE) + len(self.running)
-        if promised + needed - shared > pool.free:
+        if promised + needed > self._cache.free:
             return False
         entry.row = self._rows.pop()
         self.running.append(self.waiting.pop(0))
-        reused = self._prefixes.begin(entry, found) if self._prefixes else 0
-        self._counters.begun_tokens += len(entry.tokens)
-        self._counters.reused_tokens += reused
-        self._counters.prefix_hits += reused > 0
         return True
 
     def _take(self, entry: ServedEntry, tokens: int, work: dict[ServedEntry, Work]) -> int:
@@ -123,9 +106,9 @@ class Scheduler:
         cache, row = self._cache, entry.row
         assert row is not None
         first = cache.length(row)
-        while cache.wanted(row, first + tokens) > cache.pool.free:
+        while cache.wanted(row, first + tokens) > cache.free:
             if self.running[-1] is entry:  # those before it are older
-                fits = (len(cache.held(row)) + cache.pool.free) * PAGE - first
+                fits = (len(cache.held(row)) + cache.free) * PAGE - first
                 tokens = min(tokens, fits)
                 break
             self._preempt(self.running[-1], work)

@@ -88,8 +88,7 @@ class StepDrafts:
         tokens = part.first + 1 + len(tree.tokens)
         ahead = cache.layout.ahead if cache.layout.rings else tokens
         fits = tokens <= cache.most_tokens and len(tree.tokens) < ahead
-        unused = cache.pool.free - cache.pool.idle  # the others are kept for later requests
-        if not fits or cache.wanted(part.row, tokens) > unused:
+        if not fits or cache.wanted(part.row, tokens) > cache.free:
             return part
         cache.reserve(part.row, tokens)
         return replace(part, tree=tree)

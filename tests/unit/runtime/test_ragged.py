@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from quantforge.errors import InputError
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import PagedCache
@@ -126,45 +125,3 @@ def test_pages_of_others_are_not_read():
     new = torch.randn(2, 43, 2, 8, generator=torch.Generator().manual_seed(0))
     held.write(0, batch.slots[0], *new)
     assert batch.attend(new[0], 0, held, Scores(1.0)).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["", "int4"])
-def test_shared_pages_are_copied_before_they_are_written(models, kind):
-    decoder = Decoder(models("llama"))
-    held = decoder.cache(3, 96, kind, pages=7)
-    whole = advance(decoder, held, [[(0, 70)]])[0]
-    given = IDS.clone()
-    given[1, :40] = IDS[0, :40]
-    held.adopt(1, held.held(0), 40)
-    assert held.held(1)[0] == held.held(0)[0]
-    assert held.held(1)[1] not in held.held(0)
-    assert held.pool.free == 3
-    mine = advance(decoder, held, [[(1, 30)]], given)[1]
-    held.adopt(2, held.held(0), 64)
-    held.shorten(2, 50)
-    assert held.held(2)[0] == held.held(0)[0]
-    assert held.held(2)[1] not in held.held(0)
-    given[2] = given[1]
-    advance(decoder, held, [[(2, 20)]], given)  # over its copy
-    held.shorten(0, 60)
-    again = advance(decoder, held, [[(0, 10)]])[0]
-    torch.testing.assert_close(again, whole[60:], rtol=1e-4, atol=1e-4)
-    alone = advance(decoder, decoder.cache(3, 96, kind), [[(1, 40)], [(1, 30)]], given)[1]
-    torch.testing.assert_close(mine, alone[40:], rtol=1e-4, atol=1e-4)
-    for row in range(3):
-        held.release(row)
-    assert held.pool.free == held.pool.pages
-
-
-def test_copies_need_a_page(models):
-    held = Decoder(models("llama")).cache(2, 96, pages=3)
-    held.reserve(0, 96)
-    held.advance(0, 96)
-    with pytest.raises(InputError, match="no page is free"):
-        held.adopt(1, held.held(0), 33)
-    assert held.held(1) == ()
-    held.adopt(1, held.held(0), 64)
-    with pytest.raises(InputError, match="no page is free"):
-        held.shorten(1, 33)
-    held.release(0)
-    held.shorten(1, 33)

@@ -125,12 +125,6 @@ def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
         logits(CHUNK, CHUNK + 1)
 
 
-def test_pages_that_are_shared_are_all_there(decoder):
-    options = EngineOptions(rows=2, tokens=128, prefix_cache=True)
-    engine = ServingEngine(decoder("mistral"), options)
-    assert engine.cache.layout.rings == {}
-
-
 def test_a_server_has_room_for_more_tokens(decoder):
     shape = decoder("gemma3").cache_shape()
     layout = CacheLayout(shape, 128, CHUNK)
