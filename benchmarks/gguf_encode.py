@@ -27,7 +27,7 @@ from torch import Tensor
 from quantforge.notation import parse
 from quantforge.packers.ggml.block_layout import pack
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 from quantforge.quantizers import rtn
 
 ROWS = 256  # at a time, as a streaming writer would

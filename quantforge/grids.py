@@ -216,7 +216,7 @@ SUPERBLOCKS: Mapping[str, Superblock] = {
     "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
     "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
     "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
-    # Points of lattices: `quantforge.packers.lattices.lattice_types` has what their codes stand for.
+    # Points of lattices: `quantforge.packers.lattices` has what their codes stand for.
     "iq1_s": Superblock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
     "iq1_m": Superblock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
     "iq2_xxs": Superblock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
@@ -236,7 +236,7 @@ GRIDS: Mapping[str, Grid] = {
     **{
         key: Grid(
             block.bits,
-            _GGML if block.vector == 1 else "quantforge.packers.lattices.lattice_packer",
+            _GGML if block.vector == 1 else "quantforge.packers.lattices.packer",
             weights_per_code=block.vector,
             superblock=block,
         )

@@ -18,9 +18,9 @@ import numpy
 import torch
 
 from quantforge.grids import SUPERBLOCKS
+from quantforge.packers.lattices import LATTICES
 from quantforge.packers.lattices.blocks import pack_blocks
-from quantforge.packers.lattices.lattice_points import FILE, STORED, digit_values
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices.points import FILE, STORED, digit_values
 
 BLOCK = 256
 
@@ -46,7 +46,7 @@ def recovered(grid: str) -> numpy.ndarray:
     values = (
         gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift
     )
-    known = digit_values(lattice)
+    known = digit_values(grid)
     digits = numpy.searchsorted(known, values.round(3))
     if not numpy.array_equal(known[digits], values):
         sys.exit(f"{grid}: values beside {known.tolist()}")

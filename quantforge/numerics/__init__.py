@@ -3,6 +3,7 @@
 In this folder:
 
     allocator          Give freed memory back to the system, so that the peak is what is alive and not what once was
+    compiled           Loops that numba compiles: options, and eight float32 as one value
     finite             Checks of values: that they are numbers
     function_mode      A mode of torch that is one method: what is done instead of every function that is called
     hadamard           Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``

@@ -20,7 +20,7 @@ from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.formats.unknown_names import TYPE_WORDS
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 from quantforge.planning.choice import Decision, Fitted
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
 from quantforge.planning.rules import Choice

@@ -23,8 +23,8 @@ from quantforge.numerics.finite import finite
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.ggml.search import LEAST
-from quantforge.packers.lattices.lattice_packer import encode_rows as lattice_rows
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
+from quantforge.packers.lattices.packer import encode_rows as lattice_rows
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded
 from quantforge.recipe import Rounding

@@ -5,19 +5,11 @@ All arrays are float32 ``[columns, rows]``, so that each innermost loop runs alo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy
 
-TILE = 256  # rows: what a tile needs stays in a core's cache
+from quantforge.numerics.compiled import inner, jit
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)
-inner: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
-    no_cpython_wrapper=True, **_OPTIONS
-)
+TILE = 256  # rows: what a tile needs stays in a core's cache
 
 _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 

@@ -25,7 +25,7 @@ from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
 from quantforge.model.inner import inner_of
 from quantforge.model.names import Names
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear

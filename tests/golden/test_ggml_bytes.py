@@ -13,7 +13,7 @@ from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.ggml.block_layout import TERNARY_RUNS
 from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 
 # Those of lattices are in `tests/unit/packers/test_lattices.py`.

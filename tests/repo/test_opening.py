@@ -23,7 +23,7 @@ EXCEPTIONS = {
     ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
     ("quantforge.planning.builtin_recipes", "path.read_text"): "data of the package",
     ("quantforge.planning.recipe_options", "known[text].read_text"): "data of the package",
-    ("quantforge.packers.lattices.lattice_points", "numpy.fromfile"): "data of the package",
+    ("quantforge.packers.lattices.points", "numpy.fromfile"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
     ("quantforge_kernels.gpu.tiles", "file.read_text"): "data of the package",
     ("quantforge_kernels.cpu.program_cache", "os.open"): "this user's own folder, checked",

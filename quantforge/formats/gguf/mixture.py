@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantforge.formats.gguf.tensor_types import TYPES
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 
 # Mixture: (general.file_type, type of most tensors).
 MIXTURES: Mapping[str, tuple[int, str]] = {

@@ -29,7 +29,7 @@ In this folder:
     kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
     lanes           The inner loops of the search on a CPU, as functions of tensors
     packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
-    panel_loops     Steps that compiled loops share: options of numba, rounding, tables of values
+    panel_loops     Steps that compiled loops share: rounding, tables of values; and coding with what was chosen
     panels          Shapes and kinds that the compiled loops and their callers agree on
     reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
     refit           Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from quantforge.packers.ggml.panel_loops import jit
+from quantforge.numerics.compiled import jit
 from quantforge.packers.ggml.panels import AFFINE, MAGNITUDE
 
 _ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)

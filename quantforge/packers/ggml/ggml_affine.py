@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy
 
+from quantforge.numerics.compiled import inner, jit
 from quantforge.packers.ggml.ggml_loops import load, store
-from quantforge.packers.ggml.panel_loops import TOGETHER, inner, jit, rounded
+from quantforge.packers.ggml.panel_loops import TOGETHER, rounded
 from quantforge.packers.ggml.panels import LANES
 
 _ZERO, _ONE = numpy.float32(0), numpy.float32(1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import TOGETHER, inner, jit, look_up, rounded
+from quantforge.numerics.compiled import inner, jit
+from quantforge.packers.ggml.panel_loops import TOGETHER, look_up, rounded
 from quantforge.packers.ggml.panels import LANES
 
 EPSILON = numpy.float32(1e-15)  # a group below it is empty

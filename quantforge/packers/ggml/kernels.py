@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.packers.ggml.panel_loops import LINE, TOGETHER, inner, jit, look_up, rounded
+from quantforge.numerics.compiled import inner, jit
+from quantforge.packers.ggml.panel_loops import LINE, TOGETHER, look_up, rounded
 from quantforge.packers.ggml.panels import LANES
 
 _ZERO = numpy.float32(0)

@@ -1,45 +1,17 @@
-"""Steps that compiled loops share: options of numba, rounding, tables of values; and coding with what was chosen."""
+"""Steps that compiled loops share: rounding, tables of values; and coding with what was chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy
 
+from quantforge.numerics.compiled import inner, jit
 from quantforge.packers.ggml.panels import THRESHOLDS
-
-_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)
-inner: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
-    no_cpython_wrapper=True, **_OPTIONS
-)
-# Of arrays that their callers hold, and that they neither make nor return: counting references would take most of a
-# short loop's time, and so would handing arrays over, each of them seven words: these loops are part of their callers.
-borrowing: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
-    no_cpython_wrapper=True, _nrt=False, forceinline=True, **_OPTIONS
-)
 
 LINE = 16  # floats of a cache line, and the smallest group
 TOGETHER = 4  # columns between two visits to the sums
 
 _MAGIC = numpy.float32(1.5 * 2**23)  # added and taken away, it rounds to an integer, halves to even
 _ZERO, _ONE = numpy.float32(0), numpy.float32(1)
-
-
-@borrowing
-def fill(array, value):  # type: ignore[no-untyped-def]
-    """Set all of a row to ``value``."""
-    for i in range(len(array)):
-        array[i] = value
-
-
-@borrowing
-def copy(array, source):  # type: ignore[no-untyped-def]
-    """Set a row to ``source``."""
-    for i in range(len(array)):
-        array[i] = source[i]
 
 
 @inner

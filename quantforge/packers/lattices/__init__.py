@@ -1,35 +1,82 @@
-"""The lattice types of ggml, IQ1 to IQ3: a code picks the magnitudes of 4 or 8 weights at once, signs beside it.
+"""The lattice types of ggml, IQ1 to IQ3: a code picks the magnitudes of 4 or 8 weights at once, with signs beside it.
 
 A weight is ``step * v`` with ``step = d (2 scale + 1) unit``: ``d`` is the float16 of a block of 256, ``scale`` an
-integer of 3 or 4 bits for 16 or 32 columns, and ``v`` a coordinate of the point with its sign
-(`quantforge.grids.LATTICES`).
+integer of 3 or 4 bits for 16 or 32 columns, and ``v`` a coordinate of the point with its sign.
 
 - *iq2_xxs*, *iq2_xs*, *iq2_s*: 256, 512 or 1024 points of 8 magnitudes 8, 25 or 43. The first two store 7 of 8 signs:
   an even number of them is negative.
-- *iq3_xxs*, *iq3_s*: points of 4 magnitudes of eight; two of the first share 7 signs.
+- *iq3_xxs*, *iq3_s*: points of 4 of eight magnitudes; two points of the first type share 7 signs.
 - *iq1_s*, *iq1_m*: 2048 points of 8 numbers -1, 0 and 1, all raised or lowered by an eighth: a whole group, or a point.
+
+This module holds the table of types and imports no torch; `quantforge.packers.ggml.blocks` lays codes out in bytes.
 
 In this folder:
 
-    blocks             Codes and parameters of the lattice types as the bytes of their blocks of 256, and back
-    cut_loops          The cuts of a sorted group into -1, 0 and 1 that ggml finds for IQ1_S and IQ1_M, to the last bit
-    diagonal_loops     Nearest vectors of lattices under weighted squares, and the scales that minimise these
-    eights             Eight float32 as one value in loops that numba compiles
-    half_loops         The nearest point under weighted squares, by `halves`; loops that numba compiles
-    halves             Tables of the halves of points, by which the nearest one is found without measuring all of them
-    lattice_packer     The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``
-    lattice_points     Points of the lattices: the tables that codes of IQ1 to IQ3 look up
-    lattice_reference  Rows of lattice types quantized as ggml's own quantizers do, to the last bit
-    lattice_refit      Parameters of lattice types fitted again with the codes held: the level of a group
-    lattice_search     Scales that minimise ``sum w (x - q)^2`` of every block jointly with its codes
-    lattice_types      Types of lattices: what their codes stand for, one record for each
-    near_loops         The nearest of a few points, to the last bit as ggml finds it: 8 side by side
-    nearest_points     Nearest points of a lattice, with signs, for vectors of many rows
-    neighbours         For each vector of digits that is no point of a lattice, the points nearest to it
-    reference_loops    ggml's searches for the lattice types of 2 and 3 bits, restated in loops that numba compiles
-    sign_loops         Steps of `reference_loops` before points are chosen: signs and magnitudes
-    ternary_loops      ggml's searches for IQ1_S and IQ1_M, restated in loops that numba compiles
-    try_loops          Which of many scales ggml takes for a group, for the lattice types of 2 and 3 bits
-    vector_loops       Loops of `nearest_points`, compiled by numba
-    weight_loops       ggml's weights of the errors of lattice types, to the last bit; a loop that numba compiles
+    blocks           Codes and parameters of the lattice types as the bytes of their blocks of 256, and back
+    magnitude_loops  ggml's search for IQ2 and IQ3, to the last bit, in loops that numba compiles
+    nearest_loops    Nearest points of a lattice, and the scales that minimise their errors
+    packer           The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``
+    points           Points of the lattices: the tables that codes look up
+    ternary_loops    ggml's search for IQ1_S and IQ1_M, to the last bit, in loops that numba compiles
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """The points that codes of a type pick, and how codes are read.
+
+    Attributes:
+        points: number of points in the table.
+        width: weights of a point.
+        values: magnitudes that a weight of a point can have, rising (of ternary types with their sign).
+        unit: factor of the step of a group, ``d (2 scale + 1) unit``.
+        signs: "even": 8 signs, an even number of them negative; "free": a sign for each weight; "": part of the points.
+        shift: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
+        vectors: points in a code, which share its signs.
+        shifts_codes: whether a bit of each code chooses the shift, rather than a parameter of each group.
+        every: our search starts from one in this many of the scales that ggml tries.
+        rounds: of our search.
+    """
+
+    points: int
+    width: int
+    values: tuple[int, ...]
+    unit: float
+    signs: str = ""
+    shift: float = 0.0
+    vectors: int = 1
+    shifts_codes: bool = False
+    every: int = 3
+    rounds: int = 2
+
+    @property
+    def index_bits(self) -> int:
+        """Return the bits of the place of a point in the table."""
+        return (self.points - 1).bit_length()
+
+    @property
+    def sign_place(self) -> int:
+        """Return the lowest bit of a code that is a sign (or chooses the shift)."""
+        return self.index_bits * self.vectors
+
+    @property
+    def columns(self) -> int:
+        """Return how many weights a code stands for."""
+        return self.width * self.vectors
+
+
+_TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
+LATTICES: Mapping[str, Lattice] = {
+    "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125),
+    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True, rounds=1),
+    "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
+    "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),
+    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free", every=8),
+    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2, every=5),
+    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free", every=8),
+}

@@ -12,30 +12,29 @@ from torch import Tensor
 
 from benchmarks.peers.ggml import quantized
 from quantforge.notation import parse
-from quantforge.packers.ggml.block_layout import pack
-from quantforge.packers.ggml.panel_loops import jit
-from quantforge.packers.lattices import lattice_packer as packer
-from quantforge.packers.lattices.cut_loops import best_cuts, in_order
-from quantforge.packers.lattices.diagonal_loops import half
-from quantforge.packers.lattices.eights import (
+from quantforge.numerics.compiled import (
     below,
     differing,
     first_bit,
     fused,
     greater,
+    jit,
+    lane_max,
+    lane_min,
+    lane_sum,
     last_bit,
-    least,
     lesser,
     load,
-    most,
     pick,
     spread,
     store,
-    total,
 )
-from quantforge.packers.lattices.lattice_points import points, values_of
-from quantforge.packers.lattices.lattice_types import LATTICES
-from quantforge.packers.lattices.nearest_points import nearest_diagonal
+from quantforge.packers.ggml.block_layout import pack
+from quantforge.packers.lattices import LATTICES, packer
+from quantforge.packers.lattices.nearest_loops import round_float16
+from quantforge.packers.lattices.packer import nearest_weighted
+from quantforge.packers.lattices.points import points_of, values_of
+from quantforge.packers.lattices.ternary_loops import find_cuts, sort_order
 
 Array = NDArray[numpy.float32]
 
@@ -49,7 +48,7 @@ def _operations(a, b, out):  # type: ignore[no-untyped-def]
     store(out, 40, greater(one, other))
     store(out, 48, pick(one, other, other, spread(numpy.float32(2))))
     store(out, 56, fused(one, other, other))
-    folded = least(one), most(one), total(one)
+    folded = lane_min(one), lane_max(one), lane_sum(one)
     bits = first_bit(numpy.int64(40)), last_bit(numpy.int64(40))
     return folded, below(one, other), differing(one, other), bits
 
@@ -84,8 +83,8 @@ def test_eight_floats_are_computed_with_as_single_ones() -> None:
 
 @jit
 def _cut(x, w, ways, order, scratch):  # type: ignore[no-untyped-def]
-    in_order(x, order, numpy.empty(len(x), numpy.float32))
-    return best_cuts(x, w, order, ways, scratch)
+    sort_order(x, order, numpy.empty(len(x), numpy.float32))
+    return find_cuts(x, w, order, ways, scratch)
 
 
 def _tried_one_by_one(
@@ -166,7 +165,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     step = torch.rand(8, 64, generator=draw) + 2.5
     step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.values)
     shift = torch.full_like(x, -lattice.shift) if grid == "iq1_s" else None
-    codes = nearest_diagonal(x, step, shift, grid, w)
+    codes = nearest_weighted(x, step, shift, grid, w)
     found = values_of(codes, grid) + (0 if shift is None else shift)
     width = lattice.width
     mine = ((x - found * step).square() * w).view(-1, width).sum(1)
@@ -180,7 +179,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     best = torch.full_like(mine, torch.inf)
     u, scale, weights = (part.reshape(-1, 1, width) for part in (target, step, w))
     for moved in shifts:
-        every = (torch.from_numpy(points(grid)) + moved).unsqueeze(0)
+        every = (torch.from_numpy(points_of(grid)) + moved).unsqueeze(0)
         best = torch.minimum(best, ((u - every * scale).square() * weights).sum(2).amin(1))
     assert torch.allclose(mine, best, rtol=1e-4, atol=1e-6)
 
@@ -188,14 +187,14 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
 def test_codes_of_columns_that_are_no_multiple_of_eight() -> None:
     draw = torch.Generator().manual_seed(1)
     x, step = torch.randn(3, 24, generator=draw), torch.full((3, 24), 0.2)
-    whole = nearest_diagonal(x, step, None, "iq3_s", torch.ones_like(x))
-    part = nearest_diagonal(x[:, 4:16], step[:, 4:16], None, "iq3_s", torch.ones(3, 12))
+    whole = nearest_weighted(x, step, None, "iq3_s", torch.ones_like(x))
+    part = nearest_weighted(x[:, 4:16], step[:, 4:16], None, "iq3_s", torch.ones(3, 12))
     assert torch.equal(part, whole[:, 1:4])
 
 
 @jit
 def _halves_of(values):  # type: ignore[no-untyped-def]
-    return numpy.array([half(value) for value in values])
+    return numpy.array([round_float16(value) for value in values])
 
 
 def test_units_are_rounded_as_float16() -> None:

@@ -17,11 +17,9 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.ggml.block_layout import pack, unpack
 from quantforge.packers.ggml.decoding import decode_blocks
-from quantforge.packers.lattices import lattice_packer as packer
-from quantforge.packers.lattices import nearest_points as vectors
-from quantforge.packers.lattices.lattice_points import points, values_of
-from quantforge.packers.lattices.lattice_reference import NEED_IMPORTANCE
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES, packer
+from quantforge.packers.lattices.packer import NEED_IMPORTANCE
+from quantforge.packers.lattices.points import points_of, values_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn
 from quantforge.recipe import GptqOptions, Rounding
@@ -103,7 +101,7 @@ def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
 
 
 def lost(x: Tensor, decoded: Tensor, importance: Tensor) -> float:
-    return float(((x - decoded).square() * vectors.weights(x, importance)).sum())
+    return float(((x - decoded).square() * packer.error_weights(x, importance)).sum())
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -123,9 +121,9 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     width = lattice.columns
     root = torch.linalg.cholesky(torch.eye(width) + 0.3 * torch.ones(width, width)).contiguous()
     every = torch.arange(lattice.points, dtype=torch.int32)
-    t = torch.randn(64, width, generator=draw) * float(points(grid).std()) * 1.2
+    t = torch.randn(64, width, generator=draw) * float(points_of(grid).std()) * 1.2
     step, none = torch.ones(64), torch.zeros(64)
-    codes = vectors.nearest_metric(t, step, none, grid, root)
+    codes = packer.nearest_in_metric(t, step, none, grid, root)
     found = ((t - values_of(codes, grid)) @ root).square().sum(1)
     best = torch.full((64,), torch.inf)
     masks = (

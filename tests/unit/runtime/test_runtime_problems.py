@@ -11,7 +11,7 @@ from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
-from quantforge.packers.lattices.lattice_types import LATTICES
+from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation

@@ -1,7 +1,11 @@
-"""Eight float32 as one value in loops that numba compiles, each operation one instruction on the whole.
+"""Loops that numba compiles: options, and eight float32 as one value.
 
-LLVM makes scalar code of loops with few or odd numbers of rounds, and of those that look for a minimum. Lanes are
-rounded as single floats are, on every processor; where vectors are shorter LLVM splits them.
+Compiled loops have to give the same bits on every processor, so that no sum is reordered and no multiplication is
+contracted with an addition. LLVM then leaves short loops, loops with odd counts and searches for a minimum as scalar
+code. `Eight` is eight float32 that are computed with at once: every operation is one vector instruction (several where
+vectors are shorter), and each lane is rounded as a single float is.
+
+Import this module in functions: numba takes a moment to import, and each loop is compiled at its first call.
 """
 
 from __future__ import annotations
@@ -10,19 +14,49 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numba
+import numpy
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 from numba.np.arrayobj import make_array
 
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+jit: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(**_OPTIONS)
+inner: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
+    no_cpython_wrapper=True, **_OPTIONS
+)
+# For functions that neither create nor return arrays: counting references would take most of a short loop's time, and
+# so would passing arrays, seven words each. They are inlined into their callers, which own the arrays.
+borrowing: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.njit(
+    no_cpython_wrapper=True, _nrt=False, forceinline=True, **_OPTIONS
+)
+
+
+@borrowing
+def fill(array, value):  # type: ignore[no-untyped-def]
+    """Set all elements to ``value``."""
+    for i in range(len(array)):
+        array[i] = value
+
+
+@borrowing
+def copy(array, source):  # type: ignore[no-untyped-def]
+    """Set all elements to those of ``source``."""
+    for i in range(len(array)):
+        array[i] = source[i]
+
+
 LANES = 8
+LANE_NUMBERS = numpy.arange(LANES, dtype=numpy.float32)
+LARGEST = numpy.float32(3.4028234663852886e38)
 _WORD = ir.IntType(32)
 _WHOLE = ir.VectorType(ir.FloatType(), LANES)
 _PLACES, _BYTES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(8), LANES)
 
 
 class Eight(types.Type):  # type: ignore[misc]
-    """The type of such a value for numba."""
+    """The type of eight float32 for numba."""
 
     def __init__(self) -> None:
         super().__init__(name="Eight")
@@ -44,7 +78,7 @@ def _address(context: Any, build: Any, kind: Any, array: Any, place: Any, whole:
 
 @intrinsic
 def load(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 values of a contiguous float32 or int8 ``array`` from ``place`` on; nobody looks if it has them."""
+    """Return 8 values of a contiguous float32 or int8 ``array`` from ``place`` on, without a check of its length."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         kind, (array, place) = signature.args[0], arguments
@@ -72,7 +106,7 @@ def store(typing, array, place, value):  # type: ignore[no-untyped-def]  # noqa:
 
 @intrinsic
 def column(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 values of ``array``, the first at ``place`` and each 8 after the one before."""
+    """Return 8 values of ``array`` from ``place`` on, 8 apart."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         data = make_array(signature.args[0])(context, build, arguments[0]).data
@@ -94,7 +128,7 @@ def _shuffled(build: Any, value: Any, places: list[int]) -> Any:
 
 @intrinsic
 def spread(typing, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 times the float32 ``value``."""
+    """Return the float32 ``value`` in all lanes."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         empty = ir.Constant(_WHOLE, ir.Undefined)
@@ -105,7 +139,7 @@ def spread(typing, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 
 def _operation(name: str, *signs: Callable[[Any, Any], Any]) -> None:
-    """Give numba an instruction of LLVM for operators between two of them."""
+    """Compile operators between two `Eight` to an instruction of LLVM."""
 
     @intrinsic
     def apply(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
@@ -130,7 +164,7 @@ _operation("fdiv", operator.truediv)
 
 @intrinsic
 def fused(typing, one, other, added):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return ``one * other + added``, rounded once where the processor can, else twice: for bounds alone."""
+    """Return ``one * other + added``, rounded once or twice depending on the processor: for bounds only."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
@@ -142,7 +176,7 @@ def fused(typing, one, other, added):  # type: ignore[no-untyped-def]  # noqa: A
 
 @intrinsic
 def pick(typing, one, other, where, elsewhere):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the lanes of ``where`` where ``one < other``, else those of ``elsewhere``."""
+    """Return lanes of ``where`` where ``one < other``, else of ``elsewhere``."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         one, other, where, elsewhere = arguments
@@ -153,7 +187,7 @@ def pick(typing, one, other, where, elsewhere):  # type: ignore[no-untyped-def] 
 
 @intrinsic
 def lesser(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the lesser of each pair of lanes, and of a pair with NaN the second."""
+    """Return the smaller of each pair of lanes; the second of a pair with NaN."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.select(build.fcmp_ordered("<", *arguments), *arguments)
@@ -163,7 +197,7 @@ def lesser(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @intrinsic
 def greater(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the greater of each pair of lanes, and of a pair with NaN the second."""
+    """Return the greater of each pair of lanes; the second of a pair with NaN."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.select(build.fcmp_ordered(">", *arguments), *arguments)
@@ -209,14 +243,14 @@ def _folded(name: str, sign: str) -> Any:
     return intrinsic(reduce)
 
 
-least = _folded("least", "<")
-most = _folded("most", ">")
-total = _folded("total", "+")
+lane_min = _folded("lane_min", "<")
+lane_max = _folded("lane_max", ">")
+lane_sum = _folded("lane_sum", "+")
 
 
 @intrinsic
 def first_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the place of the lowest bit of ``bits``, which is not 0."""
+    """Return the index of the lowest set bit of ``bits``, which is not 0."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -226,7 +260,7 @@ def first_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @intrinsic
 def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the place of the highest bit of ``bits``, which is not 0."""
+    """Return the index of the highest set bit of ``bits``, which is not 0."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         (given,) = arguments
@@ -234,3 +268,10 @@ def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.sub(ir.Constant(given.type, 63), above)
 
     return types.int64(types.int64), generate
+
+
+@borrowing
+def first_of(best, found):  # type: ignore[no-untyped-def]
+    """Return the smallest ``found`` of the lanes that have the smallest ``best``, and that value."""
+    value = lane_min(best)
+    return int(lane_min(pick(spread(value), best, spread(LARGEST), found))), value

@@ -1,0 +1,433 @@
+"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``; ggml's own rows by `encode_rows`.
+
+There are two ways to the codes of a matrix:
+
+- *Ours.* `fit` chooses scales that minimise ``sum w (x - q)^2``; `encode` and `weighed` then take the nearest points
+  under weighted squares, `nearest` those under the metric of error feedback. The loops are in `nearest_loops`.
+- *ggml's.* `encode_rows` has the bytes of ggml's own quantizers (`magnitude_loops`, `ternary_loops`), with two
+  exceptions. Both shifts of a half of IQ1_M that holds only zeros lose the same, and ggml may take the other one. And
+  where a group of IQ3_S is all zero and others of its block are not, ggml writes the indices of the groups after it
+  into the places of the group before: such a block does not hold the weights; here it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from quantforge.errors import InputError
+from quantforge.grids import SUPERBLOCKS
+from quantforge.packers.ggml.refit import Plane, take_best
+from quantforge.packers.lattices import LATTICES
+from quantforge.packers.lattices.points import (
+    digit_values,
+    digits,
+    halves,
+    neighbours,
+    points_of,
+    values_of,
+)
+from quantforge.packers.moments import Held, Refit
+from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.scheme import Scheme
+
+Array = NDArray[numpy.float32]
+ROWS = 256  # that are searched at a time
+# For these llama-quantize asks for an importance, too.
+NEED_IMPORTANCE = frozenset({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"})
+_ONE_MEAN = frozenset(
+    {"iq2_xxs", "iq2_xs"}
+)  # the mean square of the others counts twice in ggml's weights
+
+
+def fit(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
+) -> dict[str, Tensor]:
+    """Choose the parameters of ``weight`` ``[out, in]`` float32; ``in`` is a multiple of 256.
+
+    Without ``search`` they are ggml's.
+
+    Raises:
+        InputError: a scale is beyond the range of float16.
+    """
+    columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
+    parts = [_search(rows, scheme, columns, brief=not search) for rows in weight.split(ROWS)]
+    return _checked({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+
+
+def encode_rows(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantize whole rows ``[rows, in]`` float32 to ggml's own codes.
+
+    Raises:
+        InputError: a scale is beyond the range of float16, or the type needs an importance.
+    """
+    if importance is None and scheme.grid in NEED_IMPORTANCE:
+        raise InputError(
+            f"--scales reference: ggml has no {scheme.grid.upper()} without an importance of the columns",
+            "--calibration TEXT, or --imatrix FILE",
+        )
+    tensor = _as_ggml(weight, scheme, importance)
+    _checked(tensor.parameters)
+    return tensor
+
+
+def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not bool(parameters["d"].isfinite().all()):
+        raise InputError(
+            "a scale is beyond 65504, the largest float16, which is all that ggml's blocks hold",
+            "keep this tensor with --ignore",
+        )
+    return dict(parameters)
+
+
+def decode(
+    codes: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    values, (step, shift) = values_of(codes, scheme.grid), _spread(parameters, scheme, columns)
+    return (values if shift is None else values + shift) * step
+
+
+def encode(
+    weight: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None = None,
+) -> Tensor:
+    """Return the codes of the points nearest to ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    step, shift = _spread(parameters, scheme, columns)
+    return nearest_weighted(weight, step, shift, scheme.grid, torch.ones_like(weight))
+
+
+def weighed(
+    weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
+) -> Tensor:
+    """Return the codes of ``weight`` ``[out, in]`` with the smallest errors, weighted as in the search of `fit`."""
+    step, shift = _spread(parameters, scheme, None, 8)
+    weights = error_weights(weight, importance.to(weight))
+    return nearest_weighted(weight, step, shift, scheme.grid, weights)
+
+
+def nearest(
+    targets: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice,
+    root: Tensor,
+) -> Tensor:
+    """Return codes ``[out, 1]`` of vectors near ``targets`` ``[out, v]`` by the distance ``|(t - q) root|``.
+
+    All points are tried with a few choices of signs, so that a nearer vector with other signs may be missed.
+    """
+    step, shift = _spread(parameters, scheme, columns)
+    shifts = torch.zeros_like(step) if shift is None else shift
+    return nearest_in_metric(targets, step[:, 0], shifts[:, 0], scheme.grid, root)
+
+
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
+    """Return None: a column alone has no points."""
+
+
+def stated(tensor: QuantizedTensor) -> Statement:
+    """Refuse: no kernel multiplies these codes, so models hold them decoded."""
+    raise NotImplementedError(f"no kernel multiplies {tensor.scheme}")
+
+
+def _spread(
+    parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None, each: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return step and shift of some columns, ``[rows, n / each]``; no shift where codes have it, or there is none."""
+    block, raised = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid].shift
+    size, run, mine = block.group // each, slice(None), parameters
+    if columns is not None:  # take the parameters of whole blocks around them
+        first, last = columns.start // block.columns, -(-columns.stop // block.columns)
+        groups = block.columns // block.group
+        many = {key: 1 if key == "d" else groups for key in parameters}
+        mine = {
+            key: value[:, first * many[key] : last * many[key]] for key, value in parameters.items()
+        }
+        run = slice(columns.start - first * block.columns, columns.stop - first * block.columns)
+    step = _steps(mine, scheme.grid).repeat_interleave(size, 1)[:, run]
+    if "shifts" not in mine:
+        return step, None
+    shift = torch.where(mine["shifts"].bool(), -raised, raised)
+    return step, shift.repeat_interleave(size, 1)[:, run]
+
+
+def _steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
+    """Return the step of each group, float32 ``[rows, groups]``."""
+    unit, scales = parameters["d"].float(), parameters["scales"].float()
+    spread = (2 * scales + 1).view(*unit.shape, -1) * LATTICES[grid].unit
+    return (unit.unsqueeze(-1) * spread).flatten(1)
+
+
+# Ours: scales by search, and the nearest points
+
+
+def _search(
+    weight: Tensor, scheme: Scheme, importance: Tensor, *, brief: bool
+) -> dict[str, Tensor]:
+    """Return parameters that minimise ``sum w (x - q)^2`` jointly with the codes; with ``brief`` ggml's.
+
+    ggml finds the scale of a group without regard to the integer it is stored as, and keeps the codes of the real one.
+    Here its result is the start, from some of its scales. Then each group takes, of its level and those beside it, the
+    one with the smallest error once all of its codes are chosen anew for it; the unit of the block is fitted to codes
+    and levels; and both are done once more where that pays. A level is given up as soon as the best rounding of each
+    weight alone loses too much.
+    """
+    block, lattice = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid]
+    start = _as_ggml(weight, scheme, importance, every=1 if brief else lattice.every).parameters
+    if brief:
+        return dict(start)
+    from quantforge.packers.lattices import nearest_loops
+
+    assert block.units is not None
+    x, w = (
+        _array(part).reshape(-1, block.columns)
+        for part in (weight, error_weights(weight, importance))
+    )
+    units = _array(start["d"]).reshape(-1).copy()
+    levels = start["scales"].cpu().numpy().reshape(len(x), -1).copy()
+    shared = "shifts" in start
+    lowered = numpy.zeros_like(levels)
+    if shared:
+        lowered = start["shifts"].cpu().numpy().reshape(levels.shape).copy()
+    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, shared
+    numbers = block.group, block.units[1], numpy.float32(lattice.unit), lattice.rounds
+    tables = _both_shifts(scheme.grid), _tables(scheme.grid), points_of(scheme.grid)
+    nearest_loops.search_scales(x, w, (*signs, *numbers), *tables, units, levels, lowered)
+    found = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
+    if shared:
+        found["shifts"] = torch.from_numpy(lowered)
+    return {key: value.view(start[key].shape).to(weight.device) for key, value in found.items()}
+
+
+def error_weights(weight: Tensor, importance: Tensor) -> Tensor:
+    """Return ``importance * sqrt(mean x^2 + x^2)`` of ``weight`` ``[rows, in]``, the mean of 256 columns."""
+    weights = _weigh(_blocks(weight), _blocks(importance), twice=False, share=0)
+    return torch.from_numpy(weights).view(weight.shape).to(weight.device)
+
+
+def nearest_weighted(
+    weight: Tensor, step: Tensor, shift: Tensor | None, grid: str, weighted: Tensor
+) -> Tensor:
+    """Return codes of ``weight`` ``[rows, n]``, whose errors have the weights ``weighted`` of the same shape.
+
+    Steps have the same shape, too, or one for each 8 columns, and shifts likewise.
+    """
+    from quantforge.packers.lattices import nearest_loops
+
+    lattice, rows = LATTICES[grid], len(weight)
+    parts, spare = [weight, weighted, step], -weight.shape[1] % 8
+    if spare:
+        parts = [functional.pad(part, (0, spare)) for part in parts]
+    x, w, s = (_array(part) for part in parts)
+    s = s.reshape(-1, 8 if s.size == x.size else 1)
+    x, w = x.reshape(-1, 8), w.reshape(-1, 8)
+    lowered = torch.empty(0, dtype=torch.int64)
+    if shift is not None:
+        lowered = (shift[:, :: 8 * shift.shape[1] // weight.shape[1]] < 0).flatten().long().cpu()
+    many = 8 // lattice.columns
+    codes = numpy.empty((len(x), many), numpy.int32)
+    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
+    form = (*signs, lattice.index_bits, many)
+    shifts, tables = _both_shifts(grid), _tables(grid)
+    nearest_loops.nearest_weighted(x, w, s, lowered.numpy(), shifts, form, tables, codes)
+    found = torch.from_numpy(codes).view(rows, -1)[:, : weight.shape[1] // lattice.columns]
+    return found.to(weight.device)
+
+
+@cache
+def _tables(grid: str) -> tuple[Any, ...]:
+    """Return a tuple as long as there are digits, their values, and `Halves`."""
+    values = digit_values(grid)
+    return ((0,) * len(values), values, *halves(grid))
+
+
+@cache
+def _both_shifts(grid: str) -> Array:
+    """Return the shifts that a code can have, up and down, float32 ``[2, 8]``."""
+    raised = LATTICES[grid].shift
+    return numpy.repeat(numpy.array([[raised], [-raised]], numpy.float32), 8, 1)
+
+
+def nearest_in_metric(
+    targets: Tensor, step: Tensor, shift: Tensor, grid: str, root: Tensor
+) -> Tensor:
+    """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``, steps and shifts ``[rows]``; see `nearest`."""
+    from quantforge.packers.lattices import nearest_loops
+
+    lattice = LATTICES[grid]
+    metric = _array(root.double() @ root.double().T)
+    width = lattice.width
+    marginal = metric[:width, :width]
+    if lattice.vectors > 1:
+        cross, rest = metric[:width, width:], metric[width:, width:]
+        marginal = marginal - cross @ numpy.linalg.solve(rest.astype(numpy.float64), cross.T)
+    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
+    form = (width, lattice.vectors, lattice.index_bits, *signs)
+    metrics = metric, numpy.ascontiguousarray(marginal, numpy.float32)
+    codes = numpy.empty(len(targets), numpy.int32)
+    vectors = (_array(part) for part in (targets, step, shift))
+    eighth = numpy.float32(lattice.shift)
+    nearest_loops.nearest_in_metric(*vectors, points_of(grid), form, eighth, *metrics, codes)
+    return torch.from_numpy(codes).unsqueeze(1).to(targets.device)
+
+
+def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+    """Return the steps of fitting again with the codes held: the level of each group, then the unit of each block."""
+    block = SUPERBLOCKS[scheme.grid]
+    levels = Refit(block.group, partial(_refit_level, scheme.grid))
+    return (levels, Refit(block.columns, partial(_refit_unit, scheme.grid)))
+
+
+def _refit_level(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+    block, place = SUPERBLOCKS[grid], held.group
+    above = place * block.group // block.columns
+    unit = parameters["d"][:, above : above + 1] * (2 * LATTICES[grid].unit)  # of one level
+    values = _held_values(grid, parameters, held, slice(place, place + 1))
+    plane = Plane.of(values, torch.zeros_like(values), held)
+    mine = {"scales": parameters["scales"][:, place : place + 1]}
+    assert block.units is not None
+    least, most = block.units
+
+    def near() -> Iterator[dict[str, Tensor]]:
+        for move in (-1, 1):
+            yield {"scales": (mine["scales"] + move).clamp(least, most)}
+
+    def gain(tried: dict[str, Tensor]) -> Tensor:
+        change = (tried["scales"] - mine["scales"]) * unit
+        return plane.gain(change, torch.zeros_like(change))
+
+    return take_best(mine, near(), gain)
+
+
+def _refit_unit(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+    block, place = SUPERBLOCKS[grid], held.group
+    count = block.columns // block.group
+    groups = slice(place * count, (place + 1) * count)
+    levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].unit
+    spread = levels.T.repeat_interleave(block.group, 0)
+    up = _held_values(grid, parameters, held, groups) * spread
+    plane = Plane.of(up, torch.zeros_like(up), held)
+    mine = {"d": parameters["d"][:, place : place + 1]}
+    wished, none = plane.best(offset=False)
+    tried = {"d": (mine["d"] + wished).half().float()}
+
+    def gain(found: dict[str, Tensor]) -> Tensor:
+        return plane.gain(found["d"] - mine["d"], none)
+
+    return take_best(mine, [tried], gain)
+
+
+def _held_values(grid: str, parameters: dict[str, Tensor], held: Held, groups: slice) -> Tensor:
+    """Return the values of the codes in units of the step, shift included, ``[columns, rows]``."""
+    values = values_of(held.codes.T, grid).T
+    if "shifts" not in parameters:
+        return values
+    raised = LATTICES[grid].shift
+    shift = torch.where(parameters["shifts"][:, groups] > 0, -raised, raised)
+    return values + shift.T.repeat_interleave(SUPERBLOCKS[grid].group, 0)
+
+
+# ggml's own
+
+
+def _as_ggml(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, every: int = 1
+) -> QuantizedTensor:
+    """Return what ggml makes of ``weight`` ``[rows, in]`` float32; ``importance`` ``[in]``.
+
+    With ``every`` above 1 only one in as many scales is tried, which is faster and finds others.
+    """
+    grid, x = scheme.grid, _blocks(weight)
+    known = numpy.empty((0, 256), numpy.float32) if importance is None else _blocks(importance)
+    w = _weigh(x, known, twice=grid not in _ONE_MEAN, share=0.25 if grid == "iq2_s" else 0)
+    if LATTICES[grid].signs:
+        codes, units, levels, shifts = _magnitudes(x, w, grid, every)
+    else:
+        codes, units, levels, shifts = _ternary(x, w, grid, every > 1)
+    parameters = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
+    parameters |= shifts
+    rows = len(weight)
+    shaped = {key: value.reshape(rows, -1).to(weight.device) for key, value in parameters.items()}
+    return QuantizedTensor(
+        torch.from_numpy(codes).reshape(rows, -1).to(weight.device), shaped, scheme
+    )
+
+
+def _weigh(x: Array, importance: Array, *, twice: bool, share: float) -> Array:
+    from quantforge.packers.lattices import magnitude_loops
+
+    found = numpy.empty_like(x)
+    magnitude_loops.weigh(x, importance, twice, numpy.float32(share), found)
+    return found
+
+
+Found = tuple[NDArray[numpy.int32], Array, NDArray[numpy.uint8], dict[str, Tensor]]
+
+
+def _magnitudes(x: Array, w: Array, grid: str, every: int) -> Found:
+    """Return codes, units, levels and no shifts of IQ2 and IQ3."""
+    from quantforge.packers.lattices import magnitude_loops
+
+    lattice, block = LATTICES[grid], SUPERBLOCKS[grid]
+    (tries, positive, again), (step, least, fudge) = magnitude_loops.SEARCHES[grid]
+    groups, width = 256 // block.group, lattice.width
+    places = numpy.empty((len(x), 256 // width), numpy.int32)
+    signs, units = numpy.empty((len(x), 32), numpy.uint8), numpy.empty(len(x), numpy.float32)
+    scales = numpy.empty((len(x), groups), numpy.float32)
+    levels = numpy.empty((len(x), groups), numpy.uint8)
+    form = (block.group, (0,) * width, len(lattice.values))
+    options = (lattice.signs == "even", tries // every, positive, again)
+    numbers = tuple(map(numpy.float32, (step * every, least, fudge)))
+    odd = 2 * digits(grid).astype(numpy.float32) + 1
+    found = places, signs, scales, levels, units
+    magnitude_loops.search(x, w, form, options, numbers, tuple(neighbours(grid)), odd, *found)
+    codes = places
+    if lattice.vectors == 2:
+        codes = places[:, ::2] | places[:, 1::2] << lattice.index_bits
+    if lattice.columns == 4:
+        signs = numpy.stack([signs & 15, signs >> 4], 2).reshape(len(x), -1)
+    codes |= signs.astype(numpy.int32) << lattice.sign_place
+    return codes, units, levels, {}
+
+
+def _ternary(x: Array, w: Array, grid: str, rough: bool) -> Found:
+    """Return codes, units, levels and shifts of groups of IQ1."""
+    from quantforge.packers.lattices import ternary_loops
+
+    size, limits = SUPERBLOCKS[grid].group, map(numpy.float32, ternary_loops.LIMITS[grid])
+    codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
+    levels = numpy.empty((len(x), 256 // size), numpy.uint8)
+    units = numpy.empty(len(x), numpy.float32)
+    tables, found = (tuple(neighbours(grid)), points_of(grid)), (codes, lowered, levels, units)
+    ternary_loops.search(x, w, size, rough, *limits, *tables, *found)
+    if grid == "iq1_m":
+        codes |= lowered.astype(numpy.int32) << LATTICES[grid].sign_place
+        return codes, units, levels, {}
+    shifts = torch.from_numpy(lowered[:, ::4].astype(numpy.uint8))
+    return codes, units, levels, {"shifts": shifts}
+
+
+def _blocks(part: Tensor) -> Array:
+    """Return ``part`` as float32 ``[n, 256]``."""
+    return _array(part).reshape(-1, 256)
+
+
+def _array(part: Tensor) -> Array:
+    """Return ``part`` as contiguous float32."""
+    found: Array = part.detach().cpu().float().contiguous().numpy()
+    return found
