@@ -33,7 +33,7 @@ from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.row_wise
-import quantforge.packers.ggml.packer, quantforge.packers.ggml.kernels, quantforge.packers.ggml.panel_loops
+import quantforge.packers.ggml.packer, quantforge.packers.ggml.row_loops, quantforge.packers.ggml.search_loops
 
 def status(key):
     return int(re.search(key + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -18,9 +18,11 @@ import numpy
 import torch
 
 from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
+from quantforge.packers.ggml.blocks import pack
 from quantforge.packers.lattices import LATTICES
-from quantforge.packers.lattices.blocks import pack_blocks
 from quantforge.packers.lattices.points import FILE, STORED, digit_values
+from quantforge.packers.tensor import QuantizedTensor
 
 BLOCK = 256
 
@@ -41,7 +43,7 @@ def recovered(grid: str) -> numpy.ndarray:
     if lattice.vectors > 1:
         pairs = index.view(rows, -1, 2)
         codes = pairs[..., 0] | (pairs[..., 1] << lattice.index_bits)
-    raw = pack_blocks(grid, codes, parameters).numpy()
+    raw = pack(QuantizedTensor(codes, parameters, parse(grid))).numpy()
     kind = gguf.GGMLQuantizationType[grid.upper()]
     values = (
         gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift

@@ -49,9 +49,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.scale_search": (
         "unit/packers/test_scale_searches.py", "unit/packers/test_integer_searches.py",
     ),
-    "quantforge.packers.ggml.block_fields": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
-    "quantforge.packers.ggml.block_layout": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
-    "quantforge.packers.ggml.k_quant_layout": ("golden/test_ggml_bytes.py", "unit/packers/test_ggml.py"),
+    "quantforge.packers.ggml.blocks": (
+        "golden/test_ggml_bytes.py", "unit/packers/test_ggml.py", "unit/packers/test_lattices.py",
+    ),
     "quantforge.checkpoint.safetensors": (
         "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
         "property/test_safetensors_differential.py",

@@ -164,7 +164,7 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Return the blocks of one module, in the order of the source's rows."""
-    from quantforge.packers.ggml.block_layout import pack as packed
+    from quantforge.packers.ggml.blocks import pack as packed
 
     return {f"{module}.weight": packed(replace(tensor, scheme=blocks_of(tensor.scheme)))}
 
@@ -172,7 +172,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read the blocks of one module."""
     from quantforge.formats.gguf.checking import sound
-    from quantforge.packers.ggml.block_layout import unpack as unpacked
+    from quantforge.packers.ggml.blocks import unpack as unpacked
 
     (name,) = layout.stored
     return sound(unpacked(tensors[name], layout.scheme.weight), name)

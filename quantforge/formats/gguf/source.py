@@ -215,7 +215,7 @@ def _held(entry: TensorEntry, place: _Place) -> HeldTensor:
 def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
     blocks = TYPES[place.type].columns > 1
     if blocks and place.type.lower() not in SUPERBLOCKS:
-        from quantforge.packers.ggml.decoding import decode_blocks
+        from quantforge.packers.ggml.blocks import decode_blocks
 
         value = decode_blocks(value, place.type)
     value = halves(value, place.heads)

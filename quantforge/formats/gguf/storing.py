@@ -27,7 +27,7 @@ class GgufStorage:
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
-        from quantforge.packers.ggml.block_layout import pack
+        from quantforge.packers.ggml.blocks import pack
 
         (stored,) = plan.stored
         blocks = replace(tensor, scheme=blocks_of(tensor.scheme))
@@ -36,7 +36,7 @@ class GgufStorage:
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return codes and parameters of the blocks."""
-        from quantforge.packers.ggml.block_layout import unpack
+        from quantforge.packers.ggml.blocks import unpack
 
         assert plan.scheme is not None
         (raw,) = stored.values()

@@ -10,31 +10,20 @@ In all of them a weight is ``step * v(code) + offset`` in float32, with one step
 - *IQ4* (``iq4_nl``, ``iq4_xs``): ``v`` is a table of 16 values, denser around 0.
 - ``tq1_0``, ``tq2_0``: codes -1, 0, 1. ``mxfp4``: the table of the 4-bit float e2m1, a step that is a power of two.
 
-This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `block_layout` lays codes
-and parameters out in bytes, `decoding` reads every type there is, `reference_rows` chooses codes as ggml does.
+This module holds the table of types and imports no torch; `packer` fits, encodes and decodes, `blocks` lays codes and
+parameters out in bytes and reads every type there is, `reference` chooses codes as ggml does.
 
 In this folder:
 
-    block_columns   Blocks as columns, side by side: what the quantizers of `reference_rows` take and give
-    block_fields    Fields of ggml's blocks: codes of a few bits joined to bytes and taken apart again
-    block_kernels   Loops over the blocks of a row for `lanes`, compiled by numba: types that need no search, and bytes
-    block_layout    Codes and parameters as the bytes of ggml's blocks, and back
-    broadcast       The inner loops of the search in torch, for devices other than a CPU
-    decoding        Float32 weights from the bytes of any ggml type, bit for bit as ``gguf.quants.dequantize`` has them
-    ggml_affine     Loop of `ggml_search` for grids with a minimum, compiled by numba
-    ggml_loops      Loops of `ggml_search` for grids around 0, compiled by numba: its slow parts
-    ggml_search     ggml's searches for the scale of one group, restated (ggml-quants.c; names there in brackets)
-    grid            Values that the codes of each type stand for: ``step * v(code) + offset``
-    k_quant_layout  Codes and parameters of K-quants as the bytes of their blocks of 256, and back; see `block_layout`
-    kernels         Loops over panels for `lanes`, compiled by numba, each at its first call in a process
-    lanes           The inner loops of the search on a CPU, as functions of tensors
-    packer          The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
-    panel_loops     Steps that compiled loops share: rounding, tables of values; and coding with what was chosen
-    panels          Shapes and kinds that the compiled loops and their callers agree on
-    reference_rows  Rows quantized as ggml's own quantizers do, with and without an importance matrix, to the last bit
-    refit           Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored
-    search          Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
-    trials          Ranges to cover with which the search for the scale of a group begins, for each type
+    blocks           Codes and parameters as the bytes of ggml's blocks, and back; float32 weights from any of them
+    grid             Values that the codes of each type stand for: ``step * v(code) + offset``
+    packer           The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`
+    reference        Rows quantized as ggml's own quantizers do, to the last bit, with and without an importance matrix
+    reference_loops  ggml's searches for the scale of one group, in loops that numba compiles
+    refit            Parameters of ggml's grids fitted again with the codes held, restricted to what can be stored
+    row_loops        Loops over rows, compiled by numba: types that need no search, codes for chosen steps, and nibbles
+    search           Scales that minimise ``sum w (x - q)^2`` of every block, ``w = importance * sqrt(x^2 + mean x^2)``
+    search_loops     Loops of `search`, compiled by numba, each at its first call in a process
 """
 
 from __future__ import annotations

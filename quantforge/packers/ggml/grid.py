@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from quantforge.grids import SUPERBLOCKS
+
+LANES = 64  # rows or groups that compiled loops compute side by side: a panel
+THRESHOLDS = 15  # between the values of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +130,26 @@ def values_of(codes: Tensor, grid: CodeRange) -> Tensor:
     if grid.values is None:
         return codes.float()
     return torch.tensor(grid.values, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def thresholds(grid: CodeRange) -> tuple[Any, ...]:
+    """Return the least and the greatest value; of a table also the thresholds and the rise of the value at each."""
+    if grid.values is None:
+        return numpy.float32(grid.low), numpy.float32(grid.high), None, None
+    values = numpy.array(sorted(set(grid.values)), numpy.float32)
+    middles = numpy.full(THRESHOLDS, numpy.inf, numpy.float32)
+    rises = numpy.zeros(THRESHOLDS, numpy.float32)
+    middles[: len(values) - 1] = (values[1:] + values[:-1]) / numpy.float32(2)
+    rises[: len(values) - 1] = numpy.diff(values)
+    return values[0], values[-1], middles, rises
+
+
+def code_thresholds(grid: CodeRange) -> tuple[Any, ...]:
+    """Return `thresholds` with the codes in the place of the values."""
+    low, high, middles, rises = thresholds(grid)
+    if grid.values is not None:
+        first = {value: code for code, value in reversed([*enumerate(grid.values)])}
+        codes = numpy.array([first[value] for value in sorted(first)], numpy.float32)
+        low = codes[0]
+        rises[: len(codes) - 1] = numpy.diff(codes)
+    return low, high, middles, rises

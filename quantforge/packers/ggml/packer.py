@@ -1,6 +1,6 @@
 """The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`.
 
-`reference_rows` has ggml's own codes, `search` better ones.
+`reference` has ggml's own codes, `search` better ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
-from quantforge.packers.ggml import lanes
-from quantforge.packers.ggml.block_layout import pack, unpack
-from quantforge.packers.ggml.decoding import decode_blocks
+from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
 from quantforge.packers.ggml.grid import (
     GRIDS,
+    CodeRange,
+    code_thresholds,
     nearest,
     of_columns,
     power_of_two,
@@ -24,7 +24,7 @@ from quantforge.packers.ggml.grid import (
     table,
     values_of,
 )
-from quantforge.packers.ggml.reference_rows import COVERED, quantize
+from quantforge.packers.ggml.reference import COVERED, quantize
 from quantforge.packers.ggml.refit import refits
 from quantforge.packers.ggml.search import search as searched
 from quantforge.packers.points import Points
@@ -42,10 +42,21 @@ def encode(
 ) -> Tensor:
     """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
     if columns is None and weight.device.type == "cpu":
-        return lanes.encode(weight, *steps(parameters, scheme.grid), GRIDS[scheme.grid])
+        return _encode_rows(weight, *steps(parameters, scheme.grid), GRIDS[scheme.grid])
     step, offset = of_columns(parameters, scheme.grid, columns)
     divisor = torch.where(step == 0, 1.0, step)  # then every code stands for the same value
     return nearest((weight if offset is None else weight - offset) / divisor, GRIDS[scheme.grid])
+
+
+def _encode_rows(weight: Tensor, step: Tensor, offset: Tensor | None, grid: CodeRange) -> Tensor:
+    """Return the codes of whole rows on a CPU; step and offset are ``[rows, groups]``."""
+    from quantforge.packers.ggml import row_loops
+
+    found = torch.empty(weight.shape, dtype=torch.int8)
+    offsets = torch.zeros(0, 0) if offset is None else offset
+    arrays = (part.contiguous().numpy() for part in (weight, step, offsets))
+    row_loops.encode(*arrays, *code_thresholds(grid), found.numpy())
+    return found.view(grid.dtype)
 
 
 def decode(

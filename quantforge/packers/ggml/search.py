@@ -3,36 +3,53 @@
 The square root favours large weights: the plain sum pulls them towards 0, and errors of one sign add up in the
 output. (The factor is ggml's; ``mean`` is over the row here.)
 
-1. `fit` finds step and offset of each group as real numbers, from a few ranges by least squares (`trials`).
+1. `fit` finds step and offset of each group as real numbers, from a few ranges by least squares (`Trials`).
 2. The same search finds the unit of a block of 256, over its steps instead of its weights, and that of its offsets.
-3. With the units as stored, each group takes the integers beside its step and offset that have the smallest error.
+3. With the units as stored, `choose` takes for each group the integers beside its step and offset that have the
+   smallest error.
 4. Units are fitted once more, in closed form with codes and integers held, and step 3 is repeated around them.
 
 Where no importance is known the search is brief: it begins with fewer ranges, the integers of offsets stay in step 4,
 and grids without offsets skip step 4.
 
-The inner loops are in `lanes` (CPU) and `broadcast` (elsewhere).
+Rows are side by side, in panels ``[panels, columns, rows]``. On a CPU the inner loops are compiled (`search_loops`):
+panels have `LANES` rows, the last one is filled up with zeros, and a sum has the order of its columns. Elsewhere torch
+computes the same, one candidate for all groups at a time, with one panel for all rows.
+
+The error of a group is ``sum w (x - step v - offset)^2``. For the codes that a candidate gives, the best step and
+offset are a least-squares fit, stated as a correction of the candidate from moments of what it leaves,
+``r = x - step v - offset``: sums of ``w r^2``, ``w v^2``, ``w v``, ``w r v`` and ``w r``. (From moments of ``x`` the
+error would be a small difference of large numbers.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from enum import Enum, auto
 
+import numpy
 import torch
 from torch import Tensor
 
 from quantforge.grids import E2M1_VALUES, SUPERBLOCKS, Zero
-from quantforge.packers.ggml import broadcast, lanes, panels
-from quantforge.packers.ggml.grid import GRIDS, LIMITS, CodeRange, grouped, power_of_two
-from quantforge.packers.ggml.trials import TRIALS, UNITS, Integers, Trials
+from quantforge.packers.ggml.grid import (
+    GRIDS,
+    LANES,
+    LIMITS,
+    CodeRange,
+    grouped,
+    nearest,
+    power_of_two,
+    thresholds,
+    values_of,
+)
 from quantforge.scheme import Scheme
 
 CHUNK = 1 << 18  # weights at a time: they and their importance stay in a core's cache
 BRIEF = 6  # ranges to begin with when the search is brief
 LEAST = 2.0**-24  # the smallest float16 above 0
+LEAST_SHARE = 1e-5  # of the squares of the codes: less is a rounding error of equal codes
 # What to add to the integers of step and offset.
 ACROSS = ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
 ALONG = ((0, 0), (-1, 0), (1, 0))
@@ -42,24 +59,21 @@ def search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[st
     """Return the parameters of ``weight`` ``[rows, in]`` float32, as stored; ``importance`` ``[in]``."""
     parts = [
         {key: value[: len(rows)] for key, value in _search(rows, scheme, importance).items()}
-        for rows in _chunks(weight)
+        for rows in torch.split(weight, LANES * max(1, CHUNK // (LANES * weight.shape[1])))
     ]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def _chunks(weight: Tensor) -> Iterator[Tensor]:
-    yield from torch.split(weight, panels.LANES * max(1, CHUNK // (panels.LANES * weight.shape[1])))
-
-
 def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[str, Tensor]:
-    panels = _Panels.of(weight, importance)
+    columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
+    x, weights = arrange(weight, columns)
     if scheme.grid == "mxfp4":
-        found = _powers(panels)
+        found = _powers(x, weights)
     elif scheme.grid in LIMITS:
-        found = _superblocks(panels, scheme.grid, brief=importance is None)
+        found = _superblocks(x, weights, scheme.grid, brief=importance is None)
     else:
         block = SUPERBLOCKS[scheme.grid]
-        step, offset, *_ = panels.fit(block.group, GRIDS[scheme.grid], TRIALS[scheme.grid])
+        step, offset, *_ = fit(x, weights, block.group, GRIDS[scheme.grid], TRIALS[scheme.grid])
         found = {"scales": stored(step)}
         if block.zero is Zero.MIN:
             found["mins"] = stored(offset)
@@ -73,55 +87,30 @@ def stored(scales: Tensor) -> Tensor:
     return torch.where((rounded == 0) & (scales != 0), least, rounded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Panels:
-    """Rows side by side: ``x`` and ``weights`` ``[panels, columns, rows]``; the last panel may have rows of zeros."""
-
-    x: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor, importance: Tensor | None) -> _Panels:
-        columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
-        return cls(*_engine(weight).arrange(weight, columns))
-
-    def fit(self, size: int, grid: CodeRange, trials: Trials) -> Tensor:
-        found: Tensor = _engine(self.x).fit(self.x, self.weights, size, grid, trials)
-        return found
-
-    def choose(self, among: Integers, grid: CodeRange) -> Tensor:
-        found: Tensor = _engine(self.x).choose(self.x, self.weights, among, grid)
-        return found
-
-
-def _engine(x: Tensor) -> ModuleType | Any:
-    return lanes if x.device.type == "cpu" else broadcast
-
-
-def _powers(panels: _Panels) -> dict[str, Tensor]:
+def _powers(x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Choose for each block the exponent that covers it, the one below or the one above."""
-    largest = grouped(panels.x.abs(), 32).amax(2)
+    largest = grouped(x.abs(), 32).amax(2)
     # Half the step that covers the block; it is taken 1, 2 or 4 times. Codes stand for twice their value.
     exponents = torch.where(largest > 0, largest.frexp().exponent + 123, 0).clamp_(0, 252)
     units = power_of_two(exponents)
     none = torch.zeros_like(units)
     start, units = torch.stack([2 * units, none]), torch.stack([units, none])
     among = Integers(start, units, (1, 4), ((0, 0), (-1, 0), (2, 0)))
-    found = panels.choose(among, CodeRange(0, 15, E2M1_VALUES))
+    found = choose(x, weights, among, CodeRange(0, 15, E2M1_VALUES))
     return {"exponents": (exponents + found[5].log2()).to(torch.uint8)}
 
 
-def _superblocks(panels: _Panels, grid: str, *, brief: bool) -> dict[str, Tensor]:
+def _superblocks(x: Tensor, weights: Tensor, grid: str, *, brief: bool) -> dict[str, Tensor]:
     block, codes, limits, trials = SUPERBLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
     groups, affine = block.columns // block.group, block.zero is Zero.MIN
     trials = replace(trials, starts=trials.starts[:BRIEF]) if brief else trials
-    step, offset, squares, weight = panels.fit(block.group, codes, trials)
+    step, offset, squares, weight = fit(x, weights, block.group, codes, trials)
     targets, units = (step, offset), [_unit(step, squares, groups, limits)]
     units.append(_unit(-offset, weight, groups, limits) if affine else torch.zeros_like(units[0]))
 
     def chosen(start: tuple[Tensor, Tensor], moves: Sequence[tuple[int, int]]) -> Tensor:
         among = (torch.stack(start), torch.stack(units).float(), (limits.low, limits.high), moves)
-        return panels.choose(Integers(*among), codes)
+        return choose(x, weights, Integers(*among), codes)
 
     found = chosen(targets, ACROSS if affine else ALONG)
     if affine or not brief:
@@ -136,11 +125,8 @@ def _superblocks(panels: _Panels, grid: str, *, brief: bool) -> dict[str, Tensor
 
 def _unit(values: Tensor, weights: Tensor, groups: int, limits: CodeRange) -> Tensor:
     """Return the float16 unit of each block in which its ``values`` are nearly integers."""
-    return stored(
-        _Panels(values.contiguous(), weights.contiguous()).fit(groups, limits, UNITS[limits.high])[
-            0
-        ]
-    )
+    found = fit(values.contiguous(), weights.contiguous(), groups, limits, UNITS[limits.high])
+    return stored(found[0])
 
 
 def _times(unit: Tensor, numbers: Tensor) -> Tensor:
@@ -161,7 +147,7 @@ def _targets(
     spread = squares - ones * ones / weight
     change = (products - ones * residue / weight) / spread
     moved = (residue - change * ones) / weight
-    usable = (spread > broadcast.LEAST_SHARE * squares) & (step + change > 0)
+    usable = (spread > LEAST_SHARE * squares) & (step + change > 0)
     usable &= offset + moved <= 0
     return torch.where(usable, step + change, step), torch.where(usable, offset + moved, offset)
 
@@ -183,11 +169,8 @@ def _refitted(
     if not affine:
         change = torch.where(square > 0, pull / square, 0.0)
         return [stored((units[0].double() + change).float()), units[1]]
-    mixed, other, lift = (
-        -total(up * down * ones),
-        total(down * down * weight),
-        -total(down * residue),
-    )
+    mixed, other = -total(up * down * ones), total(down * down * weight)
+    lift = -total(down * residue)
     determinant = square * other - mixed * mixed
     changes = (
         (pull * other - lift * mixed) / determinant,
@@ -199,3 +182,243 @@ def _refitted(
         stored(torch.where(usable, new, old.double()).float())
         for new, old in zip(moved, units, strict=True)
     ]
+
+
+# The inner loops
+
+
+class Offset(Enum):
+    """Offset of a group: none, never above zero, or any."""
+
+    NONE = auto()
+    BELOW_ZERO = auto()
+    FREE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Candidates of one group.
+
+    Attributes:
+        starts: without an offset ``(reach, 0)``: the code that the largest magnitude of the group goes to, before
+            rounding; with one the shares of the range cut off at its low and at its high end.
+        polish: how often the best is encoded and fitted again.
+        offset: of the group.
+    """
+
+    starts: tuple[tuple[float, float], ...]
+    polish: int
+    offset: Offset = Offset.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Integers that step and offset of a group are chosen among, times the units of its block.
+
+    Attributes:
+        start: step and offset to look around, ``[2, panels, groups, rows]``.
+        units: of steps and of lowered offsets (minus the offset), ``[2, panels, blocks, rows]``.
+        limits: the least and the greatest integer.
+        moves: what is added to the integers nearest to ``start``, for each candidate.
+    """
+
+    start: Tensor
+    units: Tensor
+    limits: tuple[int, int]
+    moves: Sequence[tuple[int, int]]
+
+
+def _compiled(x: Tensor) -> bool:
+    """Return whether the compiled loops compute with ``x``."""
+    return x.device.type == "cpu"
+
+
+def arrange(rows: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` and ``importance * sqrt(x^2 + mean x^2)`` as panels ``[panels, columns, rows of a panel]``.
+
+    ``rows`` is ``[rows, columns]``, ``importance`` ``[columns]``; the mean is over the row.
+    """
+    if _compiled(rows):
+        from quantforge.packers.ggml import search_loops
+
+        panels = -(-len(rows) // LANES)
+        x = torch.empty(panels, rows.shape[1], LANES)
+        weights = torch.empty_like(x)
+        arrays = (rows.contiguous(), importance.contiguous(), x, weights)
+        search_loops.arrange(*(part.numpy() for part in arrays))
+        return x, weights
+    x = rows.T.unsqueeze(0).contiguous()
+    return x, (x * x + rows.square().mean(1)).sqrt_() * importance.view(1, -1, 1)
+
+
+def fit(x: Tensor, weights: Tensor, size: int, grid: CodeRange, trials: Trials) -> Tensor:
+    """Find step and offset of groups of ``size`` columns of ``x``, ``weights`` ``[panels, columns, rows]``.
+
+    Returns:
+        ``[4, panels, groups, rows]``: step, offset, sums of ``w v^2`` and of ``w``. The step of an empty group is 0.
+    """
+    if _compiled(x):
+        from quantforge.packers.ggml import search_loops
+
+        found = torch.empty(4, x.shape[0], x.shape[1] // size, x.shape[2])
+        starts = numpy.array(trials.starts, numpy.float32)
+        kind = trials.offset is not Offset.NONE, trials.offset is Offset.BELOW_ZERO
+        numbers = (starts, trials.polish, *kind, *thresholds(grid))
+        search_loops.fit(x.numpy(), weights.numpy(), *numbers, found.numpy())
+        return found
+    weight = grouped(weights, size).sum(2)
+    groups = grouped(x, size)
+    low, high = groups.amin(2), groups.amax(2)
+    extreme = torch.where(high > -low, high, low)
+    if trials.offset is Offset.BELOW_ZERO:
+        low = low.clamp(max=0)
+    none = torch.zeros_like(low)
+    offset = none if trials.offset is Offset.NONE else low
+    best = torch.stack([torch.full_like(low, torch.inf), none, offset, none])
+    for first, last in trials.starts:
+        if trials.offset is Offset.NONE:
+            start = extreme / first, none
+        else:
+            start = (high - low) * (1 - first - last) / grid.high, low + (high - low) * first
+        best = _improved(best, start, moments(x, weights, *start, grid), weight, trials.offset)
+    for _ in range(trials.polish):
+        sums = moments(x, weights, best[1], best[2], grid)
+        best = _improved(best, (best[1], best[2]), sums, weight, trials.offset)
+    return torch.cat([best[1:], weight.unsqueeze(0)])
+
+
+def choose(x: Tensor, weights: Tensor, among: Integers, grid: CodeRange) -> Tensor:
+    """Choose step and offset of each group of ``x``, ``weights`` ``[panels, columns, rows]``.
+
+    Returns:
+        ``[7, panels, groups, rows]``: the `moments`, then the integers of step and lowered offset.
+    """
+    if _compiled(x):
+        from quantforge.packers.ggml import search_loops
+
+        found = torch.empty(7, *among.start.shape[1:])
+        moves = numpy.array((among.limits, *among.moves), numpy.float32)
+        arrays = (part.numpy() for part in (x, weights, among.start, among.units))
+        search_loops.choose(*arrays, moves, *thresholds(grid), found.numpy())
+        return found
+    start, units, limits = among.start, among.units, among.limits
+    share = start.shape[2] // units.shape[2]
+    unit, lowering = units.repeat_interleave(share, 2)
+    nearest_ones = [
+        (start[0] / torch.where(unit == 0, 1.0, unit)).round().clamp(*limits),
+        (-start[1] / torch.where(lowering == 0, 1.0, lowering)).round().clamp(*limits),
+    ]
+    best: Tensor | None = None
+    for move in among.moves:
+        scale, lowered = (
+            (near + away).clamp(*limits) for near, away in zip(nearest_ones, move, strict=True)
+        )
+        sums = moments(x, weights, unit * scale, -(lowering * lowered), grid)
+        tried = torch.cat([sums, scale.unsqueeze(0), lowered.unsqueeze(0)])
+        best = tried if best is None else torch.where(tried[0] < best[0], tried, best)
+    assert best is not None
+    return best
+
+
+def moments(x: Tensor, weights: Tensor, step: Tensor, offset: Tensor, grid: CodeRange) -> Tensor:
+    """Return sums over groups of the error, ``w v^2``, ``w v``, ``w r v`` and ``w r``, each like ``step``.
+
+    Args:
+        x: ``[panels, columns, rows]``.
+        weights: of the same shape.
+        step: ``[panels, groups, rows]``.
+        offset: of the same shape.
+        grid: the values ``v``.
+    """
+    x, weights = (grouped(part, part.shape[1] // step.shape[1]) for part in (x, weights))
+    step, offset = step.unsqueeze(2), offset.unsqueeze(2)
+    inverse = torch.where(step == 0, 0.0, step.reciprocal())
+    values = values_of(nearest((x - offset) * inverse, grid), grid)
+    rest = x - offset - step * values
+    weighted, owed = weights * values, weights * rest
+    sums = (owed * rest, weighted * values, weighted, owed * values, owed)
+    return torch.stack([terms.sum(2) for terms in sums])
+
+
+def _improved(
+    best: Tensor, start: tuple[Tensor, Tensor], sums: Tensor, weight: Tensor, kind: Offset
+) -> Tensor:
+    """Fit step and offset to the codes of the candidate ``start``; keep them where they are better."""
+    (step, offset), (error, squares, ones, products, residue) = start, sums
+    if kind is Offset.NONE:
+        change, moved, possible = products / squares, torch.zeros_like(step), squares > 0
+        fallen = products * change
+    else:
+        spread, shared = squares - ones * ones / weight, products - ones * residue / weight
+        change = shared / spread
+        moved = (residue - change * ones) / weight
+        fallen = shared * change + residue * residue / weight
+        equal = ~(spread > LEAST_SHARE * squares)
+        above = torch.zeros_like(equal)
+        if kind is Offset.BELOW_ZERO:
+            above, at_zero = equal | (offset + moved > 0), products + offset * ones
+            change = torch.where(above, at_zero / squares, change)
+            moved = torch.where(above, -offset, moved)
+            gained = at_zero * change - 2 * offset * residue - offset * offset * weight
+            fallen = torch.where(above, gained, fallen)
+        possible = (above | ~equal) & (step + change > 0)
+    found = torch.stack([error - fallen, step + change, offset + moved, squares])
+    return torch.where(possible & (found[0] < best[0]), found, best)
+
+
+# The ranges that the search for the scale of a group begins with, for each type. Of a dense grid of ranges (61 of each
+# sign without an offset, 17 x 17 with one) these were chosen one by one, each the one that lowered the error of the
+# layers of a small llama most. What they leave above the dense grid is in docs/results/gguf-encoding.md.
+
+
+def _reaches(*numbers: float) -> tuple[tuple[float, float], ...]:
+    return tuple((number, 0.0) for number in numbers)
+
+
+_FOUR_BITS = _reaches(-8.08, -7.12, -8.64, -7.76, -6.16, -9.2, -8.32, -6.8, -7.36, 8.56)
+_FIVE_BITS = _reaches(-16, -15.04, -14.08, -16.48, -12.96, -15.68, -17.28, -12, -14.72, -15.36)
+_TABLE = _reaches(
+    -128.3, 114.3, -109.2, -137.2, -121.9, 123.2, 109.2, -102.9, 90.2, -132.1, -146, -86.4
+)
+_FOUR_BIT_RANGES = (
+    (0.007, 0.007), (-0.012, 0.026), (0.026, -0.012), (0.016, -0.04), (0.016, -0.003), (-0.04, 0.007),
+    (-0.003, 0.016), (0.044, -0.003), (-0.012, -0.021), (0.007, 0.054), (0.026, 0.026), (-0.003, -0.04),
+)  # fmt: skip
+_FIVE_BIT_RANGES = (
+    (-0.001, -0.001), (-0.019, 0.012), (0.006, -0.007), (-0.007, 0.006), (-0.001, -0.019), (-0.019, -0.001),
+    (-0.019, -0.019), (0.018, -0.001), (-0.001, 0.018), (0.012, 0.012), (0.006, -0.019), (-0.019, 0.006),
+)  # fmt: skip
+
+TRIALS: Mapping[str, Trials] = {
+    "q4_0": Trials(_FOUR_BITS, 1),
+    "q4_1": Trials(_FOUR_BIT_RANGES, 1, Offset.FREE),
+    "q5_0": Trials(_FIVE_BITS, 1),
+    "q5_1": Trials(_FIVE_BIT_RANGES, 1, Offset.FREE),
+    "q8_0": Trials(_reaches(-128, -127, 127, -126.3), 0),
+    "q2_k": Trials(
+        (
+            (0.085, 0.085), (0.01, 0.16), (0.135, 0.01), (-0.015, 0.035), (0.21, -0.015), (-0.015, 0.235),
+            (0.11, 0.035), (0.06, 0.135), (0.21, 0.11), (0.01, -0.04), (-0.04, 0.085), (0.31, 0.035),
+        ),
+        1,
+        Offset.BELOW_ZERO,
+    ),
+    "q3_k": Trials(_reaches(-4.12, -3.2, -4.6, -3.8, 4.36, -2.92, -4.32, 3.6, -2.24), 1),
+    "q4_k": Trials(_FOUR_BIT_RANGES, 1, Offset.BELOW_ZERO),
+    "q5_k": Trials(_FIVE_BIT_RANGES, 1, Offset.BELOW_ZERO),
+    "q6_k": Trials(
+        _reaches(-32, -31.04, -30.08, -29.12, -28.16, -26.88, -25.92, -32.64, -24.96, -24), 1
+    ),
+    "iq4_nl": Trials(_TABLE, 1),
+    "iq4_xs": Trials(_TABLE, 1),
+    "tq1_0": Trials(_reaches(0.8, 1, 1.25, 1.6, 2, 2.5), 2),
+    "tq2_0": Trials(_reaches(0.8, 1, 1.25, 1.6, 2, 2.5), 2),
+}  # fmt: skip
+
+# Scales of groups as integers: of 4, 6 and 8 bits.
+UNITS: Mapping[int, Trials] = {
+    15: Trials(_reaches(15, 15.4, 14.5, 14, 13.4, 12.7, 12), 1),
+    63: Trials(_reaches(63, 63.4, 62.5, 62, 61, 60, 58), 1),
+    31: Trials(_reaches(-32, -32.5, -31.5, -31, -30, -29, 31), 1),
+    127: Trials(_reaches(-128, -127, -126, 127), 1),
+}

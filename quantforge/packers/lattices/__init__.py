@@ -12,7 +12,6 @@ This module holds the table of types and imports no torch; `quantforge.packers.g
 
 In this folder:
 
-    blocks           Codes and parameters of the lattice types as the bytes of their blocks of 256, and back
     magnitude_loops  ggml's search for IQ2 and IQ3, to the last bit, in loops that numba compiles
     nearest_loops    Nearest points of a lattice, and the scales that minimise their errors
     packer           The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``

@@ -58,7 +58,7 @@ def fit(
         InputError: a scale is beyond the range of float16.
     """
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
-    parts = [_search(rows, scheme, columns, brief=not search) for rows in weight.split(ROWS)]
+    parts = [_search(rows, scheme, columns, brief=not search) for rows in torch.split(weight, ROWS)]
     return _checked({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
 

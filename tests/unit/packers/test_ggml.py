@@ -9,9 +9,9 @@ from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
 from quantforge.packers import packer_of
-from quantforge.packers.ggml import LAYOUTS, broadcast, lanes, panel_loops
+from quantforge.packers.ggml import LAYOUTS, row_loops
 from quantforge.packers.ggml import search as searching
-from quantforge.packers.ggml.grid import GRIDS, steps
+from quantforge.packers.ggml.grid import GRIDS, LANES, LIMITS, steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit, pack, unpack
 
 ENCODED = sorted(GRIDS)
@@ -52,7 +52,7 @@ def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
     assert 0.2 * theirs < ours < 0.998 * theirs, ours / theirs
 
 
-@pytest.mark.parametrize("grid", sorted(searching.LIMITS))
+@pytest.mark.parametrize("grid", sorted(LIMITS))
 def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
     weight = matrix()
     equal = torch.ones(weight.shape[1])
@@ -68,7 +68,7 @@ def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
 def test_the_search_in_torch_finds_the_same(grid, monkeypatch):
     weight, columns = matrix(), importance()
     compiled = encode_rows(weight, parse(grid), columns)
-    monkeypatch.setattr(searching, "_engine", lambda x: broadcast)
+    monkeypatch.setattr(searching, "_compiled", lambda x: False)
     plain = encode_rows(weight, parse(grid), columns)
     same = (compiled.codes == plain.codes).float().mean()
     assert same > 0.99  # sums in another order decide a few near ties otherwise
@@ -223,5 +223,5 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
 
 
 def test_panels_are_wide_enough_for_a_cache_line():
-    assert lanes.LANES % panel_loops.LINE == 0
-    assert all(block.group % panel_loops.LINE == 0 for block in SUPERBLOCKS.values())
+    assert LANES % row_loops.LINE == 0
+    assert all(block.group % row_loops.LINE == 0 for block in SUPERBLOCKS.values())

@@ -29,7 +29,7 @@ from quantforge.numerics.compiled import (
     spread,
     store,
 )
-from quantforge.packers.ggml.block_layout import pack
+from quantforge.packers.ggml.blocks import pack
 from quantforge.packers.lattices import LATTICES, packer
 from quantforge.packers.lattices.nearest_loops import round_float16
 from quantforge.packers.lattices.packer import nearest_weighted

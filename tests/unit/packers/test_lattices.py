@@ -15,8 +15,7 @@ from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers.ggml.block_layout import pack, unpack
-from quantforge.packers.ggml.decoding import decode_blocks
+from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
 from quantforge.packers.lattices import LATTICES, packer
 from quantforge.packers.lattices.packer import NEED_IMPORTANCE
 from quantforge.packers.lattices.points import points_of, values_of

@@ -17,7 +17,7 @@ from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
-from quantforge.packers.ggml.decoding import decode_blocks
+from quantforge.packers.ggml.blocks import decode_blocks
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from quantforge.results import manifest
 from quantforge.settings import Settings

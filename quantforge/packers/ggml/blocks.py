@@ -1,0 +1,579 @@
+"""Codes and parameters as the bytes of ggml's blocks, and back; float32 weights from any of them.
+
+Every block starts on a byte and has its fields in the order of the functions below (ggml-common.h; restated from the
+format, not from code). Codes are laid out so that one vector instruction unpacks many: a byte never holds neighbours,
+but weights half a block, or 32, apart.
+
+A code of a lattice type is an int32: the places of its points in the table, lowest bits first, then the signs, one bit
+for each weight (1 is negative), even where the file leaves the last one out, since their number is even; of iq1_m in
+their place the bit that chooses the shift. Parameters are ``scales`` and ``mins``, in K-quants and lattice types
+integers of each group, and ``d`` and ``dmin``, float16 of a block. ``shifts`` of iq1_s is 1 where a group is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
+from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.scheme import Scheme
+
+Parameters = Mapping[str, Tensor]
+Fields = tuple[Tensor, dict[str, Tensor]]  # codes [..., columns] and parameters [..., groups]
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes
+
+
+def pack(tensor: QuantizedTensor) -> Tensor:
+    """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
+    grid, rows = tensor.scheme.grid, len(tensor.codes)
+    blocks = rows * tensor.shape[1] // SUPERBLOCKS[grid].columns
+    codes = tensor.codes.reshape(blocks, -1)
+    parameters = {key: value.reshape(blocks, -1) for key, value in tensor.parameters.items()}
+    fields = _BLOCKS[grid][0](codes, parameters)
+    return (fields[0] if len(fields) == 1 else torch.cat(fields, -1)).view(rows, -1)
+
+
+def unpack(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
+    """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
+    rows = len(raw)
+    blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
+    codes, parameters = _BLOCKS[scheme.grid][1](blocks)
+    shaped = {key: value.reshape(rows, -1) for key, value in parameters.items()}
+    return QuantizedTensor(codes.reshape(rows, -1), shaped, scheme)
+
+
+def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
+    """Decode ``raw`` uint8 ``[rows, row_bytes]`` of ggml's type ``type_name`` to float32 ``[rows, columns]``.
+
+    The result is bit for bit that of ``gguf.quants.dequantize``.
+
+    Raises:
+        KeyError: no such type in `LAYOUTS`.
+        ValueError: blocks do not fill the rows.
+    """
+    layout = LAYOUTS[type_name]
+    if raw.shape[-1] % layout.block_bytes:
+        raise ValueError(f"{raw.shape[-1]} bytes are no whole number of {type_name} blocks")
+    if type_name in _PLAIN:
+        return raw.contiguous().view(_PLAIN[type_name]).float()
+    if layout.grid is not None:
+        return unpack(raw, parse(layout.grid)).decode()
+    return _by_gguf(raw, type_name)
+
+
+def _by_gguf(raw: Tensor, type_name: str) -> Tensor:
+    """Decode types that are only ever read."""
+    import gguf
+    import numpy
+
+    layout, kind = LAYOUTS[type_name], gguf.GGMLQuantizationType[type_name]
+    blocks = raw.cpu().reshape(-1, layout.block_bytes)
+    with numpy.errstate(all="ignore"):  # a NaN scale is for the caller to judge
+        parts = [
+            gguf.quants.dequantize(part.numpy(), kind)
+            for part in torch.split(blocks, BLOCKS_AT_A_TIME)
+        ]
+    return torch.from_numpy(numpy.concatenate(parts)).reshape(len(raw), -1).to(raw.device)
+
+
+# Fields of blocks
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Return the bytes of ``values``."""
+    return values.contiguous().view(torch.uint8)
+
+
+def as_halves(raw: Tensor) -> Tensor:
+    """Return the float16 numbers that bytes hold."""
+    return raw.contiguous().view(torch.float16)
+
+
+def planes(raw: Tensor, bits: int) -> Tensor:
+    """Split each byte ``[..., n]`` into ``8 / bits`` codes ``[..., 8 / bits, n]``, lowest bits first."""
+    shifts = torch.arange(0, 8, bits, device=raw.device, dtype=torch.uint8)
+    return (raw.unsqueeze(-2) >> shifts.unsqueeze(1)) & ((1 << bits) - 1)
+
+
+def joined_planes(planes: Tensor, bits: int) -> Tensor:
+    """Undo `planes`: ``[..., 8 / bits, n]`` to bytes ``[..., n]``; higher bits of the codes are cut off."""
+    codes = (planes & ((1 << bits) - 1)).contiguous()
+    if codes.shape[-1] % 8 == 0:  # eight bytes at once: what is shifted stays inside of its byte
+        codes = codes.view(torch.int64)
+    joined = codes[..., 0, :].clone()
+    for index in range(1, planes.shape[-2]):
+        joined |= codes[..., index, :] << (bits * index)
+    return joined.view(torch.uint8)
+
+
+def joined_bits(ones: Tensor) -> Tensor:
+    """Join ``[blocks, 8 n]`` of 0 and 1 to bytes ``[blocks, n]``, the first in the lowest bit."""
+    # Byte ``i`` of a word, times ``2^(56 - 7 i)``, is bit ``i`` of its highest byte.
+    return ((ones.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Join codes ``[blocks, 32 n]`` to bytes ``[blocks, 16 n]``: codes ``j`` and ``j + 16`` of each 32 share a byte."""
+    pairs = codes.view(torch.int64).view(len(codes), -1, 2, 2)  # eight bytes at once
+    return (pairs[:, :, 1] << 4).bitwise_or_(pairs[:, :, 0]).flatten(1).view(torch.uint8)
+
+
+def from_nibbles(raw: Tensor) -> Tensor:
+    """Undo `nibbles`."""
+    return planes(raw.reshape(len(raw), -1, 16), 4).flatten(1)
+
+
+def scale_nibbles(scales: Tensor) -> Tensor:
+    """Join integers ``[blocks, 2 n]`` below 16 to bytes ``[blocks, n]``: two neighbours share a byte."""
+    return joined_planes(scales.view(len(scales), -1, 2, 1), 4).flatten(1)
+
+
+def from_scale_nibbles(raw: Tensor) -> Tensor:
+    """Undo `scale_nibbles`."""
+    return planes(raw.unsqueeze(-1), 4).flatten(1)
+
+
+def offset(codes: Tensor, middle: int) -> Tensor:
+    """Shift signed codes to the unsigned ones that are stored."""
+    return (codes + middle).view(torch.uint8)
+
+
+def centred(codes: Tensor, middle: int) -> Tensor:
+    """Undo `offset`."""
+    return codes.view(torch.int8) - middle
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """Join the low two bits of codes: in each half of a block, four codes that are 32 apart share a byte."""
+    return joined_planes(codes.view(-1, 2, 4, 32), 2).flatten(1)
+
+
+def from_pairs(raw: Tensor) -> Tensor:
+    """Undo `pairs`."""
+    return planes(raw.reshape(-1, 2, 32), 2).flatten(1)
+
+
+# Legacy: [scale] [minimum] [fifth bits] [nibbles]
+
+
+def _with_nibbles(heads: Sequence[Tensor], codes: Tensor) -> list[Tensor]:
+    """Join what blocks begin with and the low four bits of ``codes`` ``[blocks, 32]``."""
+    # In one pass where fields are of 16 bits: joining fields of a few bytes takes longer than packing.
+    if codes.device.type == "cpu" and heads[0].dtype == torch.float16:
+        from quantforge.packers.ggml import row_loops
+
+        head = torch.cat([*heads], -1)
+        words = torch.empty(len(codes), head.shape[1] + 8, dtype=torch.uint16)
+        arrays = (head.view(torch.uint16), codes.contiguous().view(torch.uint16), words)
+        row_loops.join_nibbles(*(part.numpy() for part in arrays))
+        return [words.view(torch.uint8)]
+    return [*map(as_bytes, heads), nibbles(codes)]
+
+
+def _pack_legacy(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return _with_nibbles([*parameters.values()], codes)
+
+
+def _pack_fifth(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    words = codes.view(torch.int64)  # eight bytes at once: what is shifted stays inside of its byte
+    high = joined_bits((words >> 4).bitwise_and_(0x0101010101010101))
+    low = (words & 0x0F0F0F0F0F0F0F0F).view(torch.uint8)
+    return _with_nibbles([*parameters.values(), high.view(torch.float16)], low)
+
+
+def _pack_q4_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return _pack_legacy(offset(codes, 8), parameters)
+
+
+def _unpack_q4_0(raw: Tensor) -> Fields:
+    return centred(from_nibbles(raw[:, 2:]), 8), {"scales": as_halves(raw[:, :2])}
+
+
+def _unpack_q4_1(raw: Tensor) -> Fields:
+    parameters = {"scales": as_halves(raw[:, :2]), "mins": as_halves(raw[:, 2:4])}
+    return from_nibbles(raw[:, 4:]), parameters
+
+
+def _pack_q5_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return _pack_fifth(offset(codes, 16), parameters)
+
+
+def _fifth(raw: Tensor) -> Tensor:
+    high = planes(raw[:, :4].reshape(-1, 4, 1), 1).flatten(1)
+    return from_nibbles(raw[:, 4:]) | (high << 4)
+
+
+def _unpack_q5_0(raw: Tensor) -> Fields:
+    return centred(_fifth(raw[:, 2:]), 16), {"scales": as_halves(raw[:, :2])}
+
+
+def _unpack_q5_1(raw: Tensor) -> Fields:
+    return _fifth(raw[:, 4:]), {"scales": as_halves(raw[:, :2]), "mins": as_halves(raw[:, 2:4])}
+
+
+def _pack_q8_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return [as_bytes(parameters["scales"]), as_bytes(codes)]
+
+
+def _unpack_q8_0(raw: Tensor) -> Fields:
+    return raw[:, 2:].view(torch.int8), {"scales": as_halves(raw[:, :2])}
+
+
+def _unpack_iq4_nl(raw: Tensor) -> Fields:
+    return from_nibbles(raw[:, 2:]), {"scales": as_halves(raw[:, :2])}
+
+
+def _unpack_mxfp4(raw: Tensor) -> Fields:
+    return from_nibbles(raw[:, 1:]), {"exponents": raw[:, :1]}
+
+
+# K-quants: blocks of 256
+
+
+def _pack_q2_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    scales = parameters["scales"] | (parameters["mins"] << 4)
+    return [scales, pairs(codes), as_bytes(parameters["d"]), as_bytes(parameters["dmin"])]
+
+
+def _unpack_q2_k(raw: Tensor) -> Fields:
+    scales, codes, halves = torch.split(raw, [16, 64, 4], 1)
+    halves = as_halves(halves)
+    parameters = {"d": halves[:, :1], "dmin": halves[:, 1:]}
+    return from_pairs(codes), parameters | {"scales": scales & 15, "mins": scales >> 4}
+
+
+def _pack_q3_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    codes = offset(codes, 4)
+    scales = offset(parameters["scales"], 32)
+    low = joined_planes(scales.view(-1, 2, 8), 4)
+    high = joined_planes((scales >> 4).view(-1, 4, 4), 2)
+    mask = joined_planes((codes >> 2).view(-1, 8, 32), 1)
+    return [mask, pairs(codes), low, high, as_bytes(parameters["d"])]
+
+
+def _unpack_q3_k(raw: Tensor) -> Fields:
+    mask, codes, low, high, half = torch.split(raw, [32, 64, 8, 4, 2], 1)
+    codes = from_pairs(codes) | (planes(mask, 1).flatten(1) << 2)
+    scales = planes(low, 4).flatten(1) | (planes(high, 2).flatten(1) << 4)
+    return centred(codes, 4), {"d": as_halves(half), "scales": centred(scales, 32)}
+
+
+def _pack_six_bits(parameters: Parameters) -> Tensor:
+    """Pack eight scales and eight minima of 6 bits in 12 bytes.
+
+    The two top bits of the last four of each lie in the bytes of the first four.
+    """
+    scales, mins = parameters["scales"], parameters["mins"]
+    first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    second = mins[:, :4] | ((mins[:, 4:] >> 4) << 6)
+    return torch.cat([first, second, (scales[:, 4:] & 15) | (mins[:, 4:] << 4)], 1)
+
+
+def _unpack_six_bits(raw: Tensor) -> dict[str, Tensor]:
+    first, second, low = torch.split(raw, 4, 1)
+    scales = torch.cat([first & 63, (low & 15) | ((first >> 6) << 4)], 1)
+    return {
+        "scales": scales,
+        "mins": torch.cat([second & 63, (low >> 4) | ((second >> 6) << 4)], 1),
+    }
+
+
+def _low_nibbles(codes: Tensor) -> Tensor:
+    """Join the low 4 bits of codes: of each 64, two that are 32 apart share a byte."""
+    return joined_planes(codes.view(-1, 4, 2, 32), 4).flatten(1)
+
+
+def _pack_q4_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    halves = [as_bytes(parameters["d"]), as_bytes(parameters["dmin"])]
+    return [*halves, _pack_six_bits(parameters), _low_nibbles(codes)]
+
+
+def _unpack_q4_k(raw: Tensor) -> Fields:
+    halves = as_halves(raw[:, :4])
+    parameters = {"d": halves[:, :1], "dmin": halves[:, 1:]} | _unpack_six_bits(raw[:, 4:16])
+    return planes(raw[:, 16:].reshape(-1, 4, 32), 4).flatten(1), parameters
+
+
+def _pack_q5_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    *head, low = _pack_q4_k(codes, parameters)
+    return [*head, joined_planes((codes >> 4).view(-1, 8, 32), 1), low]
+
+
+def _unpack_q5_k(raw: Tensor) -> Fields:
+    low, parameters = _unpack_q4_k(torch.cat([raw[:, :16], raw[:, 48:]], 1))
+    return low | (planes(raw[:, 16:48], 1).flatten(1) << 4), parameters
+
+
+def _pack_q6_k(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    codes = offset(codes, 32)
+    low = joined_planes(codes.view(-1, 2, 2, 64), 4).flatten(1)
+    high = joined_planes((codes >> 4).view(-1, 2, 4, 32), 2).flatten(1)
+    return [low, high, as_bytes(parameters["scales"]), as_bytes(parameters["d"])]
+
+
+def _unpack_q6_k(raw: Tensor) -> Fields:
+    low, high, scales, half = torch.split(raw, [128, 64, 16, 2], 1)
+    codes = planes(low.reshape(-1, 2, 64), 4).flatten(1)
+    codes = codes | (planes(high.reshape(-1, 2, 32), 2).flatten(1) << 4)
+    return centred(codes, 32), {
+        "d": as_halves(half),
+        "scales": scales.contiguous().view(torch.int8),
+    }
+
+
+# IQ4_XS and the ternary types
+
+
+def _pack_iq4_xs(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    scales = offset(parameters["scales"], 32)
+    high = joined_planes((scales >> 4).view(-1, 2, 4, 1), 2).flatten(1)
+    return [as_bytes(parameters["d"]), high, scale_nibbles(scales), nibbles(codes)]
+
+
+def _unpack_iq4_xs(raw: Tensor) -> Fields:
+    half, high, low, codes = torch.split(raw, [2, 2, 4, 128], 1)
+    scales = from_scale_nibbles(low)
+    scales = scales | (planes(high.reshape(-1, 2, 1), 2).flatten(1) << 4)
+    return from_nibbles(codes), {"d": as_halves(half), "scales": centred(scales, 32)}
+
+
+def _pack_tq2_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return [pairs(offset(codes, 1)), as_bytes(parameters["scales"])]
+
+
+def _unpack_tq2_0(raw: Tensor) -> Fields:
+    return centred(from_pairs(raw[:, :64]), 1), {"scales": as_halves(raw[:, 64:])}
+
+
+TERNARY_RUNS = ((32, 5), (16, 5), (4, 4))  # bytes, and digits in each; the digits are as far apart
+
+
+def _pack_tq1_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    """Pack five digits of base 3 (at the end four) in a byte, as a binary fraction.
+
+    Digit ``i`` is the integer part of ``3^(i+1) byte / 256``.
+    """
+    digits, numbers, start = offset(codes, 1), [], 0
+    for size, count in TERNARY_RUNS:
+        run = digits[:, start : start + size * count].view(torch.int32)  # four bytes at once
+        run = run.view(-1, count, size // 4)
+        number = run[:, 0] * 81
+        for index in range(1, count):
+            number += run[:, index] * 3 ** (4 - index)
+        numbers.append(number)
+        start += size * count
+    fractions = torch.cat(numbers, 1).view(torch.uint8).int().mul_(256).add_(242)
+    fractions = fractions.mul_(8631) >> 21  # divided by 243, for all that occur
+    return [fractions.to(torch.uint8), as_bytes(parameters["scales"])]
+
+
+def _unpack_tq1_0(raw: Tensor) -> Fields:
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=raw.device).unsqueeze(1)
+    digits = []
+    for part, (_, count) in zip(
+        torch.split(raw[:, :52], [32, 16, 4], 1), TERNARY_RUNS, strict=True
+    ):
+        moved = part.unsqueeze(1) * powers[:count]  # the integer part drops out modulo 256
+        digits.append(((moved.int() * 3) >> 8).to(torch.int8).flatten(1) - 1)
+    return torch.cat(digits, 1), {"scales": as_halves(raw[:, 52:])}
+
+
+# The lattice types
+
+_SEVENS = (0, 7, 14, 21)  # places of four runs of 7 signs in a word
+_QUARTERS, _THREES = (0, 4, 8, 12), (0, 3, 6, 9)
+
+
+def _low(codes: Tensor) -> Tensor:
+    return (codes & 255).to(torch.uint8)
+
+
+def _halfwords(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.int16).int() & 0xFFFF
+
+
+def _as_halfwords(values: Tensor) -> Tensor:
+    return as_bytes(values.to(torch.int16))
+
+
+def _words(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.int32)
+
+
+def _shifted(values: Tensor, places: tuple[int, ...]) -> Tensor:
+    """Return ``values`` ``[..., n]`` moved down by each of ``places``, ``[..., n, places]``."""
+    return values.unsqueeze(-1) >> torch.tensor(places, dtype=values.dtype, device=values.device)
+
+
+def _summed(values: Tensor, places: tuple[int, ...]) -> Tensor:
+    """Undo `_shifted` of fields that do not overlap."""
+    moved = values.int() << torch.tensor(places, dtype=torch.int32, device=values.device)
+    return moved.sum(-1, dtype=torch.int32)
+
+
+def _signed(index: Tensor, seven: Tensor, place: int) -> Tensor:
+    """Join indices with signs of which the eighth makes the number of negative ones even."""
+    odd = seven ^ (seven >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1)) & 1
+    return index | ((seven | (odd << 7)) << place)
+
+
+def _sign_words(codes: Tensor, scales: Tensor, place: int) -> Tensor:
+    """Return for each 32 weights the bytes of a word: four times 7 signs, and the scale above."""
+    signs = _summed(((codes >> place) & 127).view(len(codes), -1, 4), _SEVENS)
+    return as_bytes(signs | (scales.int() << 28))
+
+
+def _from_sign_words(raw: Tensor) -> tuple[Tensor, Tensor]:
+    words = _words(raw)
+    signs = (_shifted(words, _SEVENS) & 127).flatten(1)
+    return signs, ((words >> 28) & 15).to(torch.uint8)
+
+
+def _pack_iq2_xxs(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    words = _sign_words(codes, parameters["scales"], 8).view(len(codes), -1, 4)
+    index = _low(codes).view(len(codes), -1, 4)
+    return [as_bytes(parameters["d"]), torch.cat([index, words], 2).flatten(1)]
+
+
+def _unpack_iq2_xxs(raw: Tensor) -> Fields:
+    parts = raw[:, 2:].reshape(len(raw), 8, 2, 4)
+    signs, scales = _from_sign_words(parts[:, :, 1].flatten(1))
+    codes = _signed(parts[:, :, 0].flatten(1).int(), signs, 8)
+    return codes, {"d": as_halves(raw[:, :2]), "scales": scales}
+
+
+def _pack_iq2_xs(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return [
+        as_bytes(parameters["d"]),
+        _as_halfwords(codes & 0xFFFF),
+        scale_nibbles(parameters["scales"]),
+    ]
+
+
+def _unpack_iq2_xs(raw: Tensor) -> Fields:
+    half, stored, scales = torch.split(raw, [2, 64, 8], 1)
+    words = _halfwords(stored)
+    codes = _signed(words & 511, words >> 9, 9)
+    return codes, {"d": as_halves(half), "scales": from_scale_nibbles(scales)}
+
+
+def _pack_iq2_s(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    high = _low(_summed(((codes >> 8) & 3).view(len(codes), -1, 4), (0, 2, 4, 6)))
+    signs = _low(codes >> 10)
+    return [
+        as_bytes(parameters["d"]),
+        _low(codes),
+        signs,
+        high,
+        scale_nibbles(parameters["scales"]),
+    ]
+
+
+def _unpack_iq2_s(raw: Tensor) -> Fields:
+    half, low, signs, high, scales = torch.split(raw, [2, 32, 32, 8, 8], 1)
+    top = (_shifted(high.int(), (0, 2, 4, 6)) & 3).flatten(1)
+    codes = low.int() | (top << 8) | (signs.int() << 10)
+    return codes, {"d": as_halves(half), "scales": from_scale_nibbles(scales)}
+
+
+def _pack_iq3_xxs(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    index = _low(_shifted(codes, (0, 8)).flatten(1))
+    return [as_bytes(parameters["d"]), index, _sign_words(codes, parameters["scales"], 16)]
+
+
+def _unpack_iq3_xxs(raw: Tensor) -> Fields:
+    signs, scales = _from_sign_words(raw[:, 66:])
+    codes = _signed(_halfwords(raw[:, 2:66]), signs, 16)
+    return codes, {"d": as_halves(raw[:, :2]), "scales": scales}
+
+
+def _pack_iq3_s(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    high = _low(_summed(((codes >> 8) & 1).view(len(codes), -1, 8), tuple(range(8))))
+    signs = _low(_summed(((codes >> 9) & 15).view(len(codes), -1, 2), (0, 4)))
+    return [
+        as_bytes(parameters["d"]),
+        _low(codes),
+        high,
+        signs,
+        scale_nibbles(parameters["scales"]),
+    ]
+
+
+def _unpack_iq3_s(raw: Tensor) -> Fields:
+    half, low, high, signs, scales = torch.split(raw, [2, 64, 8, 32, 4], 1)
+    top = (_shifted(high.int(), tuple(range(8))) & 1).flatten(1)
+    negative = (_shifted(signs.int(), (0, 4)) & 15).flatten(1)
+    codes = low.int() | (top << 8) | (negative << 9)
+    return codes, {"d": as_halves(half), "scales": from_scale_nibbles(scales)}
+
+
+def _pack_iq1_s(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    high = _summed((codes >> 8).view(len(codes), -1, 4), (0, 3, 6, 9))
+    high |= (parameters["scales"].int() << 12) | (parameters["shifts"].int() << 15)
+    return [as_bytes(parameters["d"]), _low(codes), _as_halfwords(high)]
+
+
+def _unpack_iq1_s(raw: Tensor) -> Fields:
+    high = _halfwords(raw[:, 34:])
+    top = (_shifted(high, (0, 3, 6, 9)) & 7).flatten(1)
+    parameters = {
+        "d": as_halves(raw[:, :2]),
+        "scales": ((high >> 12) & 7).to(torch.uint8),
+        "shifts": (high >> 15).to(torch.uint8),
+    }
+    return raw[:, 2:34].int() | (top << 8), parameters
+
+
+def _pack_iq1_m(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    high = _low(_summed((codes >> 8).view(len(codes), -1, 2), (0, 4)))
+    scales = _summed(parameters["scales"].view(len(codes), 4, 4), _THREES)
+    unit = _halfwords(as_bytes(parameters["d"]))
+    scales |= (_shifted(unit, _QUARTERS) & 15).flatten(1) << 12
+    return [_low(codes), high, _as_halfwords(scales)]
+
+
+def _unpack_iq1_m(raw: Tensor) -> Fields:
+    low, high, stored = torch.split(raw, [32, 16, 8], 1)
+    top = (_shifted(high.int(), (0, 4)) & 15).flatten(1)
+    words = _halfwords(stored)
+    unit = _summed(words >> 12, _QUARTERS).unsqueeze(1)
+    scales = (_shifted(words, _THREES) & 7).flatten(1).to(torch.uint8)
+    return low.int() | (top << 8), {"d": as_halves(_as_halfwords(unit)), "scales": scales}
+
+
+# By the name of the scheme: how fields are made of codes and parameters, and these of blocks.
+_BLOCKS: Mapping[
+    str, tuple[Callable[[Tensor, Parameters], list[Tensor]], Callable[[Tensor], Fields]]
+] = {
+    "q4_0": (_pack_q4_0, _unpack_q4_0),
+    "q4_1": (_pack_legacy, _unpack_q4_1),
+    "q5_0": (_pack_q5_0, _unpack_q5_0),
+    "q5_1": (_pack_fifth, _unpack_q5_1),
+    "q8_0": (_pack_q8_0, _unpack_q8_0),
+    "q2_k": (_pack_q2_k, _unpack_q2_k),
+    "q3_k": (_pack_q3_k, _unpack_q3_k),
+    "q4_k": (_pack_q4_k, _unpack_q4_k),
+    "q5_k": (_pack_q5_k, _unpack_q5_k),
+    "q6_k": (_pack_q6_k, _unpack_q6_k),
+    "iq4_nl": (_pack_legacy, _unpack_iq4_nl),
+    "iq4_xs": (_pack_iq4_xs, _unpack_iq4_xs),
+    "tq1_0": (_pack_tq1_0, _unpack_tq1_0),
+    "tq2_0": (_pack_tq2_0, _unpack_tq2_0),
+    "mxfp4": (_pack_legacy, _unpack_mxfp4),
+    "iq1_s": (_pack_iq1_s, _unpack_iq1_s),
+    "iq1_m": (_pack_iq1_m, _unpack_iq1_m),
+    "iq2_xxs": (_pack_iq2_xxs, _unpack_iq2_xxs),
+    "iq2_xs": (_pack_iq2_xs, _unpack_iq2_xs),
+    "iq2_s": (_pack_iq2_s, _unpack_iq2_s),
+    "iq3_xxs": (_pack_iq3_xxs, _unpack_iq3_xxs),
+    "iq3_s": (_pack_iq3_s, _unpack_iq3_s),
+}
