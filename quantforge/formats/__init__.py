@@ -12,15 +12,9 @@ In this folder:
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     bnb_layouts            Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks                 Checks of stored values that all formats share: scales are sound, group numbers are in range
-    compressed_tensors     compressed-tensors: integers, floats and block scales, with and without quantized inputs
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions         Contradictions of a configuration with its own tensors: engines believe one or the other
     convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
-    ct_arguments           Schemes in the words of compressed-tensors: the arguments of a config group, written and read
-    ct_groups              Config groups of compressed-tensors, as they are read
-    ct_layouts             Layout of one linear ``P`` ``[out, in]`` in each format of compressed-tensors
-    ct_reader              Reading of one linear in the formats of compressed-tensors
-    ct_turned              Layout of a linear whose family stores it ``[in, out]`` (a Conv1D)
     declared_modules       What a configuration declares about each linear: quantized or not, uncertain
     declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
     decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
@@ -47,6 +41,7 @@ In this folder:
     storage                Storage of a plan's tensors in the files of a format
     targets                Engines as targets: what is made for each, what it refuses
     unknown_names          Words that other tools have for formats, engines and types, with what they mean here
+    compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
     sources/               Sources in low precision: models that are published in 4 or 8 bits
 """
@@ -142,7 +137,7 @@ class About:
         by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
-        turned: dotted path of what stores linears ``[in, out]`` for an engine that decodes such; "" for none.
+        transposes: whether linears that a model holds ``[in, out]`` may be stored so, for an engine that decodes them.
         tunable: whether scales are numbers of their own, which may be learned.
         embedding_tool: the tool that rounds a tied embedding by default; its engine multiplies by codes; "" for none.
         scale_types: of scales that its files hold whatever the type of the model, so that an export keeps them.
@@ -161,7 +156,7 @@ class About:
     storage: str = ""
     by_rows: tuple[str, ...] = ()
     published: bool = False
-    turned: str = ""
+    transposes: bool = False
     tunable: bool = False
     embedding_tool: str = ""
     scale_types: tuple[ScaleType, ...] = ()

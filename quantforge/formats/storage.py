@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from quantforge.formats import Format, ModuleLayout, format_of
-from quantforge.plans import StoredTensor, TensorPlan
-from quantforge.scheme import LayerScheme
+from quantforge.formats.compressed_tensors.linears import pack_transposed
+from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class ByModule:
         """Return the tensors as the format packs them."""
         module = plan.name.removesuffix(".weight")
         if plan.turned:
-            return turned_of(self._form).pack(module, tensor)
+            return pack_transposed(module, tensor)
         return self._form.pack(module, tensor)
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -81,26 +81,6 @@ class ByModule:
         """Return the tensor as it is."""
         del plan
         return stored
-
-
-class Turned(Protocol):
-    """How a format stores linears that their family holds ``[in, out]``, as the model holds them (`About.turned`)."""
-
-    def turnable(self, layer: LayerScheme) -> bool:
-        """Return whether a scheme is stored so."""
-
-    def stored(
-        self, module: str, layer: LayerScheme, shape: tuple[int, int]
-    ) -> tuple[StoredTensor, ...]:
-        """Return the tensors of a module; ``shape`` is ``(out, in)``."""
-
-    def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Lay out a matrix ``[out, in]`` as `stored` announces."""
-
-
-def turned_of(form: Format) -> Turned:
-    """Return how a format stores matrices ``[in, out]``; it has to have a way."""
-    return cast("Turned", import_module(form.ABOUT.turned))
 
 
 def storage_of(key: str) -> Storage:

@@ -18,9 +18,9 @@ from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, Verdict, kv_scales
+from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
 from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
 from quantforge.formats.format_choice import CHOSEN
-from quantforge.formats.storage import turned_of
 from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
 from quantforge.planning.embedding_choice import rounded_words, tied_rule
@@ -120,17 +120,18 @@ def _nothing_quantized(form: Format, substitutions: Sequence[Event]) -> InputErr
 def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
     """Return the plans with linears stored as the model holds them, where it holds all that are rounded turned."""
     rounded = [tensor for tensor in tensors if tensor.scheme is not None]
-    if not form.ABOUT.turned or not all(tensor.transposed for tensor in rounded):
+    if not form.ABOUT.transposes or not all(tensor.transposed for tensor in rounded):
         return tensors
-    layout = turned_of(form)
     layers = {layer for tensor in rounded if (layer := tensor.scheme) is not None}
-    if len(layers) > 1 or not all(map(layout.turnable, layers)):
+    if len(layers) > 1 or not all(map(transposable, layers)):
         return tensors
     return [
         replace(
             tensor,
             turned=True,
-            stored=layout.stored(tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix),
+            stored=stored_transposed(
+                tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix
+            ),
         )
         if tensor.scheme is not None
         else tensor

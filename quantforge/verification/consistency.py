@@ -15,9 +15,13 @@ from quantforge.architectures.match import Role
 from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats import kv_scales
+from quantforge.formats.compressed_tensors.groups import (
+    MIXED,
+    group_of,
+    input_arguments,
+    weight_arguments,
+)
 from quantforge.formats.configuration import quantization_config, spellings
-from quantforge.formats.ct_arguments import MIXED, input_arguments, weight_arguments
-from quantforge.formats.ct_groups import group_of
 from quantforge.verification.findings import Report
 from quantforge.verification.loaded_files import COPIES, GENERATION, SETTINGS, TOKENIZER
 from quantforge.verification.opening import Artifact

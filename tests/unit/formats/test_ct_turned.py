@@ -12,8 +12,12 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import compressed_tensors as ct
-from quantforge.formats import ct_turned
-from quantforge.formats.ct_arguments import weight_arguments
+from quantforge.formats.compressed_tensors.groups import weight_arguments
+from quantforge.formats.compressed_tensors.linears import (
+    in_blocks,
+    pack_transposed,
+    stored_transposed,
+)
 from quantforge.formats.headers import described
 from quantforge.verbs import plan
 from tests.conftest import Tiny
@@ -25,7 +29,7 @@ CONFIG = {"model_type": "gpt2"}
 def stored(scheme: str, shape: tuple[int, int]) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """Return a random matrix, what files hold of it, and the weights of its config group."""
     tensor = random_tensor(scheme, shape)
-    return tensor, ct_turned.pack("h.0.attn.c_attn", tensor), ct_turned.in_blocks(tensor.scheme)
+    return tensor, pack_transposed("h.0.attn.c_attn", tensor), in_blocks(tensor.scheme)
 
 
 def configuration(blocks: Any, **changes: Any) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def test_what_is_stored_turned_comes_back() -> None:
     (layout,) = ct.layouts(configuration(blocks), described(files))
     assert (layout.turned, layout.shape) == (True, (96, 64))
     assert same(ct.unpack(layout, files), tensor)
-    announced = ct_turned.stored(layout.module, layout.scheme, layout.shape)
+    announced = stored_transposed(layout.module, layout.scheme, layout.shape)
     assert {item.name: item for item in announced} == described(files)
 
 

@@ -1,0 +1,351 @@
+"""compressed-tensors: integers, floats and block scales, with and without quantized inputs, mixed in one model.
+
+`linears` has how one module is stored; here is what holds the modules of a model together. ``config_groups`` says which
+modules have which scheme (`groups`). One scheme in the whole model targets the class ``Linear`` and, by name, a
+quantized head; every exception is in ``ignore``. Several schemes target module names, and are ``mixed-precision`` where
+their formats differ.
+
+In this folder:
+
+    groups   Config groups of compressed-tensors: which modules have which scheme and format, written and read
+    linears  One linear ``P`` ``[out, in]`` in each format of compressed-tensors: announced, written and read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quantforge.architectures import architecture_of
+from quantforge.architectures.tied_embeddings import untied
+from quantforge.errors import InputError
+from quantforge.formats import About, Fit, ModuleLayout, Verdict, kv_scales
+from quantforge.formats.compressed_tensors import linears
+from quantforge.formats.compressed_tensors.groups import (
+    DAMAGED,
+    FLOATS,
+    INTEGERS,
+    MIXED,
+    MXFP8,
+    NAIVE,
+    format_name,
+    group_for,
+    group_of,
+    input_arguments,
+    weight_arguments,
+)
+from quantforge.formats.compressed_tensors.linears import in_blocks, in_groups, unpack
+from quantforge.formats.configuration import (
+    config_json,
+    head_of,
+    model_dtype,
+    quantization_config,
+    quantized_modules,
+    targeted,
+)
+from quantforge.formats.contradictions import denied
+from quantforge.formats.convert import convert
+from quantforge.formats.engine_families import reads_weights
+from quantforge.formats.engines import (
+    GROUPS,
+    MARLIN,
+    UNTRIED,
+    Engine,
+    Shape,
+    at_bits,
+    bits_in,
+    by_engine,
+    grid_in,
+    groups_in,
+    of_integers,
+    symmetric,
+)
+from quantforge.formats.fits import grouped, possible
+from quantforge.formats.headers import bare_codes
+from quantforge.formats.kept_experts import skipped_with_stacks
+from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
+from quantforge.plans import Plan, StoredTensor
+from quantforge.scheme import Activation, LayerScheme, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.packers.tensor import QuantizedTensor
+
+__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
+           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
+
+KEY = "compressed-tensors"
+
+
+def _no_fp8_groups(scheme: Scheme, _: Shape) -> str:
+    grouped = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerGroup)
+    return "fp8 per tensor, row or 128x128 tile only" if grouped else ""
+
+
+def _fp8_rows_or_tiles(scheme: Scheme, _: Shape) -> str:
+    whole = scheme.grid.startswith("fp8") and isinstance(scheme.granularity, PerTensor)
+    return "fp8 per row or tile only" if whole else ""
+
+
+def _four_by_four(layer: LayerScheme) -> str:
+    bare = layer.weight.grid == "nvfp4" and layer.input is None
+    return "nvfp4 with nvfp4 inputs only (NVFP4_W4A4)" if bare else ""
+
+
+def _integers_only(scheme: Scheme, _: Shape) -> str:
+    return "" if scheme.integer else "integers only of this format"
+
+
+def _no_inputs(layer: LayerScheme) -> str:
+    return "" if layer.input is None else "no quantized inputs of this format"
+
+
+def _joined_experts(layer: LayerScheme) -> str:
+    """Return why transformers 5.23 does not load such experts rightly: seen with mixtral and qwen3_moe."""
+    known = layer.weight.integer or layer.weight.grid in {"fp8_e4m3", "mxfp4"}
+    inputs = layer.input is None or layer.weight.grid == "fp8_e4m3"
+    return "" if known and inputs else "its loader cannot join packed experts of this scheme"
+
+
+_FLOAT_NOTES = (
+    grid_in(
+        ("fp8_e4m3",),
+        "8-bit floats are fast from compute capability 8.9 on; a CPU has kernels with inputs by token (or tiles, "
+        "with AMX) only",
+    ),
+    grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
+)
+_PACKED = Engine(
+    refuses=(*of_integers(bits_in(4, 8), GROUPS), _no_fp8_groups),
+    notes=(*of_integers(*MARLIN), *_FLOAT_NOTES),
+)
+_ZERO_POINTS = (
+    "compressed-tensors 0.18 to 0.20 cannot load packed zero points: load with "
+    "CompressedTensorsConfig(dequantize=True)"
+)
+_DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7))
+
+# Seen with transformers 5.23 and compressed-tensors 0.20.
+_CONV1D = (
+    "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them, and --for "
+    "transformers stores symmetric integers in groups, of one scheme, for it to decode on loading"
+)
+_MIXED_EXPERTS = (
+    "its loader joins the matrices of experts into one tensor, so that all of them need one scheme"
+)
+_JOINED_WHOLE = (
+    "beside packed layers its loader joins packed experts alone, and these stay as they are"
+)
+ENGINES = by_engine(
+    transformers=Engine(
+        refuses=(symmetric(_ZERO_POINTS),),
+        notes=of_integers(*_DENSE),
+        transposed=_CONV1D,
+        kept_experts=_JOINED_WHOLE,
+        packed_experts=_joined_experts,
+        mixed_experts=_MIXED_EXPERTS,
+        unrolls=True,
+        decodes=True,
+    ),
+    vllm=replace(_PACKED, unrolls=True),
+    sglang=_PACKED,
+    tensorrt_llm=Engine(
+        refuses=(
+            lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
+            _no_fp8_groups,
+            _fp8_rows_or_tiles,
+            grid_in(("mxfp8",), "no kernel for mxfp8"),
+        ),
+        inputs=_four_by_four,
+        note=UNTRIED,
+    ),
+    lmdeploy=Engine(
+        refuses=(
+            _integers_only,
+            bits_in(4),
+            groups_in(32, 128, row=False),
+            symmetric("no zero points"),
+        ),
+        inputs=_no_inputs,
+        mixture="it reads one group of the configuration, for all layers",
+        note=UNTRIED,
+    ),
+    mlx=Engine(never="reads this format of a few model families only, others not: take --for mlx"),
+)
+
+
+ABOUT = About(
+    tunable=True,
+    packages={"transformers": "compressed-tensors"},
+    specimens=(
+        "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",
+        "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
+    ),
+    holds_kv_scales=True,
+    group_index=".weight_g_idx",
+    engines=ENGINES,
+    by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
+    published=True,
+    transposes=True,
+)  # fmt: skip
+LEAST_ZERO = 0
+OWN_BITS = 4
+PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
+UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
+# How inputs may be quantized beside a weight of each grid.
+INPUTS: Mapping[str, tuple[Activation, ...]] = {
+    "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),
+    "fp8_e4m3": (
+        Activation("fp8_e4m3", "token"),
+        Activation("fp8_e4m3", "tensor"),
+        Activation("fp8_e4m3", "tensor", dynamic=False),
+        Activation("fp8_e4m3", "g128"),
+    ),
+    "nvfp4": (Activation("nvfp4", "g16", dynamic=False),),
+    "mxfp4": (Activation("mxfp4", "g32"),),
+    "mxfp8": (Activation("mxfp8", "g32"),),
+}
+
+
+def scale_type(model_dtype: str) -> ScaleType:
+    """Return the type of the model: engines cast the scales of integers to it."""
+    return ScaleType(model_dtype.lower())
+
+
+def default_scheme(bits: int) -> str:
+    """Return groups of 128 without zero points, which every engine of the format loads."""
+    return f"int{bits}:g128:sym"
+
+
+def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+    """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
+    scheme = layer.weight
+    if format_name(layer) is None or scheme.zero is Zero.MIN:
+        nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
+        return Fit(
+            Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
+        )
+    if layer.input is not None:
+        if layer.input not in INPUTS.get(scheme.grid, ()):
+            return Fit(
+                Verdict.IMPOSSIBLE, f"no {layer.input} inputs beside {scheme.grid}", str(scheme)
+            )
+        if scheme.integer and (isinstance(scheme.granularity, PerGroup) or not scheme.symmetric):
+            return Fit(
+                Verdict.IMPOSSIBLE, "with 8-bit inputs, weights have one scale per row", "W8A8"
+            )
+    return grouped(scheme, shape) or Fit(Verdict.EXACT)
+
+
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+    """Return EXACT: schemes mix freely."""
+    del layers
+    return Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with its scale type; of integers, one scale per matrix becomes one per row, as kernels read."""
+    del shape
+    if not scheme.integer:
+        return scheme.stored_as(ScaleType.F32)
+    granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
+    return Scheme(scheme.grid, granularity, scheme.zero, scheme.scale or ScaleType.F16)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    return linears.stored(module, LayerScheme(native(layer.weight, shape), layer.input), shape)
+
+
+def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
+    """Lay out codes and parameters as `stored` announced."""
+    scheme = native(tensor.scheme, tensor.shape)
+    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    return linears.pack(module, convert(tensor, scheme))
+
+
+def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return ``config.json`` with one group per scheme, in the order of the plan."""
+    modules = quantized_modules(plan, ".weight_scale")
+    targets: dict[LayerScheme, list[str]] = {}
+    for module, tensor in modules.items():
+        if tensor.scheme is not None:
+            weight = native(tensor.scheme.weight, tensor.matrix)
+            layer = replace(tensor.scheme, weight=in_blocks(weight) if tensor.turned else weight)
+            targets.setdefault(layer, []).append(module)
+    if len(targets) == 1 and not any("embed" in module for module in modules):
+        # A head by name too: its module in SGLang is not a Linear, and one that no target names is read as unquantized.
+        named = [module for module in modules if module == head_of(config)]
+        targets = {layer: ["Linear", *named] for layer in targets}
+    formats = list(dict.fromkeys(format_name(layer) for layer in targets))
+    quantization: dict[str, Any] = {
+        "quant_method": KEY,
+        "format": MIXED if len(formats) > 1 else formats[0],
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": {
+                "targets": [name for module in names for name in targeted(module, plan, config)],
+                "weights": weight_arguments(layer.weight),
+                "input_activations": input_arguments(layer.input),
+                "output_activations": None,
+                "format": format_name(layer),
+            }
+            for index, (layer, names) in enumerate(targets.items())
+        },
+        "ignore": skipped_with_stacks(plan, config, modules),
+        "kv_cache_scheme": kv_scales.scheme(
+            item for tensor in plan.tensors for item in tensor.stored
+        ),
+    }
+    reads = reads_weights(plan.model_type, str(config.get("model_type")))
+    if len(targets) == 1 and (reads or any(tensor.turned for tensor in modules.values())):
+        quantization["dequantize"] = True  # to transformers: decode while loading
+    dtype = model_dtype(plan, config)
+    if head_of(config) in modules and config.get("tie_word_embeddings"):
+        config = untied(config)  # a relaid head, whatever its source says
+    return {"config.json": config_json(config, dtype, quantization)}
+
+
+def claims(config: Mapping[str, Any]) -> bool:
+    """Return whether ``quant_method`` is compressed-tensors."""
+    return quantization_config(config).get("quant_method") == KEY
+
+
+def layouts(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> Sequence[ModuleLayout]:
+    """Return the quantized linears; a group's target is a module name, ``re:`` pattern or class name.
+
+    Raises:
+        InputError: another format of the family, a module without a group or without scales, headers that
+        disagree with the group, or weights that mean something only together with a transform of their inputs.
+    """
+    found = quantization_config(config)
+    if transform := found.get("transform_config"):
+        raise InputError(
+            f"config.json: transform_config {str(transform)[:60]}: the inputs of its weights are transformed as well",
+            "quantize the model that this one was made from",
+        )
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise InputError("config.json: compressed-tensors without config_groups", DAMAGED)
+    said = [group_of(group, found) for group in groups.values()]
+    bare_codes(tensors, "_scale")
+    ends = (".weight_packed", ".weight_scale")
+    names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
+    family = architecture_of(config)
+    result = []
+    for name in dict.fromkeys(names):
+        chosen = group_for(name, said)
+        packed = f"{name}{linears.PACKED}" in tensors
+        if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
+            how = "packed" if packed else "not packed"
+            raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
+        transposed = in_groups(chosen.layer.weight) if family and family.transposed else None
+        if transposed is not None:
+            result.append(linears.layout_of_transposed(name, transposed, tensors))
+            continue
+        result.append(linears.layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
+    return result

@@ -1,0 +1,227 @@
+"""Config groups of compressed-tensors: which modules have which scheme and format, written and read.
+
+Only keys are written that the library's release 0.17 knows (vLLM 0.33 uses it): its classes refuse any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantforge.errors import InputError
+from quantforge.formats.configuration import listed
+from quantforge.formats.module_names import Names
+from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
+from quantforge.notation import parse
+from quantforge.scheme import Activation, LayerScheme, Scheme
+
+Arguments = Mapping[str, Any]
+PACKED, INTEGERS = "pack-quantized", "int-quantized"
+FLOATS, NAIVE = "float-quantized", "naive-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+MIXED = "mixed-precision"
+READ = (PACKED, INTEGERS, FLOATS, NAIVE, NVFP4, MXFP4, MXFP8)
+_OF_GRID = {"fp8_e4m3": FLOATS, "nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8}
+_SCALE_DTYPES = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp8": "torch.uint8"}
+_FLOAT = {"type": "float", "symmetric": True}
+DAMAGED = "quantization_config is damaged: get the model again"
+SCATTERED = (
+    "group",
+    "dynamic",
+    True,
+)  # `actorder` with an index of groups; others leave columns in order
+
+
+def format_name(layer: LayerScheme) -> str | None:
+    """Return the name of the format that holds a layer, None when there is none."""
+    if layer.weight.integer:
+        return PACKED if layer.input is None else INTEGERS
+    return _OF_GRID.get(layer.weight.grid)
+
+
+def weight_arguments(scheme: Scheme) -> dict[str, Any]:
+    """Return the ``weights`` of a config group."""
+    if scheme.grid in _SCALE_DTYPES:
+        return _microscaled(scheme.grid, scheme.group_size(0))
+    arguments: dict[str, Any] = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+    }
+    if not scheme.integer:
+        arguments |= _FLOAT
+    match scheme.granularity:
+        case PerGroup(size):
+            return arguments | {"strategy": "group", "group_size": size}
+        case Tile(rows, columns):
+            return arguments | {"strategy": "block", "block_structure": [rows, columns]}
+        case PerTensor():
+            return arguments | {"strategy": "tensor"}
+        case Row():
+            return arguments | {"strategy": "channel"}
+
+
+def _microscaled(grid: str, size: int) -> dict[str, Any]:
+    bits, strategy = (8 if grid == "mxfp8" else 4), ("tensor_group" if grid == "nvfp4" else "group")
+    return {
+        "num_bits": bits, **_FLOAT, "strategy": strategy, "group_size": size,
+        "scale_dtype": _SCALE_DTYPES[grid],
+    }  # fmt: skip
+
+
+def input_arguments(activation: Activation | None) -> dict[str, Any] | None:
+    """Return the ``input_activations`` of a config group."""
+    if activation is None:
+        return None
+    grid, granularity = activation.grid, activation.granularity
+    if grid in _SCALE_DTYPES:
+        dynamic: bool | str = "local" if grid == "nvfp4" else True
+        return _microscaled(grid, int(granularity[1:])) | {"dynamic": dynamic}
+    arguments: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
+    if grid != "int8":
+        arguments |= _FLOAT
+    if granularity.startswith("g"):
+        arguments |= {"strategy": "group", "group_size": int(granularity[1:])}
+    else:
+        arguments["strategy"] = granularity
+    return arguments | {"dynamic": activation.dynamic}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Content of a config group: the scheme of its modules, the format, and whether columns are scattered."""
+
+    targets: Names
+    layer: LayerScheme
+    kind: str
+    scattered: bool
+
+    def rank(self, module: str) -> int | None:
+        """Return how nearly the group targets a module: 0 by name, 1 by pattern, 2 by class; None where it does not."""
+        found = self.targets.rank(module)
+        if found is None and any(self.targets.rank(kind) == 0 for kind in ("Linear", "Embedding")):
+            return 2
+        return found
+
+
+def group_of(group: object, config: Mapping[str, Any]) -> Group:
+    """Return what a config group says.
+
+    Raises:
+        InputError: it is no group, or says what is not read.
+    """
+    if not isinstance(group, Mapping):
+        raise InputError("config.json: a config group is not a table", DAMAGED)
+    kind = group.get("format") or config.get("format") or MIXED
+    if kind not in (*READ, MIXED):
+        raise InputError(
+            f"config.json: compressed-tensors format {kind!r} is not read", f"{', '.join(READ)} are"
+        )
+    weights = group.get("weights")
+    layer = LayerScheme(_read_weights(weights), _read_input(group.get("input_activations")))
+    expected = {format_name(layer), NAIVE, MIXED}
+    if layer.weight.grid == "int8":
+        expected |= {PACKED, INTEGERS}
+    if kind not in expected:
+        raise InputError(
+            f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
+        )
+    scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
+    return Group(Names(listed(group, "targets")), layer, str(kind), scattered)
+
+
+def group_for(module: str, groups: Iterable[Group]) -> Group:
+    """Return the group that speaks of a module: by its name first, then by pattern, then by class.
+
+    Raises:
+        InputError: none does.
+    """
+    ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
+    if not ranked:
+        raise InputError(
+            f"{module}: no config group in config.json targets it",
+            "config_groups is incomplete",
+            tensor=module,
+        )
+    return min(ranked, key=lambda item: item[0])[1]
+
+
+def _read_weights(arguments: object) -> Scheme:
+    """Return the scheme that the ``weights`` of a config group describe, its scale type open.
+
+    Raises:
+        InputError: no such numbers are read.
+    """
+    if not isinstance(arguments, Mapping):
+        raise _unread("no weights in a config group", {})
+    found = arguments
+    bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
+    if kind == "float" and (grid := _microscaled_grid(bits, found)):
+        return parse(grid)
+    if kind == "int" and bits in INTEGER_BITS:
+        grid = f"int{bits}"
+    elif kind == "float" and bits == 8:
+        grid = "fp8_e4m3"
+    else:
+        raise _unread(f"{kind} weights of {bits!r} bits", found)
+    symmetric = found.get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise _unread(f"symmetric = {symmetric!r}", found)
+    zero = Zero.NONE if symmetric else Zero.INT
+    if grid == "fp8_e4m3" and zero is not Zero.NONE:
+        raise _unread("asymmetric float weights", found)
+    return Scheme(grid, _granularity(found.get("strategy"), size, found), zero)
+
+
+def _microscaled_grid(bits: object, found: Arguments) -> str:
+    size, scale = found.get("group_size"), str(found.get("scale_dtype"))
+    if (bits, size) == (4, 16):
+        return "nvfp4"
+    if (bits, size) == (4, 32):
+        return "mxfp4"
+    return "mxfp8" if (bits, size, scale) == (8, 32, "torch.uint8") else ""
+
+
+def _granularity(strategy: object, size: object, found: Arguments) -> Granularity:
+    if strategy == "block":
+        block = found.get("block_structure")
+        if (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(n) is int and n > 0 for n in block)
+        ):
+            return Tile(block[0], block[1])
+    if strategy == "tensor":
+        return PerTensor()
+    if type(size) is int and size > 0 and strategy in (None, "group"):
+        return PerGroup(size)
+    if strategy == "channel" or (strategy in (None, "group") and size in (None, -1)):
+        return Row()
+    raise _unread(f"strategy {strategy!r} with group_size {size!r}", found)
+
+
+def _read_input(arguments: object) -> Activation | None:
+    """Return what the ``input_activations`` of a config group describe; errors as `_read_weights`."""
+    if arguments is None:
+        return None
+    found = arguments if isinstance(arguments, Mapping) else {}
+    bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
+    strategy, dynamic = found.get("strategy") or "tensor", found.get("dynamic", False)
+    if found.get("symmetric", True) is not True:
+        raise _unread("asymmetric activations", found)
+    if kind == "float" and (grid := _microscaled_grid(bits, found)):
+        return Activation(grid, f"g{size}", grid != "nvfp4")
+    grid = {"int": "int8", "float": "fp8_e4m3"}.get(str(kind), "") if bits == 8 else ""
+    known = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
+    sized = strategy != "group" or (type(size) is int and size > 0)
+    if not grid or not sized or (strategy, dynamic) not in known:
+        raise _unread(f"{kind} activations of {bits!r} bits per {strategy}", found)
+    return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
+
+
+def _unread(what: str, found: Arguments) -> InputError:
+    return InputError(
+        f"config.json: compressed-tensors with {what} is not read ({dict(found)})",
+        f"read are {', '.join(READ)}",
+    )
