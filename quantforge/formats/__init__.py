@@ -10,7 +10,6 @@ In this folder:
     auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    bnb_layouts            Layout of one linear ``P`` ``[out, in]`` in bitsandbytes: NF4 or FP4 blocks, or 8-bit rows
     checks                 Checks of stored values that all formats share: scales are sound, group numbers are in range
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     contradictions         Contradictions of a configuration with its own tensors: engines believe one or the other
@@ -24,7 +23,6 @@ In this folder:
     format_choice          Choice of the format of a result where none is asked for
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
-    gptq_layouts           Layout of one linear ``P`` ``[N, K]`` in GPTQ: announced, written and read
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
     headers                Headers of stored tensors: what a format announces has to be there, with its type and shape
     kept_experts           Experts that stay as they are, by the names under which engines look for them

@@ -1,12 +1,23 @@
 """GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model.
 
-How one linear is stored is in `quantforge.formats.gptq_layouts`.
+A linear ``P`` ``[N, K]``: everything is transposed; with ``b`` bits and groups of ``G`` columns:
 
-We write groups of consecutive columns and say ``desc_act: false``: vLLM refuses anything else.
-Files with scattered groups (``desc_act: true``) are read, and keep their ``g_idx`` where one layout of
-GPTQ is restated in the other. Layers that stay as they were are written in both spellings
-that exist: ``dynamic`` (vLLM, gptqmodel) and ``modules_in_block_to_quantize`` (transformers with
-optimum, which ignores the former).
+=============  ====  ================  =========================================================
+``P.qweight``  I32   ``[K*b/32, N]``   codes, one bit stream per output, running down the rows
+``P.qzeros``   I32   ``[K/G, N*b/32]``  zero points, one bit stream per group
+``P.scales``   F16   ``[K/G, N]``
+``P.g_idx``    I32   ``[K]``           group of each column
+=============  ====  ================  =========================================================
+
+The value is ``(code - zero) * scale``; a symmetric grid has the zero point ``2^(b-1)`` everywhere.
+The first layout (``checkpoint_format: gptq``, read by everything) stores ``zero - 1``. Readers
+disagree about a stored ``2^b - 1``, some carry into the neighbouring field, so a zero point of 0 is
+refused; `quantforge.formats.gptq_v2` stores zero points as they are.
+
+We write groups of consecutive columns and say ``desc_act: false``: vLLM refuses anything else. Files with scattered
+groups (``desc_act: true``) are read, and keep their ``g_idx`` where one layout of GPTQ is restated in the other. Layers
+that stay as they were are written in both spellings that exist: ``dynamic`` (vLLM, gptqmodel) and
+``modules_in_block_to_quantize`` (transformers with optimum, which ignores the former).
 """
 
 from __future__ import annotations
@@ -17,8 +28,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import Fault, InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
+from quantforge.formats.agreement import agreement
+from quantforge.formats.checks import by_group_index, sound
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -28,7 +41,15 @@ from quantforge.formats.configuration import (
     quantized_modules,
     within_block,
 )
-from quantforge.formats.contradictions import agree, agree_on_head, denied, not_excepted, one_name
+from quantforge.formats.contradictions import (
+    agree,
+    agree_on_head,
+    denied,
+    has_group_index,
+    not_excepted,
+    one_name,
+)
+from quantforge.formats.convert import convert
 from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
@@ -39,28 +60,20 @@ from quantforge.formats.engines import (
     by_engine,
     symmetric,
 )
-from quantforge.formats.fits import outside_blocks
-from quantforge.formats.gptq_layouts import (
-    LEAST_ZERO,
-    check,
-    layout_of,
-    native,
-    pack,
-    stored,
-    unpack,
-)
+from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
+from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.formats.kept_experts import kept_mixtures
 from quantforge.formats.module_names import matches
 from quantforge.formats.one_group import differing_groups, stated_size
-from quantforge.grids import ScaleType
+from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
-from quantforge.scheme import LayerScheme
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
-    from quantforge.plans import TensorPlan
+    from torch import Tensor
 
-__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
-           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
+    from quantforge.packers.tensor import QuantizedTensor
+    from quantforge.plans import TensorPlan
 
 KEY = "gptq"
 _SERVING = Engine(
@@ -82,7 +95,9 @@ ABOUT = About(
     tunable=True,
     engines=ENGINES,
 )
+LEAST_ZERO = 1
 OWN_BITS = 4
+WIDTHS = (2, 3, 4, 8)
 
 
 def scale_type(model_dtype: str) -> ScaleType:
@@ -94,6 +109,28 @@ def scale_type(model_dtype: str) -> ScaleType:
 def default_scheme(bits: int) -> str:
     """Return groups of 128 without zero points, which every engine of the format loads."""
     return f"int{bits}:g128:sym"
+
+
+def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
+    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; float16 scales.
+
+    ``least_zero``, here and below, is 1 in the first layout and 0 in gptq_v2.
+    """
+    scheme = layer.weight
+    if refusal := integers(layer):
+        return refusal
+    if scheme.bits not in WIDTHS:
+        wider = Scheme("int8", scheme.granularity, scheme.zero)
+        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {either(WIDTHS)} bits", str(wider))
+    if any(size * scheme.bits % 32 for size in shape):
+        reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
+        return Fit(Verdict.IMPOSSIBLE, reason)
+    wanted = native(scheme, shape)
+    return (
+        float16_scales(scheme)
+        or grouped(scheme, shape)
+        or agreement(scheme, wanted, shape, least_zero)
+    )
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
@@ -109,6 +146,93 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
         reason = f"one width for the whole model, not {shown} bits (transformers reads no other)"
         return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes")
     return differing_groups(schemes) or Fit(Verdict.EXACT)
+
+
+def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+    """Return the scheme with float16 scales, and one scale per matrix as one per row."""
+    del shape
+    granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
+    return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
+
+
+def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+    """Announce the tensors of one module."""
+    bits, groups = layer.weight.bits, native(layer.weight, shape).groups(shape[1])
+    return (
+        StoredTensor(f"{module}.qweight", "I32", (shape[1] * bits // 32, shape[0])),
+        StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] * bits // 32)),
+        StoredTensor(f"{module}.scales", "F16", (groups, shape[0])),
+        StoredTensor(f"{module}.g_idx", "I32", (shape[1],)),
+    )
+
+
+def pack(
+    module: str, tensor: QuantizedTensor, *, least_zero: int = LEAST_ZERO
+) -> dict[str, Tensor]:
+    """Lay out codes, zero points (less ``least_zero``), scales and group numbers."""
+    import torch
+
+    from quantforge.packers.bits import pack_rows, unsigned
+
+    scheme, columns = native(tensor.scheme, tensor.shape), tensor.shape[1]
+    possible(module, check(LayerScheme(scheme), tensor.shape))
+    tensor = convert(tensor, scheme, least_zero)
+    scales = tensor.parameters["scales"].T.contiguous()
+    zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    if not scheme.symmetric:
+        zeros = tensor.parameters["zeros"].T.contiguous()
+    index = torch.arange(columns, dtype=torch.int32) // scheme.group_size(columns)
+    return {
+        f"{module}.qweight": pack_rows(
+            unsigned(tensor.codes, scheme.bits), scheme.bits
+        ).T.contiguous(),
+        f"{module}.qzeros": pack_rows(zeros - least_zero, scheme.bits),
+        f"{module}.scales": scales,
+        f"{module}.g_idx": index,
+    }
+
+
+def unpack(
+    layout: ModuleLayout, tensors: Mapping[str, Tensor], *, least_zero: int = LEAST_ZERO
+) -> QuantizedTensor:
+    """Read codes and parameters back; scattered groups as `by_group_index` says."""
+    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.packers.tensor import QuantizedTensor as Quantized
+
+    module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
+    require(described(tensors), announced(layout, stored))
+    codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
+    zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
+    _check_zeros(f"{module}.qzeros", zeros, scheme, least_zero)
+    parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
+    if scheme.symmetric:
+        codes = signed(codes, scheme.bits)
+    else:
+        parameters["zeros"] = (zeros + least_zero).T.contiguous()
+    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+    index = tensors.get(f"{module}.g_idx")
+    if index is None:
+        return tensor
+    return by_group_index(tensor, index, f"{module}.g_idx", scattered=layout.scattered)
+
+
+def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> None:
+    middle = (1 << (scheme.bits - 1)) - least_zero
+    if scheme.symmetric and bool((zeros != middle).any()):
+        raise InputError(
+            f"{name}: zero points differ from {middle}, although config.json says sym = true",
+            "engines disagree about such a file; set sym to false if it is asymmetric",
+            tensor=name,
+            fault=Fault.ZERO,
+        )
+    if bool((zeros.int() + least_zero >= 1 << scheme.bits).any()):
+        raise InputError(
+            f"{name}: a stored zero point of {(1 << scheme.bits) - 1}, which readers take for "
+            f"{1 << scheme.bits} or for 0",
+            "the file was written with a zero point of 0, which its layout cannot hold",
+            tensor=name,
+            fault=Fault.ZERO,
+        )
 
 
 def side_files(
@@ -179,7 +303,40 @@ def layouts(
     agree_on_head(found, "lm_head", names)
     one_name(found, "method", "quant_method")
     not_excepted(found, "modules_to_not_convert", names)
-    return [layout_of(name, {**found, **override(found, name)}, tensors) for name in names]
+    return [_layout_of(name, {**found, **override(found, name)}, tensors) for name in names]
+
+
+def _layout_of(
+    module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> ModuleLayout:
+    """Return the layout of one module from its headers and what the configuration says of it.
+
+    Raises:
+        InputError: a width that is not read, or headers that disagree with the configuration.
+    """
+    bits, size = config.get("bits"), config.get("group_size", -1)
+    if bits not in WIDTHS or not isinstance(size, int):
+        raise InputError(
+            f"{module}: config.json says GPTQ with bits = {bits!r}, group_size = {size!r}",
+            f"{either(WIDTHS)} bits and a number are read",
+            tensor=module,
+        )
+    scale = scale_of(tensors, f"{module}.scales")
+    words, rows = matrix(tensors, f"{module}.qweight")
+    columns = words * 32 // bits
+    granularity = PerGroup(size) if size > 0 else Row()
+    zero = Zero.NONE if config.get("sym", True) else Zero.INT
+    scheme = Scheme(f"int{bits}", granularity, zero, scale)
+    whole_groups(module, columns, scheme.group_size(columns))
+    names = [tensor.name for tensor in stored(module, LayerScheme(scheme), (rows, columns))]
+    present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
+    scattered = config.get("desc_act")
+    if not isinstance(scattered, bool | None):
+        raise InputError(f"{module}: desc_act = {scattered!r}", "true or false", tensor=module)
+    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, scattered)
+    require(tensors, announced(layout, stored))
+    has_group_index(scattered, f"{module}.g_idx", scheme.groups(columns), present)
+    return layout
 
 
 def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:

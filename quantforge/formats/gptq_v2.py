@@ -6,15 +6,7 @@ symmetric files.
 
 from functools import partial
 
-from quantforge.formats import About, gptq, gptq_layouts
-from quantforge.formats.gptq import (
-    OWN_BITS,
-    check_model,
-    default_scheme,
-    layouts,
-    scale_type,
-)
-from quantforge.formats.gptq_layouts import native, stored
+from quantforge.formats import About, gptq
 
 KEY = "gptq_v2"
 ABOUT = About(
@@ -26,14 +18,12 @@ ABOUT = About(
     engines=gptq.ENGINES,
 )
 LEAST_ZERO = 0
+OWN_BITS = gptq.OWN_BITS
 
-check = partial(gptq_layouts.check, least_zero=LEAST_ZERO)
-pack = partial(gptq_layouts.pack, least_zero=LEAST_ZERO)
-unpack = partial(gptq_layouts.unpack, least_zero=LEAST_ZERO)
+check_model, default_scheme, layouts = gptq.check_model, gptq.default_scheme, gptq.layouts
+native, scale_type, stored = gptq.native, gptq.scale_type, gptq.stored
+check = partial(gptq.check, least_zero=LEAST_ZERO)
+pack = partial(gptq.pack, least_zero=LEAST_ZERO)
+unpack = partial(gptq.unpack, least_zero=LEAST_ZERO)
 side_files = partial(gptq.side_files, checkpoint_format=KEY)
 claims = partial(gptq.claims, checkpoint_format=KEY)
-
-__all__ = [
-    "KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
-    "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack",
-]  # fmt: skip

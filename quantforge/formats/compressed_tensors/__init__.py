@@ -35,7 +35,7 @@ from quantforge.formats.compressed_tensors.groups import (
     input_arguments,
     weight_arguments,
 )
-from quantforge.formats.compressed_tensors.linears import in_blocks, in_groups, unpack
+from quantforge.formats.compressed_tensors.linears import in_blocks, in_groups
 from quantforge.formats.configuration import (
     config_json,
     head_of,
@@ -72,9 +72,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.packers.tensor import QuantizedTensor
-
-__all__ = ["KEY", "LEAST_ZERO", "OWN_BITS", "check", "check_model", "claims", "default_scheme",
-           "layouts", "native", "pack", "scale_type", "side_files", "stored", "unpack"]  # fmt: skip
 
 KEY = "compressed-tensors"
 
@@ -192,6 +189,7 @@ ABOUT = About(
 )  # fmt: skip
 LEAST_ZERO = 0
 OWN_BITS = 4
+unpack = linears.unpack
 PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
 UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
 # How inputs may be quantized beside a weight of each grid.
