@@ -74,13 +74,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/formats/gguf/test_gguf_reader.py",
         "unit/formats/gguf/test_gguf_files.py",
     ),
-    "quantforge.formats.gguf.key_reader": (
-        "unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py",
-    ),
     "quantforge.formats.gguf.parsing": (
         "unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py",
     ),
-    "quantforge.formats.gguf.scan": ("unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py"),
     "quantforge.checkpoint.disk": (
         "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),

@@ -131,7 +131,6 @@ class About:
         engines: how each engine loads it (`formats.engines`).
         exceptions: the key of its configuration that lists parts of names of modules that are left out, "" for none.
         suffix: how the names of its files end, of a format that writes one file (or numbered ones); "" for directories.
-        storage: dotted path of what moves tensors into files of its own (`formats.storage`), "" for none.
         by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
             whole); none where only whole weights are read.
         published: whether models are published in it, so that it may be what a run begins with.
@@ -151,7 +150,6 @@ class About:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     exceptions: str = ""
     suffix: str = ""
-    storage: str = ""
     by_rows: tuple[str, ...] = ()
     published: bool = False
     transposes: bool = False

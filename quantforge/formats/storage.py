@@ -1,19 +1,19 @@
 """Storage of a plan's tensors in the files of a format.
 
 The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
-has them. A format with files of its own (`About.storage`) may turn, reorder and convert every tensor on its way. A run
-does not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
+has them (`ByModule`). GGUF transposes, reorders and converts tensors on their way (`quantforge.formats.gguf.storing`).
+A run does not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from quantforge.formats import Format, ModuleLayout, format_of
+from quantforge.formats import GGUF, Format, ModuleLayout, format_of
 from quantforge.formats.compressed_tensors.linears import pack_transposed
+from quantforge.formats.gguf.storing import STORAGE
 from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
@@ -85,8 +85,4 @@ class ByModule:
 
 def storage_of(key: str) -> Storage:
     """Return the storage of a format by its key."""
-    form = format_of(key)
-    if not form.ABOUT.storage:
-        return ByModule(form)
-    storage: Storage = import_module(form.ABOUT.storage).STORAGE
-    return storage
+    return STORAGE if key == GGUF else ByModule(format_of(key))

@@ -21,14 +21,18 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import KEEP
 from quantforge.formats.engines import verdicts
 from quantforge.formats.gguf import ABOUT, mixture
-from quantforge.formats.gguf.carried import Carried, carried
+from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import Named, family_of, names, read_families
 from quantforge.formats.gguf.metadata import general, merged, provenance
-from quantforge.formats.gguf.nearest_mixture import file_type
+from quantforge.formats.gguf.mixture import file_type
 from quantforge.formats.gguf.parameters import parameters
 from quantforge.formats.gguf.projector_file import OPTION, has_projector
-from quantforge.formats.gguf.tensor_types import TYPES
-from quantforge.formats.gguf.vocabulary import Vocabulary, vocabulary
+from quantforge.formats.gguf.vocabulary import (
+    CarriedVocabulary,
+    Vocabulary,
+    carried_vocabulary,
+    vocabulary,
+)
 from quantforge.grids import SUPERBLOCKS
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choices
@@ -150,11 +154,11 @@ def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
 
 def _tokens(
     checkpoint: Checkpoint, rows: int, config: Mapping[str, Any], pre: str | None
-) -> Carried | Vocabulary:
+) -> CarriedVocabulary | Vocabulary:
     """Return the vocabulary of a GGUF file, or of a directory's tokenizer, for an embedding of so many rows."""
     path = checkpoint.path
     if path.is_file():
-        return carried(path, rows)
+        return carried_vocabulary(path, rows)
     return vocabulary(path, rows, config, pre, _name(checkpoint))
 
 

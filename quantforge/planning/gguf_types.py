@@ -15,8 +15,8 @@ from quantforge.errors import InputError, RefusedError, UnknownNameError, neares
 from quantforge.formats import KEEP, gguf
 from quantforge.formats.format_choice import holders
 from quantforge.formats.gguf import blocks_of, mixture
+from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import Named
-from quantforge.formats.gguf.tensor_types import TYPES
 from quantforge.formats.unknown_names import TYPE_WORDS
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from quantforge.formats.gguf.pretokenizer import BYTE_CHARACTERS
+from quantforge.formats.gguf.tokenizer_json import BYTE_CHARACTERS
 from quantforge.runtime.token_stream import PARTIAL
 from quantforge.serving.completions import Completion, Piece, TokenLogprob
 from quantforge_calibration.source_error import SourceError

@@ -38,7 +38,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.gguf.families": ("gemma2 gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe smollm3",
                               "the table of llama.cpp's families, which are others than transformers'"),
     "formats.gguf.parameters": ("gemma2 gemma3 gpt2 llama phi3 smollm3", "keys that one family has"),
-    "formats.gguf.pretokenizer": ("qwen2", "llama.cpp's name of a pre-tokenizer"),
+    "formats.gguf.tokenizer_json": ("qwen2", "llama.cpp's name of a pre-tokenizer"),
     "formats.gguf.rope": ("gemma3", "frequencies of one family"),
     "formats.gguf.source": ("gpt2", "linears that are stored turned"),
     "formats.gguf.special": ("llama", "llama.cpp's name of a tokenizer"),

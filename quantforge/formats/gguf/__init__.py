@@ -6,39 +6,25 @@ file together), `source` shows a file as if it were a model directory. Nothing h
 
 In this folder:
 
-    carried                Keys carried from one GGUF file to another: those that describe the model and not its numbers
-    checking               Checks of a tensor's blocks: a scale that is not finite destroys everything it serves
     config_keys            ``config.json`` from the keys of a GGUF file
     container              A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
     families               Families that GGUF holds, what llama.cpp calls them
-    file_keys              Keys of one architecture in a GGUF file, as a configuration is made of them
     importance_file        Importance matrices as llama.cpp's tools write and read them
-    importance_records     Records of an importance matrix in the older form, read in order
-    key_reader             Keys of a GGUF file, read with their types; what a vocabulary holds may be any bytes
-    layer_patterns         Patterns of layers that llama.cpp knows by heart: which ones slide
-    left_out               Events for what llama.cpp's graph of a family leaves out: windows
     metadata               The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture                Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
     modelfile              A ``Modelfile`` for Ollama: the file as it is
-    nearest_mixture        The number of the mixture that the types of a file's tensors are nearest to
     parameters             Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from
     parsing                GGUF files, read more strictly than llama.cpp and gguf-py do
-    pretokenizer           Recognising a pre-tokenizer by what ``tokenizer.json`` says it does
     projector_file         The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
-    rope                   Rotary embeddings: bases and scaling, in every spelling of ``config.json``
-    rope_keys              Keys and tables of rotary embeddings in GGUF
-    scan                   Reader of a header in order
-    sentencepiece          BPE as sentencepiece does it, where llama.cpp has to come to the same: merges and spaces
+    rope                   Rotary embeddings: bases and scaling
     source                 A GGUF file as if it were a model directory
     special                Special tokens and chat templates around a vocabulary: ids, tokens put around a text
     stated_keys            Keys of a GGUF file that a family's own file states
     storing                Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
-    tensor_types           The number types that a GGUF tensor table may name: ids
     tokenizer_differences  Tokenizer behavior that GGUF has no key for: one sentence per difference
     tokenizer_files        The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
-    tokenizer_json         Parts of a ``tokenizer.json`` that a vocabulary is made of: pieces, merges and added tokens
+    tokenizer_json         What a ``tokenizer.json`` says: pieces, merges, added tokens
     vocabulary             Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
-    yarn_range             The range of frequencies that YaRN interpolates, in transformers and in llama.cpp
 """
 
 from __future__ import annotations
@@ -50,8 +36,9 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.agreement import INTEGERS
+from quantforge.formats.checks import finite
 from quantforge.formats.engines import UNTRIED, Engine, grid_in
-from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.formats.gguf.container import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor
@@ -83,7 +70,6 @@ ABOUT = About(
     suffix=".gguf",
     tunable=True,
     embedding_tool="llama-quantize",
-    storage="quantforge.formats.gguf.storing",
 )
 LEAST_ZERO = 0
 OWN_BITS = 4
@@ -171,11 +157,14 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read the blocks of one module."""
-    from quantforge.formats.gguf.checking import sound
     from quantforge.packers.ggml.blocks import unpack as unpacked
 
     (name,) = layout.stored
-    return sound(unpacked(tensors[name], layout.scheme.weight), name)
+    tensor = unpacked(tensors[name], layout.scheme.weight)
+    for key, value in tensor.parameters.items():
+        if value.is_floating_point():
+            finite(name, value, key)
+    return tensor
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:

@@ -14,6 +14,9 @@ A string is a u64 length and UTF-8. Sizes run the other way round than torch's s
 columns. llama.cpp wants offsets to be exactly contiguous, which leaves nothing to choose: the bytes of a file are a
 function of its keys and its tensors.
 
+Number types are those of `quantforge.packers.ggml`, plain types that only tables have, and block types that files can
+name but no model is stored in. Ids that were given up (4, 5, 31 to 33, 36 to 38) are in neither.
+
 A tensor may be written in *pieces*: the experts of a mixture are separate matrices in the source and one stacked
 tensor in the file. ``name#3`` is the fourth piece of ``name``.
 """
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from quantforge.errors import InputError
-from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.packers.ggml import LAYOUTS, Layout
 from quantforge.plans import FilePlan, StoredTensor
 
 MAGIC = b"GGUF"
@@ -35,6 +38,18 @@ VERSION = 3
 ALIGNMENT = 32
 MAX_NAME = 63  # bytes; llama.cpp refuses 64 (GGML_MAX_NAME)
 MAX_RANK = 4
+
+TYPES: Mapping[str, Layout] = {
+    **LAYOUTS,
+    "F64": Layout(28, 1, 8),
+    "I8": Layout(24, 1, 1),
+    "I16": Layout(25, 1, 2),
+    "I32": Layout(26, 1, 4),
+    "I64": Layout(27, 1, 8),
+    "Q8_1": Layout(9, 32, 36),
+    "Q8_K": Layout(15, 256, 292),
+}
+BY_NUMBER: Mapping[int, str] = {layout.number: name for name, layout in TYPES.items()}
 
 
 class ValueType(IntEnum):

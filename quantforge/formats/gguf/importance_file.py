@@ -11,18 +11,19 @@ count, and 1 where nothing was counted.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
-from quantforge.formats.gguf.importance_records import HINT, Records
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX
 
@@ -227,3 +228,71 @@ def _prefixed(name: str) -> bytes:
 
 def _bytes(values: Tensor) -> bytes:
     return values.detach().float().contiguous().numpy().tobytes()
+
+
+MAX_ENTRIES, MAX_TEXT = 1 << 18, 1 << 16
+HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
+
+
+class Records:
+    """The records of the older form, read in order; every length is compared with the bytes that are left."""
+
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self._path, self._file = path, file
+        self.left = os.fstat(file.fileno()).st_size
+
+    def take(self, count: int) -> bytes:
+        """Read the next bytes."""
+        self._pass(count)
+        data = self._file.read(count)
+        if len(data) != count:
+            raise changed(self._path)
+        return data
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes."""
+        self._pass(count)
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _pass(self, count: int) -> None:
+        if not 0 <= count <= self.left:
+            raise InputError(
+                f"{self._path}: {count} bytes expected, {self.left} left: truncated?",
+                HINT,
+                file=str(self._path),
+            )
+        self.left -= count
+
+    def number(self) -> int:
+        """Read a 32-bit integer."""
+        return int(struct.unpack("<i", self.take(4))[0])
+
+    def entries(self) -> int:
+        """Read the number of entries, with which a file begins."""
+        found = self.number()
+        if not 0 < found <= MAX_ENTRIES:
+            raise InputError(
+                f"{self._path}: no importance matrix: it begins as neither form of one does",
+                HINT,
+                file=str(self._path),
+            )
+        return found
+
+    def end(self) -> None:
+        """Refuse bytes after the last record."""
+        if self.left:
+            raise InputError(
+                f"{self._path}: {self.left} bytes after the last record", HINT, file=str(self._path)
+            )
+
+    def word(self) -> str:
+        """Read a length and a text."""
+        length = self.number()
+        if length > MAX_TEXT:
+            raise InputError(f"{self._path}: a name of {length} bytes", HINT, file=str(self._path))
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{self._path}: a name that is no text", HINT, file=str(self._path)
+            ) from error

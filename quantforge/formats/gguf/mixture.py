@@ -8,10 +8,11 @@ of the result. Tensors with fewer than two dimensions, norms, routers and positi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quantforge.formats.gguf.tensor_types import TYPES
+from quantforge.formats.gguf.container import TYPES
 from quantforge.packers.lattices import LATTICES
 
 # Mixture: (general.file_type, type of most tensors).
@@ -45,9 +46,8 @@ _FALLBACKS = {
     "Q6_K": "Q8_0",
     **dict.fromkeys(("IQ4_XS", *map(str.upper, LATTICES)), "IQ4_NL"),
 }
-_LOW = frozenset(
-    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
-)  # mixtures with rules of their own
+# Mixtures with rules of their own.
+_LOW = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S rather than to Q2_K
 # What llama-quantize refuses to make of a tensor inside of the blocks without an importance of its columns.
 NEED_IMPORTANCE = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
@@ -69,7 +69,7 @@ class Shape:
     importance: bool = False  # whether the codes are chosen with an importance matrix
 
 
-def file_type(label: str) -> int:
+def _number_of(label: str) -> int:
     """Return the number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
     first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
     return MIXTURES[label][0] if label in MIXTURES else next(first, 0)
@@ -246,3 +246,58 @@ def _attention_output(mixture: str, base: str, shape: Shape) -> str:
         "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", **dict.fromkeys(_RAISED, "IQ3_S"),
     }  # fmt: skip
     return others.get(mixture, base)
+
+
+def _in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """Return the types of the tensors that a mixture decides on, of ``{name: (type, shape)}``."""
+    return {
+        name: kind
+        for name, (kind, shape) in shapes.items()
+        if name.startswith("blk.") and not always_float32(name, len(shape))
+    }
+
+
+def distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> dict[object, int]:
+    """Return, by the number of each mixture, in how many tensors of the blocks it would have another type.
+
+    Empty where no mixture is mostly of the commonest type: only other programs write that, under their own numbers.
+
+    Args:
+        shapes: type and shape of every tensor of the file, by name.
+        shape: of the model; with an importance or without one, whichever is nearer.
+    """
+    types = _in_blocks(shapes)
+    named = {base for _, base in MIXTURES.values()}
+    if not types or Counter(types.values()).most_common(1)[0][0] not in named:
+        return {}
+    columns = {name: size[-1] for name, (_, size) in shapes.items() if len(size) > 1}
+    found: dict[object, int] = {}
+    for label, (number, _) in MIXTURES.items():
+        counts = []
+        for observed in (False, True):
+            given = assign(label, columns.items(), replace(shape, importance=observed))
+            meant = {name: fitting(kind, columns[name]) for name, kind in given.items()}
+            counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
+        found[number] = min(counts)
+    return found
+
+
+def file_type(label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> int:
+    """Return the number of the mixture that is called so, or of the nearest where rules made the types others.
+
+    Of several that are as near, one that is mostly of the commonest type comes first.
+
+    Args:
+        label: the mixture that was asked for, or the type of most tensors.
+        shapes: as of `distances`.
+        shape: as of `distances`.
+    """
+    stated, found = _number_of(label), distances(shapes, shape)
+    least = min(found.values(), default=0)
+    if found.get(stated, least) == least:
+        return stated
+    ((common, _),) = Counter(_in_blocks(shapes).values()).most_common(1)
+    nearest = [
+        (base != common, number) for number, base in MIXTURES.values() if found[number] == least
+    ]
+    return min(nearest)[1]

@@ -7,7 +7,7 @@ compute something different: it is refused here, because no key could carry it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,7 @@ from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
-from quantforge.formats.gguf.layer_patterns import check_no_rope, check_windows
-from quantforge.formats.gguf.left_out import left_out
-from quantforge.formats.gguf.rope import Rope, rope_of
-from quantforge.formats.gguf.rope_keys import rope_keys, rope_tensors
+from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors, rounding
 from quantforge.formats.gguf.stated_keys import check_graph, refused, stated_keys
 
 # Keys that change what is computed, whose default is the family's.
@@ -93,11 +90,16 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
             )
     found |= stated_keys({**defaults, **config}, family, sizes)
     return Parameters(
-        _keyed(family, found), rope_tensors(rope), sizes, experts,
-        interleaved=family.interleaved, plus_one=family.norm_plus_one,
-        events=left_out({**defaults, **config}, family, sizes, rope),
-        plain_norms=family.plain_norms, decays=family.decays,
-    )  # fmt: skip
+        _keyed(family, found),
+        rope_tensors(rope),
+        sizes,
+        experts,
+        interleaved=family.interleaved,
+        plus_one=family.norm_plus_one,
+        events=_left_out({**defaults, **config}, family, sizes, rope),
+        plain_norms=family.plain_norms,
+        decays=family.decays,
+    )
 
 
 def _stated(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
@@ -197,9 +199,9 @@ def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None
     if family.norm_plus_one and family.period:
         _check_gemma(config, family, sizes)
     if family.period:
-        check_windows(config, family, sizes)
+        _check_windows(config, family, sizes)
     if family.no_rope_period:
-        check_no_rope(config, family.no_rope_period, sizes)
+        _check_no_rope(config, family.no_rope_period, sizes)
     if family.arch == "qwen3moe" and (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
@@ -241,3 +243,50 @@ def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
         config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
     ):
         raise refused("soft-capping", f"{family.arch} has none")
+
+
+def _check_windows(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+    """Raise `RefusedError` unless the last of every ``family.period`` layers alone has full attention."""
+    period = family.period
+    kinds = [
+        "full_attention" if i % period == period - 1 else "sliding_attention"
+        for i in range(sizes.layers)
+    ]
+    _check_list("layer_types", config.get("layer_types"), kinds)
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        if config.get(key, period) != period:
+            raise refused(f"{key} = {config[key]}", f"{period}")
+
+
+def _check_no_rope(config: Mapping[str, Any], period: int, sizes: Dimensions) -> None:
+    """Raise `RefusedError` unless the last of every ``period`` layers alone has no rotary positions."""
+    expected = [int((i + 1) % period != 0) for i in range(sizes.layers)]
+    stated = config.get("no_rope_layers")
+    if stated is None and config.get("no_rope_layer_interval", period) != period:
+        raise refused(f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{period}")
+    _check_list("no_rope_layers", stated, expected)
+
+
+def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
+    if isinstance(stated, list) and stated[: len(expected)] != list(expected):
+        raise refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
+
+
+def _left_out(
+    config: Mapping[str, Any], family: Family, sizes: Dimensions, rope: Rope
+) -> tuple[Event, ...]:
+    """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have.
+
+    ``config`` is with the family's defaults.
+    """
+    said = rounding(rope)
+    rounded = (Event("rope-rounded", "config.json", f"truncate = false: {said}"),) if said else ()
+    window = config.get("sliding_window", family.window)
+    if window is None or sizes.positions <= window or family.windowed:
+        return rounded
+    declared = architecture_of(config)
+    rule = declared.windows if declared else None
+    if rule is None or not any(rule.of_layers(config, sizes.layers)):
+        return rounded
+    text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
+    return (*rounded, Event("window-left-out", "config.json", text))

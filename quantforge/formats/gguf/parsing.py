@@ -12,6 +12,7 @@ Strings of a vocabulary may be any bytes (there are pieces that are no UTF-8); k
 from __future__ import annotations
 
 import math
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -19,20 +20,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.files import FILES, changed
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError
-from quantforge.formats.gguf.container import MAGIC, MAX_NAME, MAX_RANK, VERSION, Value, padded
-from quantforge.formats.gguf.key_reader import alignment_of, decoded_text, read_keys
-from quantforge.formats.gguf.scan import HINT, Scan
-from quantforge.formats.gguf.tensor_types import BY_NUMBER, TYPES
+from quantforge.formats.gguf.container import (
+    ALIGNMENT,
+    BY_NUMBER,
+    MAGIC,
+    MAX_NAME,
+    MAX_RANK,
+    NUMBERS,
+    TYPES,
+    VERSION,
+    Value,
+    ValueType,
+    padded,
+)
 from quantforge_files import Stamp
-from quantforge_files.roles import WEIGHTS
+from quantforge_files.roles import GGUF_HEADER, WEIGHTS
 
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
+MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.limit, GGUF_HEADER.values
+_CHUNK = 1 << 20  # bytes that are read at a time
+HINT = "the file is damaged or not GGUF: fetch or export it again"
+MAX_KEY = 65535
+MAX_ALIGNMENT = 1 << 16
+_KEY = re.compile(r"[!-~]+")  # printable ASCII: vocabularies of templates have names of all kinds
 _LEAST_KEY = 13  # bytes: length, type, one byte of value
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
+_TEXTS = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +102,9 @@ class GgufFile:
         if type(value) is not kind:
             raise InputError(
                 f"{self.files[0]}: key {key!r} is {type(value).__name__}, expected {kind.__name__}",
-                HINT, file=str(self.files[0]),
-            )  # fmt: skip
+                HINT,
+                file=str(self.files[0]),
+            )
         return value
 
 
@@ -119,21 +137,15 @@ def _read_one(path: Path, inside: Path | None) -> GgufFile:
         version = source.number("<I")
         if version != VERSION:
             raise source.error(_version(version))
-        tensors, keys = (
-            source.number("<q"),
-            source.number("<q"),
-        )
+        tensors, keys = source.number("<q"), source.number("<q")
         source.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
         source.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
-        metadata = read_keys(source, keys)
-        alignment = alignment_of(source, metadata)
+        metadata = _read_keys(source, keys)
+        alignment = _alignment_of(source, metadata)
         table = [_entry(source, path, stamp) for _ in range(tensors)]
         return GgufFile(
             (path,), metadata, _placed(source, table, padded(source.position, alignment), alignment)
         )
-
-
-_TEXTS = (".txt", ".jsonl", ".parquet")
 
 
 def _no_gguf(path: Path, source: Scan) -> InputError:
@@ -159,7 +171,7 @@ def _version(version: int) -> str:
 
 
 def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
-    name = decoded_text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
+    name = _decoded_text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
     if not name.isprintable() or not name:
         raise source.error(f"tensor name {name!a} is empty or not printable")
     rank = source.number("<I")
@@ -217,8 +229,9 @@ def _joined(path: Path, first: GgufFile) -> GgufFile:
     if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:
         raise InputError(
             f"{path}: one of {count} parts, but not named so",
-            f"parts are named NAME-00001-of-{count:05}.gguf", file=str(path),
-        )  # fmt: skip
+            f"parts are named NAME-00001-of-{count:05}.gguf",
+            file=str(path),
+        )
     files = [
         path.with_name(f"{path.name[: part.start()]}-{n:05}-of-{count:05}{part[3] or ''}")
         for n in range(1, count + 1)
@@ -247,3 +260,154 @@ def _joined(path: Path, first: GgufFile) -> GgufFile:
 def _parts(files: list[Path]) -> Iterator[GgufFile]:
     for file in files:
         yield _read_one(file, file.parent)
+
+
+# The header in order
+
+
+class Scan:
+    """The bytes of a header, read in order: lengths and counts are compared with the bytes that are left first."""
+
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        self._path, self._descriptor, self._size = path, descriptor, size
+        self._buffer, self._start = b"", 0
+        self.position = 0
+        self.values = 0  # of all arrays so far
+
+    @property
+    def left(self) -> int:
+        """Return the number of bytes up to the end of the file."""
+        return self._size - self.position
+
+    def error(self, what: str, tensor: str | None = None) -> InputError:
+        """Return the error for something at this place."""
+        return InputError(
+            f"{self._path}: {what} (at byte {self.position})",
+            HINT,
+            file=str(self._path),
+            tensor=tensor,
+        )
+
+    def take(self, count: int) -> bytes:
+        """Read the next bytes."""
+        if count > self.left or self.position + count > MAX_HEADER_BYTES:
+            raise self.error(f"{count} bytes expected, {self.left} left: truncated?")
+        offset = self.position - self._start
+        if offset + count > len(self._buffer):
+            self._start, offset = self.position, 0
+            self._buffer = self._pread(max(count, min(_CHUNK, self.left)))
+        self.position += count
+        return self._buffer[offset : offset + count]
+
+    def _pread(self, count: int) -> bytes:
+        parts, done = [], 0
+        while done < count:
+            part = os.pread(self._descriptor, count - done, self._start + done)
+            if not part:
+                raise changed(self._path)
+            parts.append(part)
+            done += len(part)
+        return b"".join(parts)
+
+    def number(self, code: str) -> int:
+        """Read one integer."""
+        value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
+        return value
+
+    def string(self, what: str, limit: int | None = None) -> bytes:
+        """Read a length and so many bytes."""
+        length = self.number("<Q")
+        if length > self.left or (limit is not None and length > limit):
+            raise self.error(
+                f"{what}: a string of {length} bytes, {min(self.left, limit or self.left)} possible"
+            )
+        return self.take(length)
+
+    def check_array(self, count: int, least: int, what: str) -> None:
+        """Refuse an array that is longer than the file, or than all arrays of a file together may be."""
+        if count > min(MAX_VALUES - self.values, self.left // least):
+            raise self.error(f"{what}: an array of {count} values in {self.left} bytes")
+        self.values += count
+
+    def check_count(self, count: int, least: int, limit: int, what: str) -> None:
+        """Refuse a number of things that cannot be in the file."""
+        if not 0 <= count <= min(limit, self.left // least):
+            raise self.error(f"{count} {what} in {self.left} bytes")
+
+
+# Keys
+
+
+def _read_keys(source: Scan, count: int) -> dict[str, Value]:
+    """Read ``count`` keys with their values, each key once."""
+    found: dict[str, Value] = {}
+    for _ in range(count):
+        key = _decoded_text(source, source.string("a key", MAX_KEY), "a key")
+        if not _KEY.fullmatch(key):
+            raise source.error(f"key {key[:80]!a} is empty or not printable ASCII")
+        if key in found:
+            raise source.error(f"key {key[:80]!r} twice")
+        found[key] = _read_value(source, key)
+    return found
+
+
+def _read_value(source: Scan, key: str) -> Value:
+    kind = _kind(source, key)
+    if kind is ValueType.ARRAY:
+        return _array(source, key)
+    if kind is ValueType.STRING:
+        return Value(kind, _decoded_text(source, source.string(f"key {key!r}"), f"key {key!r}"))
+    (value,) = _numbers(source, kind, 1, key)
+    return Value(kind, value)
+
+
+def _array(source: Scan, key: str) -> Value:
+    element = _kind(source, key)
+    count = source.number("<Q")
+    if element is ValueType.ARRAY:
+        raise source.error(f"key {key!r}: an array of arrays")
+    least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
+    source.check_array(count, least, f"key {key!r}")
+    if element is ValueType.STRING:
+        items = [_piece(source.string(f"key {key!r}")) for _ in range(count)]
+        return Value(ValueType.ARRAY, items, element)
+    return Value(ValueType.ARRAY, list(_numbers(source, element, count, key)), element)
+
+
+def _numbers(source: Scan, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
+    code = NUMBERS[kind][1]
+    data = source.take(struct.calcsize(f"<{code}") * count)
+    if kind is ValueType.BOOL and data.strip(b"\x00\x01"):
+        raise source.error(f"key {key!r}: a truth value that is neither 0 nor 1")
+    return struct.unpack(f"<{count}{code}", data)
+
+
+def _kind(source: Scan, key: str) -> ValueType:
+    number = source.number("<i")
+    if number not in set(ValueType):
+        raise source.error(f"key {key!r}: unknown type {number}")
+    return ValueType(number)
+
+
+def _decoded_text(source: Scan, data: bytes, what: str) -> str:
+    """Return bytes as text; raise `InputError`, which calls them ``what``, where they are not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise source.error(f"{what} is not UTF-8") from error
+
+
+def _piece(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _alignment_of(source: Scan, metadata: dict[str, Value]) -> int:
+    """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
+    found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
+    value = found.value
+    good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
+    if not good or not isinstance(value, int) or value & (value - 1):
+        raise source.error(
+            f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"
+        )
+    return value

@@ -1,20 +1,36 @@
-"""Rotary embeddings: bases and scaling, in every spelling of ``config.json``.
+"""Rotary embeddings: bases and scaling, from every spelling of ``config.json`` to keys and tables of GGUF.
 
 A configuration states them in one mapping for all layers, in one for each kind of layers, or in older keys beside each
-other. `quantforge.formats.gguf.rope_keys` writes them.
+other (`rope_of`). In GGUF, scaling of the types ``linear`` and ``yarn`` is keys (`rope_keys`). That of Llama 3 is a
+tensor of divisors of the frequencies, ``rope_freqs.weight``: with ``L`` the wavelength ``2 pi / frequency``, 1 where
+``L < original / high``, ``factor`` where ``L > original / low``, and ``1 / ((1 - s) / factor + s)`` between,
+``s = (original / L - low) / (high - low)``. That of Phi 3 (``longrope``) is two tensors, one for contexts beyond the
+original length and one within, and a factor on attention.
+
+YaRN interpolates a range of frequencies, counted from the fastest: those before the range stay, those after it are
+divided, those in it are between. Its ends follow from how often a frequency turns in the original context; llama.cpp
+rounds them outwards, and takes 32 and 1 turns for granted in the graphs of most families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
 from quantforge.formats.gguf.stated_keys import called, refused
 
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_PROPORTIONAL = "proportional"  # of a part of a head, by the frequencies of the whole of it
+_NEVER = 1e30  # divides a frequency to nothing
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # turns, where a configuration leaves them out
 _DEFAULT_BASE = 10_000.0
 _PLAIN = {"", "default"}
 
@@ -58,7 +74,10 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
         local = _local_base(config, _mapping(stated, "sliding_attention"))
         scaling = _mapping(stated, "full_attention") or scaling
     usual = 1e6 if family.arch == "gemma3" else _DEFAULT_BASE
-    base, kind = number(scaling, "rope_theta", config.get("rope_theta", usual)), _kind(scaling)
+    base, kind = (
+        _number(scaling, "rope_theta", config.get("rope_theta", usual)),
+        _kind(scaling),
+    )
     changed = called(family.base, config) if family.base else None
     if changed is not None:
         base, kind = changed, ""
@@ -67,7 +86,7 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
             f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
         )
-    share = number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     known = _spelled(stated)
     if stated and {**known, **_spelled(older)} != known:
         raise InputError(
@@ -94,7 +113,7 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
     if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
         raise refused("rope scaling of layers that slide", "plain positions there")
-    return number(sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE))
+    return _number(sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE))
 
 
 def _original(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
@@ -117,10 +136,175 @@ def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
 
 
-def number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
+def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
     """Return a positive number of a mapping; of any other an `InputError`."""
     value = source.get(key)
     value = otherwise if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise InputError(f"config.json: {key} = {value!r}", "a positive number")
     return float(value)
+
+
+def rope_keys(rope: Rope, family: Family) -> dict[str, Value]:
+    """Return the keys, without the name of the architecture; errors as `rope_of`."""
+    keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
+    if rope.local_base is not None:
+        keys["rope.freq_base_swa"] = f32(rope.local_base)
+    if rope.kind == "linear":
+        keys["rope.scaling.type"] = text("linear")
+        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
+    if rope.kind == "yarn":
+        keys |= _yarn(rope, family)
+    if rope.kind == "longrope":
+        scale = _number(rope.settings, "factor", rope.context / (rope.original or rope.context))
+        factor = math.sqrt(1 + math.log(scale) / math.log(rope.original)) if scale > 1 else 1.0
+        keys["rope.scaling.attn_factor"] = f32(_number(rope.settings, "attention_factor", factor))
+    return keys
+
+
+def _yarn(rope: Rope, family: Family) -> dict[str, Value]:
+    keys: dict[str, Value] = {"rope.scaling.type": text("yarn")}
+    keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
+    keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
+    for name in _BETAS:
+        if rope.settings.get(name) is not None:
+            keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
+    _check_range(rope, family)
+    whole = rope.settings.get("mscale_all_dim")
+    if whole and rope.settings.get("mscale") != whole:
+        raise RefusedError(
+            "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
+            "use --format compressed-tensors",
+        )
+    if whole and not family.yarn_multiplier:
+        raise RefusedError(
+            "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
+            "use --format compressed-tensors",
+        )
+    if whole:
+        keys["rope.scaling.yarn_log_multiplier"] = f32(0.1 * _number(rope.settings, "mscale", None))
+    if rope.settings.get("attention_factor") is not None:
+        raise RefusedError(
+            "config.json: attention_factor of yarn scaling has no key in GGUF",
+            "use --format compressed-tensors",
+        )
+    return keys
+
+
+def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
+    """Return the tables, as tensors whose bytes are known."""
+    if rope.divided:
+        return (_table(FREQUENCIES, _divisors(rope)),)
+    if rope.kind == "llama3":
+        return (_table(FREQUENCIES, _llama3(rope)),)
+    if rope.kind == "longrope":
+        found = []
+        for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
+            values = rope.settings.get(key)
+            if not isinstance(values, Sequence) or len(values) != rope.width // 2:
+                raise InputError(f"config.json: {key} is no list of {rope.width // 2} numbers")
+            found.append(_table(name, [float(value) for value in values]))
+        return tuple(found)
+    return ()
+
+
+def _llama3(rope: Rope) -> list[float]:
+    return llama3_divisors(
+        rope.base,
+        rope.width,
+        _number(rope.settings, "factor", 8.0),
+        _number(rope.settings, "low_freq_factor", 1.0),
+        _number(rope.settings, "high_freq_factor", 4.0),
+        rope.original or rope.context,
+    )
+
+
+def _divisors(rope: Rope) -> list[float]:
+    """Return divisors of all frequencies of a head, of which a part of it does not turn at all."""
+    if rope.kind != _PROPORTIONAL:
+        return [1.0] * (rope.width // 2)
+    share = _number(rope.settings, "partial_rotary_factor", 1.0)
+    turning = int(share * rope.width // 2)
+    factor = _number(rope.settings, "factor", 1.0)
+    return [factor] * turning + [_NEVER] * (rope.width // 2 - turning)
+
+
+def llama3_divisors(
+    base: float, width: int, factor: float, low: float, high: float, original: int
+) -> list[float]:
+    """Return the divisors of the frequencies, as the module describes them."""
+    divisors = []
+    for position in range(0, width, 2):
+        wavelength = 2 * math.pi * base ** (position / width)
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            share = (original / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - share) / factor + share))
+    return divisors
+
+
+def _table(name: str, values: list[float]) -> GgufTensor:
+    return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
+
+
+def _check_range(rope: Rope, family: Family) -> None:
+    """Refuse a range that is another one in llama.cpp, unless `Family.yarn_rounded` allows for what `rounding` says.
+
+    Raises:
+        InputError: the range ends before it begins.
+        RefusedError: naming the key.
+    """
+    stated = _betas(rope)
+    said = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
+    if stated["beta_fast"] < stated["beta_slow"]:
+        raise InputError(f"config.json: {said}", "exchange them")
+    if _ends(rope, stated, whole=_whole(rope))[1] < 0:
+        # transformers interpolates nothing then, and llama.cpp all
+        tokens = rope.original or rope.context
+        short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
+        raise refused(short, "more")
+    known = stated if family.yarn_betas else _BETAS
+    if _ends(rope, stated, whole=True) != _ends(rope, known, whole=True):
+        usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
+        flags = " ".join(
+            f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
+        )
+        raise refused(
+            f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
+        )
+    if (said := rounding(rope)) and not family.yarn_rounded:
+        raise refused(f"truncate = false of yarn scaling, by which {said},", "true")
+
+
+def rounding(rope: Rope) -> str:
+    """Return from where to where llama.cpp interpolates, and transformers does; "" where both do alike."""
+    if rope.kind != "yarn" or _whole(rope):
+        return ""
+    betas = _betas(rope)
+    exact, whole = (_ends(rope, betas, whole=rounded) for rounded in (False, True))
+    if exact == whole:
+        return ""
+    here, there = f"{exact[0]:.2f} to {exact[1]:.2f}", f"{whole[0]:g} to {whole[1]:g}"
+    return f"frequencies {here} are interpolated, in llama.cpp {there}"
+
+
+def _whole(rope: Rope) -> bool:
+    return bool(rope.settings.get("truncate", True))
+
+
+def _betas(rope: Rope) -> dict[str, float]:
+    return {name: _number(rope.settings, name, usual) for name, usual in _BETAS.items()}
+
+
+def _ends(rope: Rope, betas: Mapping[str, float], *, whole: bool) -> tuple[float, float]:
+    """Return the first and the last frequency of the range; ``whole``: rounded outwards."""
+    original, base = rope.original or rope.context, 2 * math.log(max(rope.base, 1 + 1e-9))
+    low, high = (
+        rope.width * math.log(original / (2 * math.pi * turns)) / base for turns in betas.values()
+    )
+    if whole:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, rope.width - 1)

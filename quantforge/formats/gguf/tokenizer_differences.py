@@ -13,10 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantforge.formats.gguf.metadata import strips_after
-from quantforge.formats.gguf.pretokenizer import BYTE_CHARACTERS
-from quantforge.formats.gguf.sentencepiece import SPACE
 from quantforge.formats.gguf.special import flat, template_ends
-from quantforge.formats.gguf.tokenizer_json import added_tokens, merged_pairs, special_contents
+from quantforge.formats.gguf.tokenizer_json import (
+    BYTE_CHARACTERS,
+    SPACE,
+    added_tokens,
+    merged_pairs,
+    special_contents,
+)
 
 _SHOWN = 3
 _ASSUMED_EOS = {

@@ -12,9 +12,8 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.pretokenizer import BYTES, DIGITS, steps_of
-from quantforge.formats.gguf.sentencepiece import check_lengths
 from quantforge.formats.gguf.special import begins_by_default
+from quantforge.formats.gguf.tokenizer_json import BYTES, DIGITS, check_lengths, steps_of
 from quantforge.formats.gguf.vocabulary import TEMPLATE, Kind
 from quantforge_calibration.chat_templates import DEFAULT, file_of
 

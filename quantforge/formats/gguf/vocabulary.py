@@ -22,14 +22,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf import tokenizer_differences as differences
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
-from quantforge.formats.gguf.pretokenizer import recognised
-from quantforge.formats.gguf.sentencepiece import (
-    BYTE,
-    SPACE,
-    check_bytes,
-    check_merges,
-    space_before,
-)
+from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.special import (
     added_around,
     chat_templates,
@@ -40,10 +33,16 @@ from quantforge.formats.gguf.special import (
     template_ends,
 )
 from quantforge.formats.gguf.tokenizer_json import (
+    BYTE,
+    SPACE,
     added_tokens,
     check_added,
+    check_bytes,
+    check_merges,
     merged_pairs,
     numbered_pieces,
+    recognised,
+    space_before,
     with_settings,
 )
 from quantforge_files.roles import TOKENIZER
@@ -334,3 +333,42 @@ def _fill(
         raise InputError(
             f"{path}: two tokens are spelled alike", "the file is damaged", file=str(path)
         )
+
+
+_GENERAL = ("general.license", "general.base_model", "general.languages", "general.tags")
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedVocabulary:
+    """The vocabulary of another file; see `quantforge.formats.gguf.vocabulary.Vocabulary`."""
+
+    tokens: list[str]
+    found: dict[str, Value]
+    notes: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
+
+    def keys(self) -> dict[str, Value]:
+        """Return the metadata."""
+        return self.found
+
+
+def carried_vocabulary(path: Path, rows: int) -> CarriedVocabulary:
+    """Take the vocabulary, licence and origin from a file.
+
+    Raises:
+        InputError: the vocabulary and the embedding have different lengths.
+    """
+    file = read_gguf(path)
+    tokens: list[str] = file.value("tokenizer.ggml.tokens", list)
+    if len(tokens) != rows:
+        raise InputError(
+            f"{path}: {len(tokens)} tokens, the embedding has {rows} rows",
+            "the file is damaged",
+            file=str(path),
+        )
+    keys = {
+        key: value
+        for key, value in file.metadata.items()
+        if key.startswith(("tokenizer.", *_GENERAL))
+    }
+    return CarriedVocabulary(tokens, keys)

@@ -10,7 +10,6 @@ import pytest
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats.gguf import parsing as reader
-from quantforge.formats.gguf import scan
 from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, flag, u32
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from tests.unit.formats.gguf.test_gguf_reader import (
@@ -81,8 +80,8 @@ def test_an_array_may_fill_the_file_and_go_no_further(path, kind, width):
 
 
 def test_arrays_of_6_million_values_in_all(path, monkeypatch):
-    assert scan.MAX_VALUES == 6_000_000
-    monkeypatch.setattr(scan, "MAX_VALUES", 1000)
+    assert reader.MAX_VALUES == 6_000_000
+    monkeypatch.setattr(reader, "MAX_VALUES", 1000)
     two = [
         key(name, 9, struct.pack("<iQ", 0, count)) + bytes(count)
         for name, count in (("a", 600), ("b", 400))
@@ -94,17 +93,17 @@ def test_arrays_of_6_million_values_in_all(path, monkeypatch):
 
 
 def test_a_header_of_128_mb(path, monkeypatch):
-    assert scan.MAX_HEADER_BYTES == 1 << 27
+    assert reader.MAX_HEADER_BYTES == 1 << 27
     data = header(0, 1) + key("a", 8, string("x" * 100))
-    monkeypatch.setattr(scan, "MAX_HEADER_BYTES", len(data))
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", len(data))
     assert read(path, data, len(data) + 7).value("a", str) == "x" * 100
-    monkeypatch.setattr(scan, "MAX_HEADER_BYTES", len(data) - 1)
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", len(data) - 1)
     assert "100 bytes expected" in why(path, data)
 
 
 def test_a_header_is_read_in_runs(path, monkeypatch):
     """Strings that end with a run, go over its end, are longer than one, and begin one."""
-    monkeypatch.setattr(scan, "_CHUNK", 64)
+    monkeypatch.setattr(reader, "_CHUNK", 64)
     texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
     keys = b"".join(key(f"k{n}", 8, string(text)) for n, text in enumerate(texts))
     found = read(path, header(0, len(texts)) + keys)
