@@ -49,9 +49,13 @@ if TYPE_CHECKING:
 KEY = "awq"
 _SERVING = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
 ENGINES = by_engine(
-    transformers=Engine(note="through gptqmodel"), vllm=_SERVING, sglang=_SERVING, tensorrt_llm=MODELOPT,
-    lmdeploy=TURBOMIND, mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
-)  # fmt: skip
+    transformers=Engine(note="through gptqmodel"),
+    vllm=_SERVING,
+    sglang=_SERVING,
+    tensorrt_llm=MODELOPT,
+    lmdeploy=TURBOMIND,
+    mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
+)
 ABOUT = About(
     packages={"transformers": "gptqmodel"},
     specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),

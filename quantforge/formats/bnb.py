@@ -90,11 +90,14 @@ ENGINES = by_engine(
 ABOUT = About(
     packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
     specimens=(
-        "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g64:sym:f32", "int8:row:sym:f32+int8:token:dynamic:6",
+        "nf4:g64:sym:f32",
+        "nf4:g64:sym:double",
+        "fp4:g64:sym:f32",
+        "int8:row:sym:f32+int8:token:dynamic:6",
     ),
     engines=ENGINES,
     exceptions="llm_int8_skip_modules",
-)  # fmt: skip
+)
 LEAST_ZERO = 0
 OWN_BITS = 4
 METHOD = "bitsandbytes"

@@ -60,8 +60,12 @@ def scheme(stored: Iterable[StoredTensor]) -> dict[str, Any] | None:
         return None
     strategy = _STRATEGIES[TENSOR if shapes == {1} else HEAD]
     return {
-        "num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False,
-    }  # fmt: skip
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+    }
 
 
 def named(names: Iterable[str]) -> list[str]:
@@ -86,8 +90,12 @@ def found(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Cach
             continue
         _check_shape(tensor, kind, heads)
         names.setdefault(int(match[1]), {})[name[-7]] = name
-    missing = [f"{key}_scale of block {block}" for block in range(blocks) for key in "kv"
-               if key not in names.get(block, {})]  # fmt: skip
+    missing = [
+        f"{key}_scale of block {block}"
+        for block in range(blocks)
+        for key in "kv"
+        if key not in names.get(block, {})
+    ]
     if missing:
         raise InputError(
             f"config.json has a kv_cache_scheme, but {len(missing)} scales of the KV cache are missing, first: "

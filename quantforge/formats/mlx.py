@@ -50,8 +50,13 @@ if TYPE_CHECKING:
 KEY = "mlx"
 _NOT = Engine(never="does not read MLX files")
 ENGINES = by_engine(
-    transformers=_NOT, vllm=_NOT, sglang=_NOT, tensorrt_llm=_NOT, lmdeploy=_NOT, mlx=Engine(embedding=True)
-)  # fmt: skip
+    transformers=_NOT,
+    vllm=_NOT,
+    sglang=_NOT,
+    tensorrt_llm=_NOT,
+    lmdeploy=_NOT,
+    mlx=Engine(embedding=True),
+)
 ABOUT = About(
     library="mlx",
     specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
@@ -94,8 +99,11 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
         reason = f"groups of {either(SIZES)}, not {scheme.granularity} of {shape[1]} columns"
         return Fit(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
     if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
-        return Fit(Verdict.IMPOSSIBLE, f"scales of 16 bits are read, not {scheme.scale}",
-                   f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:bf16")  # fmt: skip
+        return Fit(
+            Verdict.IMPOSSIBLE,
+            f"scales of 16 bits are read, not {scheme.scale}",
+            f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:bf16",
+        )
     return grouped(scheme, shape) or Fit(Verdict.EXACT)
 
 

@@ -177,8 +177,16 @@ ABOUT = About(
     tunable=True,
     packages={"transformers": "compressed-tensors"},
     specimens=(
-        "int4:g128:sym:bf16", "int4:g128:asym:bf16", "int8:row:sym:bf16", "W8A8", "fp8:row", "fp8:tensor",
-        "FP8_BLOCK", "nvfp4", "mxfp4", "mxfp8",
+        "int4:g128:sym:bf16",
+        "int4:g128:asym:bf16",
+        "int8:row:sym:bf16",
+        "W8A8",
+        "fp8:row",
+        "fp8:tensor",
+        "FP8_BLOCK",
+        "nvfp4",
+        "mxfp4",
+        "mxfp8",
     ),
     holds_kv_scales=True,
     group_index=".weight_g_idx",
@@ -186,7 +194,7 @@ ABOUT = About(
     by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
     published=True,
     transposes=True,
-)  # fmt: skip
+)
 LEAST_ZERO = 0
 OWN_BITS = 4
 unpack = linears.unpack

@@ -65,9 +65,12 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
 def _microscaled(grid: str, size: int) -> dict[str, Any]:
     bits, strategy = (8 if grid == "mxfp8" else 4), ("tensor_group" if grid == "nvfp4" else "group")
     return {
-        "num_bits": bits, **_FLOAT, "strategy": strategy, "group_size": size,
+        "num_bits": bits,
+        **_FLOAT,
+        "strategy": strategy,
+        "group_size": size,
         "scale_dtype": _SCALE_DTYPES[grid],
-    }  # fmt: skip
+    }
 
 
 def input_arguments(activation: Activation | None) -> dict[str, Any] | None:

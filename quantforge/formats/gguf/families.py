@@ -233,9 +233,13 @@ def name_here(typed: str, canonical: Iterable[str]) -> str:
         for form in known
     }
     meant = [
-        name for name in dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", one) for one in canonical)
-        if ((inner := _INNER.fullmatch(name)) and inner[2].replace(".*", "") in forms) or name in forms
-    ]  # fmt: skip
+        name
+        for name in dict.fromkeys(
+            re.sub(r"\.experts\.\d+\.", ".experts.*.", one) for one in canonical
+        )
+        if ((inner := _INNER.fullmatch(name)) and inner[2].replace(".*", "") in forms)
+        or name in forms
+    ]
     if block and block.isdecimal():
         return next((name for name in meant if f".{block}." in name), "")
     return next((name.rpartition(".")[2] for name in meant), "")

@@ -106,9 +106,11 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             continue
         if entry.name not in known:
             raise InputError(
-                f"{path}: tensor {entry.name!r} is none of {family.arch}", "is this a model file?",
-                file=str(path), tensor=entry.name,
-            )  # fmt: skip
+                f"{path}: tensor {entry.name!r} is none of {family.arch}",
+                "is this a model file?",
+                file=str(path),
+                tensor=entry.name,
+            )
         places |= _places(entry, known[entry.name], family, config)
     entries = {name: _shown(name, place) for name, place in sorted(places.items())}
     types = {
@@ -119,9 +121,15 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     if types:
         config = {**config, "quantization_config": dict(QUANTIZATION), f"{KEY}_types": types}
     return GgufCheckpoint(
-        path=path, config=config, entries=entries, shards=file.files, side_files=(), card=None,
-        places=places, file=file,
-    )  # fmt: skip
+        path=path,
+        config=config,
+        entries=entries,
+        shards=file.files,
+        side_files=(),
+        card=None,
+        places=places,
+        file=file,
+    )
 
 
 def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
@@ -143,8 +151,13 @@ def _places(
     """Return one place, or of a stack one for each matrix of an expert."""
     raw = entry.raw()
     turned = family.arch == "gpt2" and entry.name.startswith("blk.") and len(entry.shape) == 2
-    place = _Place(raw, entry.type, _heads(entry.name, family, config),
-                   family.norm_plus_one and entry.name.endswith("norm.weight"), turned)  # fmt: skip
+    place = _Place(
+        raw,
+        entry.type,
+        _heads(entry.name, family, config),
+        family.norm_plus_one and entry.name.endswith("norm.weight"),
+        turned,
+    )
     if len(originals) == 1:
         return {originals[0]: place}
     experts, rows, _ = entry.shape if len(entry.shape) == 3 else (len(originals) + 1, 0, 0)
