@@ -16,7 +16,6 @@ In this folder:
     minima          Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
     moments         Parameters fitted again with the codes held, under the whole Hessian
     nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    points          Points: the values that columns can take, in the one form that rounders have fast loops for
     row_codes       Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
     scale_loops     The scale search of `integer_search` in loops that numba compiles, for large matrices on a CPU
     scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
@@ -29,17 +28,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from quantforge.grids import GRIDS, Zero
 from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from quantforge.packers.moments import Refit
-    from quantforge.packers.points import Points
     from quantforge.packers.tensor import QuantizedTensor, Statement
+
+
+class Points(NamedTuple):
+    """The grid of some columns: ``(code - zero) * scale + offset`` with codes inside of ``limits``.
+
+    With a ``table`` (thresholds, then the values between them and the codes of these, float32) it is
+    ``value * scale + offset``; a value at a threshold belongs above it.
+    """
+
+    scales: Tensor  # float32 [columns, rows], as the two that follow
+    zeros: Tensor
+    offsets: Tensor
+    limits: tuple[int, int]
+    dtype: torch.dtype  # of the codes
+    table: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Packer(Protocol):

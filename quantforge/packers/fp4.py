@@ -21,10 +21,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quantforge.packers import Points
 from quantforge.packers.fp8 import cast, rounded, widened
 from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.moments import Held, Refit, ScaleMoments
-from quantforge.packers.points import Points
 from quantforge.packers.row_codes import chunks
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement

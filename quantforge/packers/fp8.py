@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
+from quantforge.packers import Points
 from quantforge.packers import row_codes as loops
 from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
 from quantforge.packers.moments import Refit
-from quantforge.packers.points import Points
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType
+from quantforge.packers import Points
 from quantforge.packers import row_codes as rows
 from quantforge.packers.integer_search import search_scales, search_scales_and_zeros
 from quantforge.packers.moments import Held, Refit, ScaleMoments
-from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import ScaleType, Zero
-from quantforge.packers import integer
+from quantforge.packers import Points, integer
 from quantforge.packers.integer import SCALE_DTYPES
 from quantforge.packers.moments import Refit
-from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from quantforge.grids import NESTED, PerGroup, ScaleType
 from quantforge.numerics.threads import one_thread
+from quantforge.packers import Points
 from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.moments import Refit
-from quantforge.packers.points import Points
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme

@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.packers.points import Points
+from quantforge.packers import Points
 from quantforge.quantizers import COMPILED_FROM
 
 

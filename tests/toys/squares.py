@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
+from quantforge.packers import Points
 from quantforge.packers.moments import Held, Refit
-from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
+from quantforge.packers import Points
 from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
 from quantforge.packers.ggml.grid import (
     GRIDS,
@@ -27,7 +28,6 @@ from quantforge.packers.ggml.grid import (
 from quantforge.packers.ggml.reference import COVERED, quantize
 from quantforge.packers.ggml.refit import refits
 from quantforge.packers.ggml.search import search as searched
-from quantforge.packers.points import Points
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
