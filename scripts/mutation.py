@@ -130,7 +130,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.formats.patterns": ("unit/formats/test_patterns.py",),
     "quantforge.formats.sources.adapter_config": ("unit/formats/test_adapter_config.py",),
     **{f"quantforge.formats.sources.{name}": ("unit/formats/test_adapters.py",)
-       for name in ("adapter", "adapter_places", "merged")},
+       for name in ("adapter", "merged")},
     **{f"quantforge.formats.sources.{name}": ("unit/formats/test_low_precision_sources.py",)
        for name in ("encoded", "low_precision", "modelopt", "mxfp4_stacks")},
     "quantforge.results.publish": (

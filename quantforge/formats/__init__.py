@@ -31,10 +31,9 @@ In this folder:
     matching               A quantized checkpoint, matched as if its weights were stored plainly
     matrix                 The matrix of conversions
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
-    module_names           Names of modules as a configuration lists them: plain, or as patterns
     one_group              One group size for a whole model
     opening                One door to every kind of model: a directory, or a GGUF file
-    patterns               Regular expressions that users type and that files hold: none may take for ever
+    patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
     storage                Storage of a plan's tensors in the files of a format
     targets                Engines as targets: what is made for each, what it refuses

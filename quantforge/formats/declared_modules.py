@@ -21,7 +21,7 @@ from quantforge.formats.configuration import (
     within_block,
 )
 from quantforge.formats.contradictions import denied
-from quantforge.formats.module_names import Names, matches
+from quantforge.formats.patterns import Names, matches_module
 
 _SHOWN = 4  # modules in an error
 Declared = Callable[[str], Set[bool]]
@@ -104,7 +104,7 @@ def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
     answers = set()
     rules = config.get("dynamic")
     for pattern in rules if isinstance(rules, Mapping) else ():
-        if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
+        if matches_module(pattern.removeprefix("+:").removeprefix("-:"), module):
             answers.add(not pattern.startswith("-:"))
             break
     inside = config.get("modules_in_block_to_quantize") or []

@@ -63,8 +63,8 @@ from quantforge.formats.engines import (
 from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
 from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.formats.kept_experts import kept_mixtures
-from quantforge.formats.module_names import matches
 from quantforge.formats.one_group import differing_groups, stated_size
+from quantforge.formats.patterns import matches_module
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -349,7 +349,7 @@ def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     if not isinstance(rules, Mapping) or not all(isinstance(v, Mapping) for v in rules.values()):
         raise InputError("config.json: dynamic is no table of rules by pattern")
     for pattern, values in rules.items():
-        if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
+        if matches_module(pattern.removeprefix("+:").removeprefix("-:"), module):
             if pattern.startswith("-:"):
                 raise denied(f"dynamic excepts {pattern!r}", f"{module} is packed", module)
             return dict(values)

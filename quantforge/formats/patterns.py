@@ -1,4 +1,4 @@
-"""Regular expressions that users type and that files hold: none may take for ever.
+"""Regular expressions that users type and that files hold, for names of modules: none may run forever.
 
 A repetition inside a repetition takes exponential time on the right name, and one of a great count takes memory when it
 is compiled; both are refused as such. What is left can still take a power of the length of a name, so that every match
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -79,3 +80,26 @@ def matches(text: str, name: str, *, whole: bool) -> bool:
     if late:
         raise InputError(f"{shown}: takes too long for {name[:100]}", "use fewer repetitions")
     return found is not None
+
+
+def matches_module(pattern: str, module: str) -> bool:
+    """Return whether a regular expression of ``config.json`` matches the start of a module name."""
+    try:
+        return matches(pattern, module, whole=False)
+    except InputError as error:
+        raise InputError(f"config.json: {error.message}") from error
+
+
+class Names:
+    """Names of modules, and patterns after ``re:``, as a configuration lists them."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        entries = list(entries)
+        self._patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+        self._names = frozenset(entries)
+
+    def rank(self, module: str) -> int | None:
+        """Return 0 for a module that is named, 1 for one that a pattern matches, None for any other."""
+        if module in self._names:
+            return 0
+        return 1 if any(matches_module(pattern, module) for pattern in self._patterns) else None

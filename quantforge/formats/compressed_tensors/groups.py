@@ -11,7 +11,7 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.formats.configuration import listed
-from quantforge.formats.module_names import Names
+from quantforge.formats.patterns import Names
 from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
 from quantforge.notation import parse
 from quantforge.scheme import Activation, LayerScheme, Scheme

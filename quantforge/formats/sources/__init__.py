@@ -8,7 +8,6 @@ In this folder:
 
     adapter         An adapter as PEFT saves it: low-rank changes of linears and embeddings
     adapter_config  Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type
-    adapter_places  Places of the modules that an adapter changes in the files of a model: their stored names
     encoded         One weight of a source in low precision: its name and shape, the tensors that hold it
     head_directory  Directories of draft heads: small networks that guess further tokens from what a model has computed
     low_precision   The view of a source in low precision that runs read, and the words for its precision

@@ -11,11 +11,11 @@ changes either of them: in training the change of one did not reach the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.match import match
+from quantforge.architectures.match import Matched, Role, match
 from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
@@ -23,7 +23,6 @@ from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tenso
 from quantforge.errors import InputError
 from quantforge.formats.sources.adapter import WEIGHTS, Adapter, LowRank
 from quantforge.formats.sources.adapter_config import CONFIG, merge_steps
-from quantforge.formats.sources.adapter_places import Places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +116,7 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
     """
     found = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
-    places = Places(checkpoint, found)
+    places = _Places(checkpoint, found)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     alone = not adapter.ties and places.stand_apart(touched)
     new, merge = _Merge(checkpoint, places), _Merge(checkpoint, places)
@@ -209,7 +208,7 @@ class _Merge:
         resized: embedding and head with other rows than the model's alone: theirs, and those of the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, places: Places) -> None:
+    def __init__(self, checkpoint: Checkpoint, places: _Places) -> None:
         self._entries, self._places = checkpoint.entries, places
         self.computed: dict[str, Rows] = {}
         self.problems: list[str] = []
@@ -272,3 +271,59 @@ def _described(adapter: Adapter, alone: bool) -> str:
         words.append("the head stored on its own")
     digest = adapter.digests[-1].partition(" ")[0]
     return f"{adapter.path.resolve().name}: {', '.join(words)}; SHA-256 {digest}"
+
+
+class _Places:
+    """_Places of the modules of a running model in its files."""
+
+    def __init__(self, checkpoint: Checkpoint, found: Matched) -> None:
+        self._entries = checkpoint.entries
+        self._found = found
+        family = found.architecture
+        self.head = f"{family.head}.weight" if family else "lm_head.weight"
+        embedding = f"{family.embedding}.weight" if family else ""
+        known = found.by_name.get(embedding)
+        self.embedding = known.stored.name if known else ""
+
+    def stored(self, name: str) -> str:
+        """Return the stored name of a tensor."""
+        known = self._found.by_name.get(name)
+        return known.stored.name if known else name
+
+    def base(self, name: str) -> str:
+        """Return the stored name of the tensor that a change is of; "" where the model has none."""
+        stored = self.stored(name)
+        if stored in self._entries:
+            return stored
+        return self.embedding if self._found.tied and name == self.head else ""
+
+    def turned(self, name: str, said: bool) -> bool:
+        """Return whether the weight of a linear is stored ``[in, out]``; as the adapter ``said`` where nobody knows."""
+        known = self._found.by_name.get(name)
+        return known.transposed if known and self._found.architecture else said
+
+    def of_linears(self, ends: Collection[str]) -> list[str]:
+        """Return the stored weights of the linears whose module ends so, experts apart: PEFT finds these stacked."""
+        wanted = frozenset(ends)
+        return [
+            tensor.stored.name
+            for tensor in self._found.tensors
+            if tensor.role is Role.LINEAR and "experts." not in tensor.name
+            if not wanted.isdisjoint(_ends(tensor.name.removesuffix(".weight")))
+        ]
+
+    def stand_apart(self, touched: set[str]) -> bool:
+        """Return whether a tied head has to be stored on its own: an adapter changes it or the embedding."""
+        outer = {self.head, self.embedding}
+        return (
+            self._found.tied
+            and bool(self.embedding)
+            and bool({self.stored(name) for name in touched} & outer)
+        )
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield the name of a module and what follows each of its dots."""
+    while module:
+        yield module
+        module = module.partition(".")[2]
