@@ -37,7 +37,6 @@ In this folder:
     output_gradients      Gradients at the output of linears, and their squares by token and strip of rows
     outside               A model of transformers around its blocks: which modules these are
     passage               Passage of rows into a block: what reaches it
-    readers               Linears of a block by the activation that they read
     routed_tokens         Input of the experts of one block, kept once for all calibration rows: hidden states
     row_passage           Interface of how rows reach a block, and the passage for which nothing but their shape counts
     running_form          A checkpoint in the form in which transformers runs it

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Architecture, Parameter
-from quantforge.architectures.derivation import Derivation
+from quantforge.architectures.architecture import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import RefusedError
 from quantforge.model.derive_kind import Derived, Sizes, agreed, derive_kind, modules_of
 from quantforge.model.inner import head_of
 from quantforge.model.outside import Learn, Outside
 from quantforge.model.passage import same
-from quantforge.model.readers import is_linear, is_transposed
 from quantforge.model.standins import Call, mappings
-from quantforge.model.trial_block import TrialBlock
+from quantforge.model.trial_block import TrialBlock, is_linear, is_transposed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

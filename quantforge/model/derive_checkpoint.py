@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # Of the last model: a run, or a comparison with its source, asks more than once, and blocks may be slow to run.
 _KNOWN: dict[str, Architecture] = {}
-_HELD = frozenset({"quantization_config", "dtype", "torch_dtype", "_name_or_path"})
 EXPERTS = 8  # enough to see what a mixture does
 TAKEN = (
     "num_experts_per_tok",
@@ -57,7 +56,8 @@ def derive_for(
     names = Names(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     apart = {place.stack.parameter for place in names.places.values()}
-    key = _key(config, shapes, apart, whole)
+    # What a model consists of follows from its configuration, which says nothing of how weights are held.
+    key = json.dumps([model.config.to_dict(), sorted(apart), whole], sort_keys=True, default=str)
     if key not in _KNOWN:
         made = derive(with_few_experts(config, model, whole=whole), shapes, apart)
         _KNOWN.clear()
@@ -74,22 +74,6 @@ def derive_for(
     other = [source for source in names.distinct() if source.stored[0] not in canonical]
     found, kept = declared_as_stored(names, found, other)
     return Declared(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
-
-
-def _key(
-    config: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    apart: Collection[str],
-    whole: bool,
-) -> str:
-    """Return what the declarations of a model depend on: not on how its weights are held."""
-    return json.dumps([_without_types(config), shapes, sorted(apart), whole], sort_keys=True)
-
-
-def _without_types(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_types(item) for key, item in value.items() if key not in _HELD}
 
 
 def _tied(names: Names, found: Architecture) -> bool:

@@ -16,9 +16,8 @@ from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.errors import RefusedError
 from quantforge.model.absorbers import Candidate, proven
 from quantforge.model.derive_experts import Mixture, mixture_of
-from quantforge.model.readers import Watched, is_linear, watched
 from quantforge.model.standins import beside_of
-from quantforge.model.trial_block import TrialBlock
+from quantforge.model.trial_block import TrialBlock, Watched, is_linear, watched
 
 
 class Sizes(NamedTuple):
