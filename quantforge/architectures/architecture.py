@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.derivation import Derivation
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
 from quantforge.architectures.layer_windows import NONE, WindowRule
@@ -17,6 +16,26 @@ from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
 Rows = slice | list[int]
+_HINT = "--method rtn works without the architecture's declarations"
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """Facts of one model that a declared family would compute from the configuration.
+
+    Attributes:
+        source: the code that was run, e.g. ``transformers 5.23.0, GPTNeoXForCausalLM``.
+        dimensions: the sizes.
+        kinds: the name of every layer's kind.
+        tied: whether the head is the embedding.
+        unobserved: modules of blocks that hold a matrix and are never called with what it reads, relative to the block.
+    """
+
+    source: str
+    dimensions: Dimensions
+    kinds: tuple[str, ...]
+    tied: bool = False
+    unobserved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +130,31 @@ class Architecture:
     windows: WindowRule = NONE
     projector: Mapping[str, str] = field(default_factory=dict)
     graph: DecoderGraph | None = None
+
+    def require(self, config: Mapping[str, Any]) -> None:
+        """Refuse values of a (text) configuration that the declarations do not cover.
+
+        Raises:
+            InputError: naming the key, the value and what is supported.
+        """
+        for key, value in self.requires.items():
+            if config.get(key, value) != value:
+                raise InputError(
+                    f"config.json: {key} = {config[key]!r} is not supported for {self.model_type}",
+                    f"supported: {key} = {value!r}; {_HINT}",
+                )
+        if self.uncovered and (what := _called(self.uncovered, {**self.defaults, **config})):
+            raise InputError(f"config.json: {what} is not supported for {self.model_type}", _HINT)
+
+    def configured(self, config: Mapping[str, Any]) -> Architecture:
+        """Return the declarations of models of a (text) configuration: without the tensors that it leaves out."""
+        stated, keys = {**self.defaults, **config}, self.replayed
+        return replace(
+            self,
+            outer=tuple(item for item in self.outer if item.exists(stated)),
+            kinds=tuple(kind.present(stated) for kind in self.kinds),
+            replayed=keys if isinstance(keys, bool) else any(map(stated.get, keys)),
+        )
 
     @property
     def linears(self) -> tuple[str, ...]:

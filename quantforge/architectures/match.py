@@ -18,7 +18,6 @@ from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.architecture import matches
-from quantforge.architectures.configured import configured, required
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import match_draft
 from quantforge.architectures.draft_kinds import is_draft
@@ -80,12 +79,12 @@ def match(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config
         )
     try:
-        required(tower, architecture)
+        architecture.require(tower)
     except InputError as refused:
         _check_codes(stored)
         return match_by_names(tower, stored, refused.message, config)
     return _declared(
-        configured(tower, architecture), config, tower, stored, found.names if found else {}
+        architecture.configured(tower), config, tower, stored, found.names if found else {}
     )
 
 

@@ -12,7 +12,6 @@ import pytest
 from transformers import AutoConfig
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.configured import configured
 from quantforge.errors import QuantForgeError, RefusedError
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import Parameters, parameters
@@ -59,7 +58,7 @@ def outcome(config: Mapping[str, Any]) -> object:
         layers = declared.layers(config, found.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return str(error)
-    return found.keys, found.computed, found.events, configured(config, declared).outer, layers
+    return found.keys, found.computed, found.events, declared.configured(config).outer, layers
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
