@@ -14,17 +14,14 @@ In this folder:
     cache_kinds       Names of caches: how keys and values are stored, in one word for both, or in a word for each
     cohere            Command R: attention and MLP side by side behind one LayerNorm without bias, neighbours rotated
     cohere2           Command R7B and A: a cohere in which three layers of four have a window
-    configured        Declarations for one configuration: what it may not ask for, so that they hold
     cwm               CWM: a llama in which three layers of four have a window, with an explicit head size
     declare           Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
     decoder_graph     How the blocks of a family compute, as far as declarations of tensors do not say it
     deepseek_v2       DeepSeek 2: latent attention, with a latent for queries in the large model
     deepseek_v3       DeepSeek 3 (and Kimi K2): latent attention; dense first layers
     deepseek_v32      DeepSeek 3.2: a deepseek_v3 whose attention reads the tokens that an indexer chooses
-    delta_attention   Kimi delta attention as a part of layers: a gated delta net that forgets channel by channel
     delta_net         Gated delta nets as parts of layers: a state per head that forgets
     dense_parts       Parts of dense families: MLPs without gate, gate and up in one matrix
-    derivation        Facts that a derived declaration has beside a written one: sizes and kinds of layers as they are
     dimensions        The sizes of a model, read from its configuration by every name that a family gives them
     dots1             dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
     draft_heads       Tensors of draft heads: which of them are linears, and which of these read the same activation
@@ -38,10 +35,6 @@ In this folder:
     gemma2            Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
     gemma3            Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
     gemma4            Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
-    gemma4_graph      Gemma 4 as llama.cpp's graph has it: what it reads for each layer, and what it takes for granted
-    gemma4_keys       Gemma 4 as the keys and tensors of a GGUF file describe it: a configuration of transformers
-    gemma4_layers     Layers of Gemma 4: of which kind each is, and the sizes of its parts, as a configuration says them
-    gemma4_tower      The tower of Gemma 4 that reads pictures, as llama.cpp does: pooled patches of any number
     generic           Matching without declarations: what is taken for a linear layer in a family that nobody described
     glm               GLM 4 of 2024: a llama with gate and up in one matrix
     glm4              GLM 4 of 2025: a glm with further norms after attention and after the MLP
@@ -61,9 +54,7 @@ In this folder:
     kimi_k25          Kimi K2.5 and later: a deepseek_v3 beside a vision tower
     kimi_linear       Kimi Linear: delta attention in three layers of four, latent attention in the others
     latent            Multi-head latent attention: queries, keys and values made of narrow latents
-    layer_inputs      Vectors that a token has for every layer, as parts of a model: where they come from
     layer_kind        Kinds of layers as data: the tensors of one block, which of its linears read the same activation
-    layer_overrides   Overrides of layers: values of a configuration that some layers have of their own
     layer_windows     Windows: which layers look at the last few tokens alone, as transformers reads a configuration
     lfm2              LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
     lfm2_moe          LFM 2 mixtures: an lfm2 with dense first layers, then experts in the place of the MLP
@@ -107,7 +98,6 @@ In this folder:
     saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
     sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
-    shared_keys       Layers that read the keys and values of an earlier layer of their type, and make none
     slots             Slots: every tensor that a family declares for one model, by its name in files
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
