@@ -59,7 +59,6 @@ class Architecture:
         unmapped: by ``model_type`` of the whole configuration, a regular expression of the beginnings of names that
             are read here and that transformers does not look for: it would fill the parameters with random numbers.
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
-        optional: regular expressions of declared canonical names that may be absent.
         foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
         requires: configuration values that the declarations rely on; anything else is refused.
         uncovered: dotted path of a function that returns, for a configuration with the family's defaults, what else
@@ -103,7 +102,6 @@ class Architecture:
         r".*rotary_emb\.inv_freq",
         r".*\.self_attn\.[kv]_scale",  # of a quantized KV cache, which this runtime does not read
     )
-    optional: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     requires: Mapping[str, object] = field(default_factory=dict)
     uncovered: str = ""

@@ -190,7 +190,6 @@ def _declared(
         f"{name}: missing"
         for name in slots.missing(found)
         if not (is_tied and slots.by_name[name].name == head)
-        and not matches(architecture.optional, slots.by_name[name].name)
     ]
     problems += slots.twice(found)
     _raise(problems, "a complete checkpoint holds every tensor once, and no other")
