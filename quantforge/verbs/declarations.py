@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures import Architecture
+from quantforge.architectures import Architecture, LayerKind, SharedInput
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.saved import document
 from quantforge.checkpoint.disk import check_new, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.formats.configuration import json_bytes
@@ -26,9 +25,28 @@ class Declarations:
     dimensions: Dimensions
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON data."""
-        found = document(self.architecture, self.dimensions)
-        return {"schema": "quantforge.declarations/1", **found}
+        """Return JSON data: an entry for each kind of layers, with its shared inputs.
+
+        Rows of a fused linear are listed as first and one past the last, or all of them where they do not follow one
+        another.
+        """
+        architecture, sizes, derived = self.architecture, self.dimensions, self.architecture.derived
+        assert derived is not None
+        return {
+            "schema": "quantforge.declarations/1",
+            "model_type": architecture.model_type,
+            "source": derived.source,
+            "blocks": architecture.blocks,
+            "embedding": architecture.embedding,
+            "head": architecture.head,
+            "final_norm": architecture.final_norm,
+            "sizes": {
+                name: getattr(sizes, name) for name in ("hidden", "heads", "kv_heads", "head")
+            },
+            "layers": list(derived.kinds),
+            "unobserved": list(derived.unobserved),
+            "kinds": [_kind(architecture, sizes, kind) for kind in architecture.kinds],
+        }
 
 
 @checks_options()
@@ -56,4 +74,40 @@ def derive_declarations(
     found = Declarations(matched.architecture, matched.dimensions)
     if place is not None:
         save(place, json_bytes(found.document()))
+    return found
+
+
+def _kind(architecture: Architecture, dimensions: Dimensions, kind: LayerKind) -> dict[str, Any]:
+    return {
+        "name": kind.name,
+        "returns": kind.returned,
+        "parameters": {item.name: " x ".join(item.shape) for item in kind.parameters},
+        "stacks": [
+            {
+                "parameter": stack.parameter,
+                "linears": list(stack.linears),
+                "transposed": stack.transposed,
+                "interleaved": stack.interleaved,
+                "spread": stack.spread,
+            }
+            for stack in kind.stacks
+        ],
+        "inputs": [_input(architecture, dimensions, shared) for shared in kind.inputs],
+    }
+
+
+def _input(
+    architecture: Architecture, dimensions: Dimensions, shared: SharedInput
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"linears": list(shared.linears), "within": shared.within}
+    if shared.each:
+        found["experts"] = shared.each
+    absorber = shared.absorber
+    if absorber is not None:
+        found["absorber"] = {"kind": str(absorber.kind), "module": absorber.module}
+        found["absorber"]["heads"] = shared.heads
+        if absorber.rows:
+            rows = architecture.rows(dimensions, absorber.module, absorber.rows)
+            listed = [rows.start, rows.stop] if isinstance(rows, slice) else list(rows)
+            found["absorber"]["rows"] = listed
     return found
