@@ -38,7 +38,6 @@ In this folder:
     outside               A model of transformers around its blocks: which modules these are
     passage               Passage of rows into a block: what reaches it
     routed_tokens         Input of the experts of one block, kept once for all calibration rows: hidden states
-    row_passage           Interface of how rows reach a block, and the passage for which nothing but their shape counts
     running_form          A checkpoint in the form in which transformers runs it
     running_names         Names of a result's modules in the running model
     seen_inputs           Inputs of linears, seen while a block runs on several threads at once

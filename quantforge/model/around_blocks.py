@@ -22,8 +22,7 @@ from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
 from quantforge.model.inner import inner_of
 from quantforge.model.kept_leaves import KeptLeaves
 from quantforge.model.loading import ModuleWeights
-from quantforge.model.passage import Replay
-from quantforge.model.row_passage import Passage, ShapeCalls
+from quantforge.model.passage import Passage, Replay, ShapeCalls
 from quantforge.model.standins import Call, StandIn
 from quantforge.model.state_layout import StateLayout
 

@@ -16,7 +16,7 @@ from quantforge.model.block_weights import Block
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.loading import empty
-from quantforge.model.row_passage import Passage
+from quantforge.model.passage import Passage
 from quantforge.model.seen_inputs import EnoughError, SeenInputs
 from quantforge.model.standins import states_of
 from quantforge.numerics.finite import finite

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.row_passage import Reached
 from quantforge.model.standins import Call, StandIn, beside_of, mappings
 from quantforge.model.state_layout import StateLayout
 
@@ -35,6 +34,53 @@ if TYPE_CHECKING:
 
 PROBED = 32  # tokens of the row that shows what is read again
 Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
+
+
+class Reached(NamedTuple):
+    """Arguments of a block for the rows from ``start`` on.
+
+    ``before``: the content of mappings among them, by argument.
+    """
+
+    start: int
+    rows: int
+    states: Tensor
+    call: Call
+    before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
+
+
+class Passage(Protocol):
+    """Interface of how rows reach a block."""
+
+    @property
+    def layout(self) -> StateLayout:
+        """Return the layout of the hidden states."""
+
+    @property
+    def alone(self) -> bool:
+        """Return whether each row has to be reached by itself."""
+
+    def reach(self, start: int, states: Tensor) -> Reached:
+        """Return what reaches the block, given packed states of the rows from ``start`` on; safe on several threads."""
+
+    def left(self, reached: Reached, returned: Any) -> None:
+        """Note what the block returned; what it returned last counts."""
+
+
+class ShapeCalls(NamedTuple):
+    """Passage that depends on nothing but the number of rows."""
+
+    layout: StateLayout
+    calls: Mapping[int, Call]
+    alone: bool = False
+
+    def reach(self, start: int, states: Tensor) -> Reached:
+        """Return the states, and what was recorded for as many rows."""
+        rows = len(states)
+        return Reached(start, rows, self.layout.unpacked(states), self.calls[rows])
+
+    def left(self, reached: Reached, returned: Any) -> None:
+        """Note nothing."""
 
 
 class Kept(NamedTuple):

@@ -17,7 +17,7 @@ from quantforge.model.block import BlockPart
 from quantforge.model.block_rows import Batch
 from quantforge.model.fold import expand_heads, fold
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.row_passage import ShapeCalls
+from quantforge.model.passage import ShapeCalls
 from quantforge.model.standins import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
