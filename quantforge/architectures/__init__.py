@@ -95,7 +95,6 @@ In this folder:
     qwen_tower        Towers of Qwen's models that read pictures, as llama.cpp reads them: what 2.5 and 3 have in common
     residual_stream   The residual stream of a model: which tensors read it, and which write into it
     routers           Routers of mixtures of experts, by what they are
-    saved             Declarations as a document, to be read by people and kept beside a model
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
     sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
     slots             Slots: every tensor that a family declares for one model, by its name in files

@@ -65,7 +65,6 @@ INPUT_OUTER = (
     *linear("model.per_layer_model_projection", "layers*each_layer", "hidden"),
     *norms("model.per_layer_projection_norm", dimension="each_layer"),
 )
-HERE = "quantforge.architectures.gemma4"
 NORMS = (
     Parameter("layer_scalar", ("1",)),
     *norms(
@@ -149,15 +148,15 @@ ARCHITECTURE = Architecture(
         for name, place in TOKENS.items()
         for word in ("", SHARED)
     ),
-    kind_of=f"{HERE}.kinds",
+    kind_of=f"{__name__}.kinds",
     sizes={
-        "full_head": (f"{HERE}.full_head",),
-        "full_kv_heads": (f"{HERE}.full_kv_heads",),
-        "shared_ffn": (f"{HERE}.shared_width",),
-        "each_layer": (f"{HERE}.each_layer",),
+        "full_head": (f"{__name__}.full_head",),
+        "full_kv_heads": (f"{__name__}.full_kv_heads",),
+        "shared_ffn": (f"{__name__}.shared_width",),
+        "each_layer": (f"{__name__}.each_layer",),
         "each_vocab": ("vocab_size_per_layer_input",),
-        "experts": (f"{HERE}.experts",),
-        "inner": (f"{HERE}.inner_width",),
+        "experts": (f"{__name__}.experts",),
+        "inner": (f"{__name__}.inner_width",),
     },
     embedding="model.embed_tokens",
     head="lm_head",
@@ -171,7 +170,7 @@ ARCHITECTURE = Architecture(
         r"(model\.|language_model\.)*layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.(weight|bias)",
     ),
     foreign=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",),
-    uncovered=f"{HERE}.uncovered",
+    uncovered=f"{__name__}.uncovered",
     defaults={
         "hidden_size": 2304,
         "intermediate_size": 9216,
@@ -211,11 +210,11 @@ ARCHITECTURE = Architecture(
             "embedding_length_per_layer_input": INPUT_WIDTH,
             "expert_feed_forward_length": "moe_intermediate_size",
         },
-        reals={"final_logit_softcapping": f"{HERE}.softcap"},
+        reals={"final_logit_softcapping": f"{__name__}.softcap"},
         lists={
-            "attention.head_count_kv": f"{HERE}.kv_heads",
-            "attention.sliding_window_pattern": f"{HERE}.slides",
-            "feed_forward_length": f"{HERE}.widths",
+            "attention.head_count_kv": f"{__name__}.kv_heads",
+            "attention.sliding_window_pattern": f"{__name__}.slides",
+            "feed_forward_length": f"{__name__}.widths",
         },
         names={
             "layer_scalar": "layer_output_scale.weight",
@@ -226,11 +225,11 @@ ARCHITECTURE = Architecture(
                 for name in ("gate", "up", "down")
             },
         },
-        obstacle=f"{HERE}.obstacle",
-        restated=f"{HERE}.restated",
+        obstacle=f"{__name__}.obstacle",
+        restated=f"{__name__}.restated",
     ),
     text_config="text_config",
-    projector={"gemma4": f"{HERE}.projector"},
+    projector={"gemma4": f"{__name__}.projector"},
     replayed=(INPUT_WIDTH, SHARING),
     windows=WindowRule(width=512, period=PERIOD, full_last=True),
 )

@@ -51,9 +51,9 @@ _NESTED: Mapping[str, tuple[str, int]] = {
     "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
 }
 SIZES: Mapping[str, tuple[str, ...]] = {
-    "kda_heads": ("quantforge.architectures.kimi_linear.heads",),
-    "kda_head": ("quantforge.architectures.kimi_linear.head",),
-    "kernel": ("quantforge.architectures.kimi_linear.kernel",),
+    "kda_heads": (f"{__name__}.heads",),
+    "kda_head": (f"{__name__}.head",),
+    "kernel": (f"{__name__}.kernel",),
 }
 SHARED: tuple[Mixer, ...] = tuple(
     replace(
@@ -122,7 +122,7 @@ ARCHITECTURE = replace(
             llama.NORMS, mixer, dense=gated_mlp(), sparse=MIXTURE, prefix=f"{name}/"
         )
     ),
-    kind_of="quantforge.architectures.kimi_linear.kinds",
+    kind_of=f"{__name__}.kinds",
     converted=True,
     joined=JOINED,
     # transformers writes the dense first layer as if it were a mixture.
