@@ -19,7 +19,6 @@ import typer
 from quantforge.cli import (
     allocate,
     bench,
-    completion_install,
     demo,
     diff,
     doctor,
@@ -27,7 +26,6 @@ from quantforge.cli import (
     export,
     formats,
     generate,
-    hints,
     inspect,
     plan,
     quantize,
@@ -42,6 +40,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.error_types import as_ours, saved
 from quantforge.cli.ranks import check_ranks, said_already
 from quantforge.cli.stopping import Stopped, stop
+from quantforge.cli.usage_errors import for_verb
 from quantforge.cli.verb import Verb, Verbs
 from quantforge.errors import UsageError
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
@@ -103,7 +102,7 @@ def _print_help(verb: str) -> None:
         Console().text(group.get_help(context))
         return
     if verb not in group.commands:
-        raise UsageError(f"no verb '{verb}'", hints.for_verb(verb, group.commands))
+        raise UsageError(f"no verb '{verb}'", for_verb(verb, group.commands))
     asked = typer.Context(
         group.commands[verb], info_name=verb, parent=context, help_option_names=["-h", "--help"]
     )
@@ -157,7 +156,7 @@ def main() -> None:
         for number in system.STOPPING:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
                 signal.signal(number, stop)
-        code = _run(console, arguments)
+        code = _run(arguments)
         sys.stdout.flush()
     except Stopped as stopped:
         _end(console, arguments, stopped)
@@ -196,7 +195,7 @@ def _end(console: Console, arguments: list[str], stopped: Stopped) -> NoReturn:
     sys.exit(128 + stopped.number)
 
 
-def _run(console: Console, arguments: list[str]) -> Any:
+def _run(arguments: list[str]) -> Any:
     """Do what is typed, and return the exit code."""
     _check_text(arguments)
     _check_environment()
@@ -204,15 +203,12 @@ def _run(console: Console, arguments: list[str]) -> Any:
     decodes = arguments[0] in DECODING and "--no-speed" not in arguments
     if not decodes or processors_are_shared():
         wait_briefly()
-    completing = completion_install.VARIABLE in os.environ
+    completing = "_QUANTFORGE_COMPLETE" in os.environ  # set by the scripts of shells
     if completing:
         os.environ["COLUMNS"] = WIDE  # or the parser breaks what it says of an option into lines
     asked = None if completing else _asked_for_help(arguments)
     if asked is not None:
         _print_help(asked)
-        return 0
-    if completion_install.is_asked(arguments):
-        completion_install.answer(console, arguments)
         return 0
     return _group()(arguments, prog_name="quantforge", standalone_mode=False)
 

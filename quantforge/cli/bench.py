@@ -10,7 +10,6 @@ import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import draft_flags, options
-from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
@@ -38,7 +37,7 @@ def _engine(*flags: str, **more: Any) -> Any:
 Models = Annotated[
     list[str],
     typer.Argument(
-        metavar="MODEL...", autocompletion=models,
+        metavar="MODEL...",
         help="Models of any format, one after another; with --url the one whose tokenizer makes the prompts.",
     ),
 ]  # fmt: skip

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
@@ -26,13 +25,9 @@ SIDES = ("first", "second")
 def diff(
     first: Annotated[
         str,
-        typer.Argument(
-            metavar="A", help="A model directory or a GGUF file.", autocompletion=models
-        ),
+        typer.Argument(metavar="A", help="A model directory or a GGUF file."),
     ],
-    second: Annotated[
-        str, typer.Argument(metavar="B", help="Another, of any format.", autocompletion=models)
-    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another, of any format.")],
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,

@@ -8,19 +8,17 @@ from typing import Annotated
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli.completion import among, models
+from quantforge.cli.completion import among
 
 SCORED, SPEED, WRITTEN = "What is scored", "Speed and memory", "What comes of it"
 
 Reference = Annotated[
     str,
-    typer.Argument(help="The model to compare with.", metavar="REFERENCE", autocompletion=models),
+    typer.Argument(help="The model to compare with.", metavar="REFERENCE"),
 ]
 Descendants = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Models that descend from it.", metavar="[MODEL]...", autocompletion=models
-    ),
+    typer.Argument(help="Models that descend from it.", metavar="[MODEL]..."),
 ]
 Text = Annotated[
     str | None,

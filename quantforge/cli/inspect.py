@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.results.significant import size
 
@@ -24,7 +23,7 @@ EXAMPLE = "Example: quantforge inspect demo-gptq-int4 --tensors '*.layers.0.*'"
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.", autocompletion=models)
+        str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.")
     ],
     tensors: Annotated[
         str | None, typer.Option("--tensors", metavar="[GLOB]", help="List tensors: those that match, or all.")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli.completion import among, events, models
+from quantforge.cli.completion import among
 from quantforge.errors import UsageError, nearest
+from quantforge.events import KINDS
 from quantforge.planning.cards import CARDS
 from quantforge.settings import (
     ACTIVATIONS,
@@ -51,7 +52,6 @@ Model = Annotated[
     typer.Argument(
         help="A directory, a GGUF file or org/name[@revision].",
         metavar="MODEL",
-        autocompletion=models,
     ),
 ]
 Output = Annotated[
@@ -116,7 +116,7 @@ Allow = Annotated[
         "--allow",
         metavar="EVENT=N",
         help="Accept up to N events of a kind (repeatable).",
-        autocompletion=events,
+        autocompletion=among([f"{kind}=" for kind in KINDS]),
     ),
 ]
 AllowInexact = Annotated[
@@ -128,7 +128,6 @@ Source = Annotated[
         "--source",
         metavar="MODEL",
         help="What a quantized model was made from.",
-        autocompletion=models,
     ),
 ]
 Adapter = Annotated[
@@ -137,7 +136,6 @@ Adapter = Annotated[
         "--adapter",
         metavar="DIR",
         help="The adapter that was merged into the source.",
-        autocompletion=models,
     ),
 ]
 Requantize = Annotated[

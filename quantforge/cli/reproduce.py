@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from quantforge.cli import choices, options
-from quantforge.cli.completion import models
 from quantforge.cli.console import Console
 from quantforge.cli.request import takes_choices
 
@@ -20,14 +19,12 @@ DIFFERENT = 5
 def reproduce(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A result with a manifest.", autocompletion=models),
+        typer.Argument(metavar="PATH", help="A result with a manifest."),
     ],
     *,
     source: Annotated[
         str,
-        typer.Option(
-            "--source", metavar="MODEL", autocompletion=models, help="What it was made from."
-        ),
+        typer.Option("--source", metavar="MODEL", help="What it was made from."),
     ],
     output: Annotated[
         Path | None,

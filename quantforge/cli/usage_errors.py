@@ -1,128 +1,128 @@
-"""Refusals of the parser of the command line, in our own words instead of those of the libraries under it."""
+"""Errors of the command line's parser in our own words, each with a hint at what to type instead.
+
+Hints name the nearest verb or option. The two tables hold what other tools call ours: `docs/other-tools.md` has whole
+commands.
+"""
 
 from __future__ import annotations
 
-import shlex
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from quantforge.cli import hints
 from quantforge.errors import UsageError
 
 # typer carries its own copy of click, or uses it.
 CLICK: Any = typer.BadParameter.__bases__[0]
+VERBS: Mapping[str, str] = {
+    "list ls": "`quantforge formats` and `quantforge recipes` list what there is",
+    "convert to-gguf save dequantize": "`quantforge export PATH --format gguf`; `formats` lists the others",
+    "llama-quantize compress quant oneshot gptq awq auto-round imatrix": "`quantforge quantize MODEL --bits 4`",
+    "evaluate ppl perplexity kl benchmark compare lm-eval llama-perplexity": "`quantforge eval REFERENCE MODEL`",
+    "info show describe dump gguf-dump": "`quantforge inspect PATH`",
+    "check validate": "`quantforge verify PATH`",
+    "chat run complete llama-cli": "`quantforge generate PATH`",
+    "server api llama-server": "`quantforge serve PATH`",
+}
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "wbits w-bit nbits num-bits load-in-4bit load-in-8bit": ("--bits",),
+    "group-size groupsize q-group-size sym zero-point bnb-4bit-quant-type": ("--scheme",),
+    "quantization outtype ftype qtype quant": ("--type", "--scheme"),
+    "algorithm quant-method": ("--method",),
+    "out outfile output-dir output-path save-dir mlx-path": ("--output",),
+    "nsamples num-samples num-calibration-samples": ("--samples",),
+    "seqlen max-seq-length sequence-length": ("--length",),
+    "dataset data calib-data calibration-dataset": ("--calibration",),
+    "backend runtime target": ("--for",),
+    "exclude modules-to-not-convert ignore-layers": ("--ignore",),
+    "ctx-size n-ctx max-model-len context-length": ("--context", "--length"),
+    "n-predict max-new-tokens": ("--max-tokens", "--new-tokens"),
+    "gpu cuda device-map n-gpu-layers": ("--device",),
+    "vram gpu-memory": ("--memory",),
+    "num-threads nthreads": ("--threads",),
+    "max-shard-size split-max-size": ("--max-shard-bytes",),
+    "kv-cache-dtype cache-type-k": ("--kv-cache", "--cache"),
+    "lora adapter-path": ("--adapter",),
+    "num-beams beam-size": ("--beams",),
+    "best-of num-return-sequences": ("-n",),
+    "force yes": ("--overwrite",),
+    "local-files-only": ("--offline",),
+}
 
 
 def in_our_words(error: Any, arguments: list[str], group: Any) -> UsageError:
-    """Return a refusal of the parser as an error of ours.
+    """Return an error of the parser as one of ours.
 
     Args:
-        error: the refusal, an instance of `CLICK`.
+        error: an instance of `CLICK`.
         arguments: what was typed.
         group: the command that has the verbs.
     """
     verb = next((word for word in arguments if not word.startswith("-")), "")
     option, param = getattr(error, "option_name", None), getattr(error, "param", None)
-    kind = type(error).__name__
-    early = _before_the_verb(arguments, group)
-    if early is not None or verb not in group.commands:
-        return early or _without_verb(option, verb, group)
-    known = _flags(group.commands[verb])
+    if option and arguments[0].startswith("-"):
+        hint = "options come after the verb: quantforge quantize MODEL --bits 4"
+        return UsageError(f"no option {option} before the verb", _nearest(option, group, hint))
+    if verb not in group.commands:
+        return UsageError(f"no verb '{verb}'", for_verb(verb, group.commands))
+    command, kind = group.commands[verb], type(error).__name__
     more = f"`quantforge help {verb}` lists what it takes"
-    flag = str(option or "") if param is None else min(param.opts, key=len)
-    if (several := hints.typed_option(flag, arguments)) != flag:
-        kind, option = "NoSuchOption", several
     if kind == "NoSuchOption":
-        others: dict[str, str] = {}
-        for name, one in group.commands.items():
-            others |= {
-                flag: ", ".join(filter(None, (others.get(flag), name))) for flag in _flags(one)
-            }
-        return UsageError(
-            f"{verb} has no option {option}",
-            hints.for_option(str(option), verb, known, others, arguments),
-        )
+        return UsageError(f"{verb} has no option {option}", _for_option(str(option), verb, group))
     if kind == "BadOptionUsage":
-        return _valueless(group.commands[verb], str(option), arguments, more)
-    if kind == "MissingParameter" and param is not None:
-        name = _name(param)
-        line = _completed(group.commands[verb], arguments, verb) or _example(group.commands[verb])
-        return UsageError(f"{verb}: {name} is missing", line or more)
-    if param is not None:
-        value = _typed_for(param, arguments)
-        hint = hints.for_value(_name(param), value, known) or more
-        return UsageError(f"{_name(param)}{value}: {_wanted(param)}", hint)
-    extra = getattr(getattr(error, "ctx", None), "args", None) or _extra(error)
-    if extra:
-        said = " ".join(extra)
-        return UsageError(
-            f"{verb}: nothing takes '{said}'", hints.for_extra(extra, verb, _model(arguments, verb))
-        )
-    return UsageError(error.format_message(), more)
+        flags = [one for one in command.params if getattr(one, "is_flag", False)]
+        is_flag = any(option in {*one.opts, *one.secondary_opts} for one in flags)
+        return UsageError(f"{option} {'takes no value' if is_flag else 'needs a value'}", more)
+    if param is None:
+        message = error.format_message()
+        if verb in {"quantize", "export"}:
+            more = "the result is an option: -o PATH; so is a type: --type Q4_K_M"
+        elif verb == "generate":
+            more = "put the whole prompt in quotes; a further model is an option: --compare MODEL"
+        return UsageError(f"{verb}: {message[:1].lower()}{message[1:]}", more)
+    is_argument = param.param_type_name == "argument"
+    name = param.metavar or param.name.upper() if is_argument else max(param.opts, key=len)
+    if kind == "MissingParameter":
+        example = str(command.epilog or "").partition("Example: ")[2]
+        return UsageError(f"{verb}: {name} is missing", f"e.g. {example}" if example else more)
+    return UsageError(f"{name}{_typed_for(param, arguments)}: {_wanted(param)}", more)
 
 
-def _without_verb(option: Any, verb: str, group: Any) -> UsageError:
-    if option is None or verb:
-        return UsageError(f"no verb '{verb}'", hints.for_verb(verb, list(group.commands)))
-    flags = [*_flags(group), "--help"]
-    hint = hints.for_flag_of_all(str(option), flags, group.commands)
-    return UsageError(f"no option {option} without a verb", hint)
+def for_verb(word: str, verbs: Collection[str]) -> str:
+    """Return what to type instead of a verb that does not exist."""
+    word = word.lower()
+    for words, hint in VERBS.items():
+        if word in words.split():
+            return hint
+    if close := get_close_matches(word, verbs, n=1):
+        return f"did you mean '{close[0]}'?"
+    if Path(word).exists():
+        return f"a verb comes first: `quantforge inspect {word}`"
+    return f"verbs: {', '.join(verbs)}"
 
 
-def _before_the_verb(arguments: list[str], group: Any) -> UsageError | None:
-    """Return the refusal of options of a verb that stand in front of it; None where there are none."""
-    verb = next((word for word in arguments if word in group.commands), "")
-    first = arguments[: arguments.index(verb)] if verb else []
-    flags = [word.partition("=")[0] for word in first if word.startswith("-")]
-    if not flags or not first[0].startswith("-") or not {*flags} <= {*_flags(group.commands[verb])}:
-        return None
-    typed = ["quantforge", *arguments[len(first) :], *first]
-    return UsageError(f"{flags[0]}: options come behind the verb", shlex.join(typed))
+def _for_option(option: str, verb: str, group: Any) -> str:
+    """Return what to type instead of an option that the verb does not have."""
+    word = option.lstrip("-").lower().replace("_", "-")
+    known = _flags(group.commands[verb])
+    for words, ours in OPTIONS.items():
+        if word in words.split() and (same := [one for one in ours if one in known]):
+            return f"here it is {same[0]}"
+    if others := [name for name, one in group.commands.items() if option in _flags(one)]:
+        return f"it is an option of {', '.join(others)}"
+    return _nearest(f"--{word}", group.commands[verb], f"`quantforge help {verb}` lists them")
 
 
-def _model(arguments: list[str], verb: str) -> str:
-    """Return the word that directly follows the verb, "" for an option."""
-    following = arguments[arguments.index(verb) + 1 :][:1]
-    return "" if following[:1] and following[0].startswith("-") else "".join(following)
-
-
-def _completed(command: Any, arguments: list[str], verb: str) -> str:
-    """Return what was typed with the arguments that are missing, "" where nothing or some argument was typed."""
-    typed = arguments[arguments.index(verb) + 1 :]
-    if not typed or _model(arguments, verb):
-        return ""
-    wanted = [one for one in command.params if one.param_type_name == "argument" and one.required]
-    names = [_name(one).removesuffix("...") for one in wanted]
-    told = "; ".join(
-        f"{name}: {str(one.help).rstrip('.')}" for name, one in zip(names, wanted, strict=True)
-    )
-    return f"{shlex.join(['quantforge', verb, *names, *typed])} ({told})"
-
-
-def _valueless(command: Any, option: str, arguments: list[str], more: str) -> UsageError:
-    """Return the refusal of a flag that was given a value, or of an option that was given none."""
-    for one in command.params:
-        if option in {*one.opts, *one.secondary_opts} and getattr(one, "is_flag", False):
-            value = _typed_for(one, arguments).strip()
-            pair = (*one.opts[:1], *one.secondary_opts[:1])
-            return UsageError(f"{option} takes no value", hints.for_flag(option, value, pair))
-    return UsageError(f"{option} needs a value", more)
+def _nearest(option: str, command: Any, otherwise: str) -> str:
+    close = get_close_matches(option, [*_flags(command), "--help"], n=1)
+    return f"did you mean '{close[0]}'?" if close else otherwise
 
 
 def _flags(command: Any) -> list[str]:
-    return [
-        flag
-        for one in command.params
-        for flag in (*one.opts, *one.secondary_opts)
-        if flag[0] == "-"
-    ]
-
-
-def _name(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return str(param.metavar or param.name.upper())
-    return str(max(param.opts, key=len))
+    return [flag for one in command.params for flag in (*one.opts, *one.secondary_opts)]
 
 
 def _typed_for(param: Any, arguments: list[str]) -> str:
@@ -144,13 +144,3 @@ def _wanted(param: Any) -> str:
     if least is not None and most is not None:
         return f"{what} from {least} to {most} is expected"
     return f"{what} is expected" if least is None else f"{what}, {least} at least, is expected"
-
-
-def _extra(error: Any) -> list[str]:
-    _, opened, inside = str(getattr(error, "message", "")).rpartition("(")
-    return inside.rstrip(")").split() if opened else []
-
-
-def _example(command: Any) -> str:
-    said = str(command.epilog or "").partition("Example: ")[2]
-    return f"e.g. {said}" if said else ""

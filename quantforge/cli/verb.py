@@ -7,13 +7,9 @@ only a run needs.
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
-
-from quantforge.cli import hints
-from quantforge.errors import UsageError
 
 OTHERS = "Options"  # the group of options that name none
 
@@ -51,20 +47,6 @@ def _completed(command: Any, args: list[str]) -> list[str]:
     return found
 
 
-def _check_pairs(command: Any, args: list[str]) -> None:
-    """Refuse a word for yes or no behind a flag that has another one for no, as `UsageError`."""
-    pairs = {
-        flag: (one.opts[0], one.secondary_opts[0])
-        for one in command.params
-        if one.secondary_opts
-        for flag in (*one.opts, *one.secondary_opts)
-    }
-    for word, following in pairwise(args):
-        if word in pairs and following.lower() in {*hints.YES, *hints.NO}:
-            hint = hints.for_flag(word, following, pairs[word])
-            raise UsageError(f"{word} {following}: a flag takes no value", hint)
-
-
 class Verbs(TyperGroup):
     """``quantforge`` itself."""
 
@@ -80,7 +62,6 @@ class Verb(TyperCommand):
         """Return what is left of the arguments."""
         if ctx.resilient_parsing:
             return _sorted(self, ctx, args)
-        _check_pairs(self, args)
         return super().parse_args(ctx, _completed(self, args))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.completion import OF_CHOICES, models
+from quantforge.cli.completion import OF_CHOICES
 from quantforge.cli.console import Console
 from quantforge.verification.findings import Severity
 
@@ -36,9 +36,7 @@ WITH_SOURCE = dict.fromkeys(
 def verify(
     path: Annotated[
         str,
-        typer.Argument(
-            metavar="PATH", help="A model directory or a GGUF file.", autocompletion=models
-        ),
+        typer.Argument(metavar="PATH", help="A model directory or a GGUF file."),
     ],
     source: options.Source = None,
     engine: Annotated[

@@ -93,16 +93,6 @@ def test_bytes_that_do_not_fit_have_a_unit(tmp_path: Path) -> None:
     assert "(2.5 GB, " in no_space(tmp_path, 2_500_000_000, "full").message
 
 
-def test_the_script_of_a_shell_that_is_not_there_is_only_printed(
-    capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    ended = command(capsys, "--install-completion", "powershell")
-    assert ended.code == 3
-    assert "quantforge --show-completion powershell" in ended.err
-    assert "Register-ArgumentCompleter" in command(capsys, "--show-completion", "powershell").out
-
-
 def test_a_number_in_place_of_a_share_is_told_from_one() -> None:
     with pytest.raises(InputError) as caught:
         share_of("2", "prune_experts")

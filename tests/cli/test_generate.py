@@ -375,7 +375,7 @@ def test_bias_penalties_and_beams(capsys) -> None:
         (("--beams", "2", "--early-stopping", "perhaps"), 2, "false, true, never"),
         (("--repeat-penalty", "1.1"), 2, "--repetition-penalty"),
         (("--num-beams", "2"), 2, "--beams"),
-        (("--best-of", "2"), 2, "-n N"),
+        (("--best-of", "2"), 2, "here it is -n"),
         (("--temperature", "nan"), 2, "--temperature nan"),
         (("--top-p", "2"), 2, "--top-p 2.0"),
         (("--max-tokens", "0"), 2, "--max-tokens"),
