@@ -1,10 +1,10 @@
-"""Several workers on one model, against one process with as many threads, and with one.
+"""Several ranks on one model, against one process with as many threads, and with one.
 
     python benchmarks/workers.py --width 2048 --blocks 8 --samples 16 [--workers 2] [--out FILE.json]
     python benchmarks/workers.py --model MODEL --calibration cal.txt
     python benchmarks/workers.py --model MODEL --workers 1 --repeats 5      # what claims cost: seconds of the processor
 
-Every worker is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are
+Every rank is a process on one thread that has quantized the demo model before, for imports and compiling. Printed are
 seconds of the clock from the start of all to the end of the last, for which the machine has to be idle, those of the
 processor that all of them took, and whether the weights have the same bytes.
 """
@@ -26,9 +26,11 @@ from release import synthetic
 SMALL = Path(__file__).parents[1] / "models" / "demo"
 
 RUN = r"""
-import sys, tempfile, time
+import os, sys, tempfile, time
 from pathlib import Path
 from quantforge import Settings, quantize
+
+os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"  # as torchrun sets it: calibrated runs are shared by its ranks alone
 
 model, small, text, samples, length, scheme, method, out, threads, join = sys.argv[1:]
 rows = {"calibration": text, "scheme": scheme, "method": method}

@@ -137,6 +137,11 @@ def check_jobs(jobs: int) -> int:
     return jobs
 
 
+def under_torchrun() -> bool:
+    """Return whether this is one of the processes of torchrun; other launchers do not set this variable."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def processors() -> int:
     """Return how many processors this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -42,7 +42,7 @@ from quantforge.checkpoint.disk import DISK
 from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
 from quantforge.evaluation.evaluate import evaluate
-from quantforge.execution import claims, leases
+from quantforge.execution import claims
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Kill, give the command again, compare; return the exit code."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    leases.BEAT_SECONDS, claims.LEASE_SECONDS = 0.05, 0.5  # of a run that is killed and given again
+    claims.BEAT_SECONDS, claims.LEASE_SECONDS = 0.05, 0.5  # of a run that is killed and given again
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
     results: Counter[str] = Counter()

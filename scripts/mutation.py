@@ -102,9 +102,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.execution.record": ("unit/execution/test_journal.py",),
     "quantforge.execution.journal": ("unit/execution/test_journal.py",),
     "quantforge.execution.resumption": ("unit/execution/test_journal.py",),
-    "quantforge.execution.claims": ("unit/execution/test_claims.py",),
-    "quantforge.execution.leases": ("unit/execution/test_claims.py", "faults/test_join.py"),
-    "quantforge.execution.sharing": ("faults/test_join.py",),
+    "quantforge.execution.claims": ("unit/execution/test_claims.py", "faults/test_join.py"),
+    "quantforge.execution.shared_run": ("faults/test_join.py",),
     "quantforge.execution.units": ("unit/execution/test_units.py", "unit/execution/test_journal.py"),
     **{f"quantforge.execution.{name}": (
         "unit/execution/test_unit_output.py", "faults/test_execution.py", "faults/test_experts.py",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Quantizes one model with the tasks of a job array, which share the work through the file system of the output:
-#     sbatch slurm-array.sh /data/model /data/model-gptq-int4
-# All tasks end when the result is there. A task that dies or begins late costs nothing but time; to go on after the
+# Makes a release with the tasks of a job array, which share its variants through the file system of the output:
+#     sbatch slurm-array.sh release.toml /data/release
+# All tasks end when the release is there. A task that dies or begins late costs nothing but time; to go on after the
 # whole job was ended, submit it again.
 #SBATCH --job-name=quantforge
 #SBATCH --array=0-7
@@ -9,9 +9,9 @@
 #SBATCH --mem=64G
 #SBATCH --time=12:00:00
 set -euo pipefail
-model=$1
+spec=$1
 out=$2
 shift 2
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-quantforge quantize "$model" --method gptq --bits 4 --join -o "$out" \
-    --log "$out.task-${SLURM_ARRAY_TASK_ID:?is set by sbatch --array}.jsonl" "$@"
+echo "task ${SLURM_ARRAY_TASK_ID:?is set by sbatch --array}" >&2
+quantforge release "$spec" --join -o "$out" "$@"

@@ -17,7 +17,7 @@ from quantforge.cli.answer_options import takes_answer_options
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
-from quantforge.settings import Settings
+from quantforge.settings import Settings, under_torchrun
 from quantforge.verbs.generate_text import (
     check_drafts,
     limits_of,
@@ -104,7 +104,7 @@ def generate(
     limits = limits_of(**given)
     settings = Settings(
         ranks.own_device(device), threads, offline=offline, input_bits=input_bits, note=console.note,
-        split=ranks.shared(),
+        split=under_torchrun(),
     )  # fmt: skip
     _check_headers((model, *(compare or ())), drafts, settings)
     console.note(f"loading {model}")  # what comes next imports torch
@@ -130,7 +130,7 @@ def generate(
 
 def _check_ranks(prompt: str | None, draft: str | None) -> None:
     """Refuse under torchrun what its processes could not do alike, as `UsageError`."""
-    if not ranks.shared():
+    if not under_torchrun():
         return
     if prompt in {None, "-"}:
         raise UsageError(

@@ -21,6 +21,7 @@ from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import of_engine, placed
 from quantforge.results import manifest
 from quantforge.results.significant import size
+from quantforge.settings import under_torchrun
 
 if TYPE_CHECKING:
     from quantforge.events import Event
@@ -73,7 +74,7 @@ def quantize(
     given = {**given, **size}
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=build_policy(strict, allow), join=join or ranks.shared(), **run_log.listeners(),
+        policy=build_policy(strict, allow), join=join or under_torchrun(), **run_log.listeners(),
         serving=serving_of(context, cache, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
         modelfile=modelfile, mmproj=mmproj, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip

@@ -14,22 +14,15 @@ from pathlib import Path
 
 from quantforge.checkpoint.disk import create
 from quantforge.errors import UsageError
+from quantforge.settings import under_torchrun
 
-STARTED = (
-    "TORCHELASTIC_RUN_ID"  # which torchrun alone sets; the other names are set by more launchers
-)
 OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
 VERBS = ("quantize", "release", "sweep", "generate")
 
 
-def shared() -> bool:
-    """Return whether this is one of the processes of torchrun."""
-    return STARTED in os.environ
-
-
 def silent() -> bool:
     """Return whether another of the processes speaks for this one."""
-    return shared() and os.environ["RANK"] != "0"
+    return under_torchrun() and os.environ["RANK"] != "0"
 
 
 @contextmanager
@@ -44,7 +37,7 @@ def one_speaks() -> Iterator[None]:
 
 def said_already(text: str) -> bool:
     """Return whether another of the processes on this machine has said the same; from now on this one has."""
-    if not shared() or OWN_FILE not in os.environ:
+    if not under_torchrun() or OWN_FILE not in os.environ:
         return False
     name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
@@ -58,7 +51,7 @@ def said_already(text: str) -> bool:
 
 def own_device(asked: str) -> str:
     """Return the device of this process: of several GPUs in a machine each has its own."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if shared() and asked == "cuda" else asked
+    return f"cuda:{os.environ['LOCAL_RANK']}" if under_torchrun() and asked == "cuda" else asked
 
 
 def check_ranks(arguments: Sequence[str]) -> None:
@@ -67,7 +60,7 @@ def check_ranks(arguments: Sequence[str]) -> None:
     Raises:
         UsageError: another verb than those that are shared.
     """
-    if shared() and arguments[0] not in VERBS:
+    if under_torchrun() and arguments[0] not in VERBS:
         raise UsageError(
             f"torchrun: its processes share nothing of '{arguments[0]}'",
             f"torchrun is for {', '.join(VERBS)}",

@@ -15,6 +15,7 @@ from quantforge.cli import options, ranks
 from quantforge.cli.console import Console
 from quantforge.planning import quantities
 from quantforge.results.significant import size
+from quantforge.settings import under_torchrun
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or ranks.shared(), ray=ray or "",
+        join=join or jobs > 1 or under_torchrun(), ray=ray or "",
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:

@@ -18,6 +18,7 @@ from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import from_here, shown
 from quantforge.errors import UsageError
 from quantforge.evaluation.job_summary import write_summary
+from quantforge.settings import under_torchrun
 
 if TYPE_CHECKING:
     from quantforge.verbs import Swept
@@ -82,7 +83,7 @@ def sweep(
     check_reports(report or [], summary, overwrite=overwrite)
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), ray=ray or "",
-        join=join or jobs > 1 or ranks.shared(), activations=activations, offline=offline, overwrite=overwrite,
+        join=join or jobs > 1 or under_torchrun(), activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     grid, out = _grid(over), output or _place(model)

@@ -17,7 +17,6 @@ In this folder:
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     learning            Tuning of a run: units behind its blocks
-    leases              Lease of one unit: a directory that a worker holds by its name
     linear_errors       Linears and experts of one block, rounded under each candidate scheme for `candidate_errors`
     lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
@@ -31,8 +30,7 @@ In this folder:
     row_strips          Strips of rows of matrices that are rounded under a Hessian of their own
     row_wise            Rounding without statistics, a strip of rows at a time
     self_calibration    Calibration rows that the model writes itself: no text is needed
-    shared_units        Units that processes share: each does those that it can claim, into files of its claims
-    sharing             Sharing a run: processes claim its units, and one of them puts together what all have finished
+    shared_run          A run that several processes share: each does units that no other does
     source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite
     transforming        Transforms of a method, one after the other, on a part of the model: a block
     tuned_run           Tuning within a run: of each block behind its rounding, while the rows are there

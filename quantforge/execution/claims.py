@@ -4,7 +4,7 @@ A shared run has a directory with a random name. In it every unit has one, whose
 passes from hand to hand by renames, of which the file system lets exactly one succeed:
 
     0003.0.free -> 0003.1.held    claimed
-    0003.1.held -> 0003.2.held    taken over from a worker that nothing is heard of
+    0003.1.held -> 0003.2.held    taken over from a worker that does not respond
     0003.1.held -> 0003.1.free    given back
     0003.1.held -> 0003.1.done    finished
 
@@ -22,12 +22,15 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from quantforge.checkpoint.disk import DISK, folder, writing
+from quantforge.checkpoint.disk import DISK, existing, folder, fresh, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.lock import Watch
 from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
@@ -35,16 +38,108 @@ from quantforge.execution.journal import (
     FINGERPRINT,
     check_same,
     damaged,
+    line_of,
     record_of,
+    write_durably,
     write_fingerprint,
 )
-from quantforge.execution.leases import Claim, State, UnitDirectory, renamed
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 LEASE_SECONDS = 30.0
+BEAT_SECONDS = 1.0
 _PLACE = re.compile(r"(\d{4,})\.(\d+)\.(free|held|done)")
 _RUN = re.compile("[0-9a-f]{16}")
 _FILE = re.compile(r"\d+\.(data|record|beats|new)")
+
+
+class State(StrEnum):
+    """How far a unit is."""
+
+    FREE = "free"
+    HELD = "held"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDirectory:
+    """The directory of a unit, by what its name says."""
+
+    unit: int
+    generation: int
+    state: State
+
+    @property
+    def name(self) -> str:
+        """Return the name of the directory."""
+        return f"{self.unit:04}.{self.generation}.{self.state}"
+
+
+class Claim:
+    """One unit in the hands of this process, as a context manager.
+
+    Leaving it without `finish` gives the unit back. If the claim was taken over meanwhile, errors of the work, whose
+    files are gone, are dropped, and ``lost`` says so.
+
+    Attributes:
+        unit: the position of the unit in the list.
+        directory: where the files of the claim are.
+        lost: whether the claim was taken over.
+    """
+
+    def __init__(self, root: Path, place: UnitDirectory) -> None:
+        self._root, self._place = root, place
+        self.unit = place.unit
+        self.directory = root / place.name
+        self.lost = False
+        self._finished = False
+        self._ends = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+
+    def file(self, what: str) -> str:
+        """Return the name of a file of this claim."""
+        return f"{self._place.generation}.{what}"
+
+    def __enter__(self) -> Self:
+        self._beats.start()
+        return self
+
+    def __exit__(self, _: object, error: object, *__: object) -> bool:
+        self._ends.set()
+        self._beats.join()
+        if not self._finished:
+            self._move(State.FREE)
+        return self.lost and isinstance(error, QuantForgeError | OSError)
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Hand in the unit, whose files are on the disk, with its record.
+
+        Raises:
+            ResourceError: the disk is full, or the claim was taken over before the record was written.
+        """
+        with writing(self.directory, 0):
+            write_durably(self.directory / self.file("record"), line_of(record))
+        self._finished = self._move(State.DONE)
+        if self._finished:
+            with writing(self._root, 0):
+                DISK.sync(self._root)
+
+    def _move(self, state: State) -> bool:
+        self.lost = not _renamed(self._root, self._place, replace(self._place, state=state))
+        return not self.lost
+
+    def _beat(self) -> None:
+        """Count until the claim ends or is taken over."""
+        count = 0
+        with suppress(OSError):
+            beats = self.directory / self.file("beats")
+            descriptor = fresh(beats)
+            while True:
+                count += 1
+                DISK.write_at(descriptor, memoryview(str(count).encode()), 0)
+                os.close(descriptor)
+                if self._ends.wait(BEAT_SECONDS):
+                    return
+                descriptor = existing(beats)
 
 
 class Claims:
@@ -142,7 +237,7 @@ class Claims:
         """
         for place in self._open(names):
             mine = UnitDirectory(place.unit, place.generation + 1, State.HELD)
-            if self.run is not None and renamed(self.run, place, mine):
+            if self.run is not None and _renamed(self.run, place, mine):
                 _clear(self.run / mine.name)
                 return Claim(self.run, mine)
         return None
@@ -213,6 +308,16 @@ class Claims:
         except QuantForgeError:  # not begun to count, just being counted, or not there any more
             count = b""
         return self._watch.still(place, count) > LEASE_SECONDS
+
+
+def _renamed(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
+    """Rename a directory; return whether it was still there."""
+    with writing(root, 0):
+        try:
+            DISK.rename(root / before.name, root / after.name)
+        except FileNotFoundError:
+            return False
+    return True
 
 
 def _folders(directory: Path) -> list[str]:

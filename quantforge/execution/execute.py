@@ -50,7 +50,7 @@ from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge.execution.lockstep import SeenTogether
-    from quantforge.execution.sharing import FinishedUnit
+    from quantforge.execution.shared_run import FinishedUnit
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample

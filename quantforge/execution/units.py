@@ -129,19 +129,27 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
     return {name: work / whole for name, work in found.items()}
 
 
-def check_shareable(plan: Plan, *, overwrite: bool, prunes: bool) -> None:
+def check_shareable(
+    plan: Plan, *, overwrite: bool, prunes: bool, torchrun: bool, replayed: bool
+) -> None:
     """Refuse what several processes cannot share.
 
     Args:
         plan: of the run.
         overwrite: whether an earlier result is to be replaced.
         prunes: whether experts are removed by what they do on a text.
+        torchrun: whether the processes are its ranks, which hand on hidden states from block to block.
+        replayed: whether blocks of the family get more than hidden states, see `Architecture`.
 
     Raises:
         UsageError: a part reads what another worker makes, or the result would replace an earlier one.
     """
+    calibrated = bool(plan.needs)
     alone = "use one process, without --join and torchrun"
     reasons = {
+        "calibration rows pass its blocks one after the other":
+            (calibrated and not torchrun, "start it with torchrun -m quantforge, or use one process, without --join"),
+        "blocks of this family pass on more than hidden states": (calibrated and replayed, alone),
         "the weights of tokens for --guide are made in one process":
             (plan.guide, f"{alone}; or {without('--guide')}"),
         "--prune-experts is calibrated here, in one process": (prunes, alone),

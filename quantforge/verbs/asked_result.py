@@ -24,7 +24,7 @@ from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 from quantforge.results.source_files import small_files
-from quantforge.settings import Settings
+from quantforge.settings import Settings, under_torchrun
 from quantforge.verbs.finished_result import events_of_finished
 from quantforge.verbs.output import note_memory, space, stage_for
 from quantforge.verbs.run_inputs import RunInputs, read_inputs
@@ -136,8 +136,11 @@ def wanted_of(
     planned = replace(planned, plan=replace(planned.plan, substitutions=known))
     settings.policy.check(known)
     if settings.join:
-        prunes = recipe.prune_experts is not None
-        check_shareable(planned.plan, overwrite=settings.overwrite, prunes=prunes)
+        architecture = planned.matched.architecture
+        check_shareable(
+            planned.plan, overwrite=settings.overwrite, prunes=recipe.prune_experts is not None,
+            torchrun=under_torchrun(), replayed=architecture is not None and bool(architecture.replayed),
+        )  # fmt: skip
     stage = stage_for(planned.plan, planned.files, out, settings, checkpoint)
     return AskedResult(source, checkpoint, before, planned, stage)
 

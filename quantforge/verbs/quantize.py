@@ -185,7 +185,7 @@ def sample_of(prepared: RunInputs) -> Sample | None:
 def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[Working]:
     """Open the files of a run, which the body executes; then publish. The caller holds the lock of the output."""
     from quantforge.execution.execute import Run
-    from quantforge.execution.sharing import finished_units
+    from quantforge.execution.shared_run import finished_units
 
     checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
     plan, source = planned.plan, prepared.source
@@ -233,17 +233,22 @@ def _join(
     settings: Settings,
 ) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
-    from quantforge.execution.shared_units import Worker
-    from quantforge.execution.sharing import finished_alone, locked, patience
+    from quantforge.execution.shared_run import Worker, finished_alone, locked
     from quantforge.numerics.team import reproducible
 
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
-    waiting = replace(settings, activations="disk")  # workers hand on hidden states in files
+    waiting = replace(settings, activations="disk")  # ranks hand on hidden states in files
     needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
     note = settings.note
     locked(stage, lambda: stage.check_space(needed), note, unless=lambda: claims.there)
     prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
+    sample = sample_of(prepared)
+    if sample is not None and sample.images is not None:
+        raise UsageError(
+            "a run that processes share (torchrun): rows with images pass a model in one process",
+            "use one process, without torchrun",
+        )
 
     def prepare() -> None:
         check_journal(stage, prepared.fingerprint)
@@ -255,7 +260,7 @@ def _join(
         note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, prepared, settings, kept).work_off(sample_of(prepared))
+            Worker(claims, units, prepared, settings, kept).work_off(sample)
     except DeniedError:
         raise
     except InputError:  # as in `_carry_out`
@@ -267,6 +272,6 @@ def _join(
         claims.check(prepared.fingerprint)
         return _carry_out(prepared, stage, settings)
 
-    outcome = locked(stage, finish, note, patience=patience(planned.plan))
+    outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
     assert outcome is not None
     return outcome

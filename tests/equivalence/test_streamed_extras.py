@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.errors import RefusedError
+from quantforge.errors import RefusedError, UsageError
 from quantforge.model.backward import backward
 from quantforge.model.stream import ModelStream
 from scripts import tiny_families
@@ -84,19 +84,12 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(path: Path, tmp_pa
     assert tree(tmp_path / "again") == tree(tmp_path / "whole")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)
-def test_workers_that_share_it_pass_the_blocks_of_others(path: Path, tmp_path: Path) -> None:
+def test_ranks_do_not_share_it(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_tokenizer().save_pretrained(path)
-    wanted = swift("gptq", scheme="int4:g16:sym")
-    quantize(path, tmp_path / "whole", wanted)
-    with pytest.raises(StopError):
-        quantize(path, tmp_path / "again", wanted, join=True, progress=crash_after("block 1"))
-    told: list[str] = []
-    rest = {"join": True, "progress": lambda done: told.append(done.part)}
-    quantize(path, tmp_path / "again", wanted, **rest)
-    assert [*filter(None, told)] == ["block 2", "block 3"]
-    assert tree(tmp_path / "again") == tree(tmp_path / "whole")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(UsageError, match="pass on more than hidden states"):
+        quantize(path, tmp_path / "out", swift("gptq", scheme="int4:g16:sym"), join=True)
 
 
 @pytest.mark.parametrize("path", FAMILIES[:1], indirect=True)

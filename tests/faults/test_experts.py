@@ -56,6 +56,7 @@ def test_workers_share_a_mixture_and_one_may_die_within_an_expert(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     wanted = replace(swift("awq+gptq", scheme=SCHEME), ignore=("*experts.[02].up_proj",))
     quantize(tiny("qwen3-moe"), tmp_path / "m", wanted)
     out, written = tmp_path / "out", UnitOutput.write

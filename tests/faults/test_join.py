@@ -27,11 +27,11 @@ from quantforge.errors import (
     ResourceError,
     UsageError,
 )
-from quantforge.execution import claims, handed_states, leases, sharing
+from quantforge.execution import claims, handed_states, shared_run
+from quantforge.execution.claims import Claim
 from quantforge.execution.handed_states import HandedStates
-from quantforge.execution.leases import Claim
 from quantforge.execution.progress import Progress
-from quantforge.execution.shared_units import Worker
+from quantforge.execution.shared_run import Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
@@ -59,9 +59,9 @@ Start = Callable[[Callable[[], object]], int]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and nobody wait for long."""
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(sharing, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shared_run, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -80,7 +80,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def join(model: Path, out: Path, wanted: Recipe = PLAIN, **settings: Any) -> None:
-    quantize(model, out, wanted, join=True, **settings)
+    """Take part in a run, in a calibrated one as a rank of torchrun."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted.method != PLAIN.method:
+            patch.setenv("TORCHELASTIC_RUN_ID", "x")
+        quantize(model, out, wanted, join=True, **settings)
 
 
 def before_call(place: object, name: str, number: int, act: Callable[[], None]) -> None:
@@ -216,7 +220,7 @@ STOPS = [
     (UnitOutput, "write", 1),
     (UnitOutput, "write", 9),
     (Claim, "finish", 1),
-    (leases, "write_durably", 2),
+    (claims, "write_durably", 2),
 ]
 
 
@@ -276,7 +280,7 @@ def test_the_calibrated_block_of_a_killed_process_is_done_by_another(
 ) -> None:
     def killed() -> None:
         before_call(UnitOutput, "write", write, send(signal.SIGKILL))
-        join(model, out, GPTQ, activations="disk")
+        join(model, out, GPTQ)
 
     assert ended(start(killed)) == -signal.SIGKILL
     assert len(held(out)) == 1
@@ -384,7 +388,7 @@ def test_states_that_are_not_what_was_written_are_not_read(
 
     monkeypatch.setattr(HandedStates, "read", harmed)
     with pytest.raises(IntegrityError, match="is not what a worker had written") as refused:
-        join(model, out, GPTQ, activations="disk")  # else it keeps them in memory
+        join(model, out, GPTQ)
     assert refused.value.hint == f"start afresh: rm -r {out.parent / UNITS}"
     assert not out.exists()
 
@@ -587,10 +591,17 @@ def test_what_cannot_be_shared_is_refused(
     assert leftovers(out) == set()
 
 
+def test_calibrated_runs_are_shared_by_the_ranks_of_torchrun_alone(model: Path, out: Path) -> None:
+    with pytest.raises(UsageError, match="one after the other") as refused:
+        quantize(model, out, GPTQ, join=True)
+    assert "torchrun" in refused.value.hint
+    assert leftovers(out) == set()
+
+
 def test_an_output_of_a_run_that_is_not_shared_is_busy(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(shared_run, "PATIENCE_SECONDS", 0.2)
     with Stage(out, overwrite=False), pytest.raises(BusyError, match=f"process {os.getpid()} "):
         join(model, out)
 
@@ -637,9 +648,8 @@ def test_a_finished_result_without_what_is_asked_beside_it_is_refused(
     assert (tmp_path / "other/provenance.intoto.json").exists()
 
 
-@pytest.mark.parametrize("activations", ["memory", "disk"])
 def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
-    model: Path, out: Path, calibrated: dict[str, str], activations: str
+    model: Path, out: Path, calibrated: dict[str, str]
 ) -> None:
     def full(path: Path, *given: Any, **named: Any) -> None:
         if path.name == "1.4":  # behind block 0, the last rows
@@ -650,8 +660,8 @@ def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handed_states, "save", full)
         with pytest.raises(ResourceError, match="no space"):
-            join(model, out, GPTQ, activations=activations)
+            join(model, out, GPTQ)
     done = sorted(path.name[:4] for path in (out.parent / UNITS).glob("*/*.done"))
     assert done == ["0000"]  # what is outside of the blocks
-    join(model, out, GPTQ, activations=activations)
+    join(model, out, GPTQ)
     assert tree(out) == calibrated

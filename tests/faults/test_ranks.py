@@ -16,6 +16,8 @@ import pytest
 from quantforge.cli import ranks
 from quantforge.cli.app import main
 from quantforge.errors import UsageError
+from quantforge.settings import under_torchrun
+from tests.releases import TWO_VARIANTS
 from tests.runs import (
     ROWS,
     StopError,
@@ -29,6 +31,7 @@ from tests.runs import (
     tree,
 )
 
+STARTED = "TORCHELASTIC_RUN_ID"
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
 
@@ -45,7 +48,7 @@ def rank(words: tuple[object, ...], place: Path, number: int) -> int:
     """Start one of the processes of torchrun as a fork, which has the imports of this one."""
 
     def work() -> None:
-        os.environ |= {ranks.STARTED: "x", "RANK": str(number), "LOCAL_RANK": str(number)}
+        os.environ |= {STARTED: "x", "RANK": str(number), "LOCAL_RANK": str(number)}
         sys.argv = ["quantforge", *map(str, words)]
         sys.stdout = place.joinpath(f"out-{number}").open("w")
         main()
@@ -90,13 +93,12 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
 def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
     wanted = recipe("gptq", bits=3)
     with pytest.raises(StopError):
         quantize(model, out, wanted, join=True, progress=crash_after("outer"))
-    with monkeypatch.context() as patch:
-        for name, value in ((ranks.STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-            patch.setenv(name, value)
-        refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
+    refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)
     assert refused.code == 5
     assert "bits: 3 there, 4 here" in refused.err + refused.out
     assert "when no process works on it any more" in refused.err + refused.out
@@ -105,33 +107,27 @@ def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
 
 
 @pytest.mark.thorough
-def test_the_example_of_a_job_array(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
-    program = tmp_path / "bin/quantforge"
+def test_the_example_of_a_job_array(model: Path, out: Path, tmp_path: Path) -> None:
+    program, spec = tmp_path / "bin/quantforge", tmp_path / "release.toml"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantforge "$@"\n')
     program.chmod(0o755)
-    asked = [ROOT / "docs/examples/slurm-array.sh", model, out, "--head", "int8:row", *ROWS]
-    own = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    spec.write_text(TWO_VARIANTS.format(model=model))
+    asked = [ROOT / "docs/examples/slurm-array.sh", spec, out, "--quiet"]
+    own = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "SOURCE_DATE_EPOCH": "0"}
     tasks = [
         subprocess.Popen(asked, env={**own, "SLURM_ARRAY_TASK_ID": str(number)}, cwd=ROOT)
         for number in range(2)
     ]
     assert [task.wait() for task in tasks] == [0, 0]
-    assert tree(out) == tree(out.with_name("m"))
-    parts = [
-        json.loads(line)["part"]
-        for number in range(2)
-        for line in out.with_name(f"out.task-{number}.jsonl").read_text().splitlines()
-    ]
-    assert sorted(filter(None, parts)) == ["block 0", "block 1", "head", "outer"]
+    alone = out.with_name("m")
+    subprocess.run([program, "release", spec, "-o", alone], env=own, cwd=ROOT, check=True)
+    assert tree(out) == tree(alone)
 
 
 def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (ranks.shared(), ranks.silent()) == (False, False)
-    for name, value in ((ranks.STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
+    assert (under_torchrun(), ranks.silent()) == (False, False)
+    for name, value in ((STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert ranks.silent()
     assert [ranks.own_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
@@ -144,7 +140,7 @@ def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_ranks_do_not_share_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(ranks.STARTED, "x")
+    monkeypatch.setenv(STARTED, "x")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match="share nothing of 'eval'"):
@@ -174,7 +170,7 @@ def test_ranks_share_a_model_that_answers(
     first, other = (found["answers"][0]["choices"][0] for found in (alone, told))
     assert other["tokens"] == first["tokens"]
     assert len(other["tokens"]) == 8
-    for name, value in ((ranks.STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+    for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     for more, said in (
         (("generate", out), "no terminal and no standard input in common"),
@@ -189,7 +185,7 @@ def test_an_error_that_all_ranks_have_is_told_once(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun gives each process a file for its error, in directories side by side."""
-    monkeypatch.setenv(ranks.STARTED, "x")
+    monkeypatch.setenv(STARTED, "x")
     told = []
     for rank in ("1", "0"):
         place = out.with_name("m") / "attempt" / rank

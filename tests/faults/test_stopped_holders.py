@@ -16,7 +16,7 @@ import pytest
 
 from quantforge.checkpoint import lock
 from quantforge.errors import BusyError, IntegrityError
-from quantforge.execution import claims, leases
+from quantforge.execution import claims
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -33,7 +33,7 @@ Stopped = Callable[[object, str, Callable[[], object]], int]
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody be waited for long."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "QUIET_SECONDS", 1.0)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
@@ -115,7 +115,7 @@ def test_who_waits_for_a_release_says_who_was_stopped(
 def test_who_waits_for_a_result_says_who_was_stopped(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
-    wanted = swift("gptq", bits=4)
+    wanted = swift(scales="absmax", bits=4)
     place = importlib.import_module("quantforge.verbs.quantize")
     child = stopped(place, "publish", lambda: quantize(model, out, wanted, join=True))
     said, note = told(child, number)

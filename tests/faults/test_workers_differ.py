@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quantforge.checkpoint import lock
-from quantforge.execution import claims, leases
+from quantforge.execution import claims
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.settings import Settings
 from quantforge.verbs import release
@@ -31,14 +31,16 @@ Work = Callable[[Path, Settings], object]
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and those that are not heard of be told soon."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "QUIET_SECONDS", 2.0)
 
 
 @pytest.fixture(params=["quantize", "release"])
-def work(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Work:
-    """What processes share: a result, or a release."""
+def work(
+    request: pytest.FixtureRequest, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Work:
+    """What processes share: a result, as ranks of torchrun, or a release."""
     spec = tmp_path / "m-release.toml"
     spec.write_text(TWO_VARIANTS.format(model=model))
 
@@ -46,7 +48,10 @@ def work(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Work:
         named = {name: getattr(settings, name) for name in ("join", "note")}
         return quantize(model, out, recipe("gptq", bits=4, head="int8:row"), **named)
 
-    return quantized if request.param == "quantize" else partial(release, spec)
+    if request.param == "quantize":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        return quantized
+    return partial(release, spec)
 
 
 def with_clock(seconds: float, work: Callable[[], object]) -> None:

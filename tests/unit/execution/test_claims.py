@@ -11,7 +11,7 @@ import pytest
 from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.lock import Watch
 from quantforge.errors import IntegrityError, ResourceError
-from quantforge.execution import claims, leases
+from quantforge.execution import claims
 from quantforge.execution.claims import Claims
 
 SAME = {"recipe": "r"}
@@ -20,7 +20,7 @@ RECORD = {"unit": "a", "sums": {}}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 0.4)
 
 
@@ -268,4 +268,4 @@ def test_a_worker_counts_many_times_before_it_is_taken_for_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    assert claims.LEASE_SECONDS >= 30 * leases.BEAT_SECONDS
+    assert claims.LEASE_SECONDS >= 30 * claims.BEAT_SECONDS

@@ -1,4 +1,4 @@
-"""Hidden states that processes hand on: read from memory by whoever wrote them, from files by all others."""
+"""Hidden states that ranks hand on, in files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from quantforge.execution.handed_states import HandedStates
 ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
 
 
-@pytest.mark.parametrize("keeps", [True, False])
 def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
-    tmp_path: Path, keeps: bool
+    tmp_path: Path,
 ) -> None:
-    mine = HandedStates(tmp_path / "states", keeps=keeps)
+    mine = HandedStates(tmp_path / "states")
     for block, start in ((-1, 0), (-1, 2), (0, 0), (0, 2)):
         mine.block = block
         mine.write(start, (ROWS + 100 * block + start).to(torch.float64))
     mine.flush()
-    other = HandedStates(tmp_path / "states", keeps=keeps)
+    other = HandedStates(tmp_path / "states")
     other.block = 5
     other.write(0, ROWS)  # by which it knows the shape
     for reader in (mine, other):
@@ -35,30 +34,25 @@ def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
     other.close()
 
 
-def test_who_keeps_states_in_memory_reads_no_file(tmp_path: Path) -> None:
-    for keeps in (True, False):
-        states = HandedStates(tmp_path / str(keeps), keeps=keeps)
-        states.write(0, ROWS)
-        states.flush()
-        for file in (tmp_path / str(keeps)).iterdir():
-            file.write_bytes(b"damaged")
-        states.block = 0
-        if keeps:
-            assert torch.equal(states.read(0, 2), ROWS)
-        else:
-            with pytest.raises(IntegrityError, match="is not what a worker had written"):
-                states.read(0, 2)
-        states.close()
+def test_what_was_damaged_is_not_read(tmp_path: Path) -> None:
+    states = HandedStates(tmp_path / "states")
+    states.write(0, ROWS)
+    states.flush()
+    for file in (tmp_path / "states").iterdir():
+        file.write_bytes(b"damaged")
+    states.block = 0
+    with pytest.raises(IntegrityError, match="is not what a worker had written"):
+        states.read(0, 2)
+    states.close()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
 def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise ResourceError("no space", "free some")
 
-    states = HandedStates(tmp_path / "states", keeps=keeps)
+    states = HandedStates(tmp_path / "states")
     monkeypatch.setattr(handed_states, "save", full)
     states.write(0, ROWS)
     with pytest.raises(ResourceError, match="no space"):
@@ -67,11 +61,22 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
 
 
 def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
-    states = HandedStates(tmp_path / "states", keeps=False)
+    states = HandedStates(tmp_path / "states")
     for start, rows in ((0, ROWS), (2, ROWS[:1])):
         states.write(start, rows)
     states.block = 0
     states.flush()
     assert torch.equal(states.read(2, 3), ROWS[:1])
     assert torch.equal(states.read(0, 2), ROWS)
+    states.close()
+
+
+def test_what_lies_in_front_of_a_block_is_removed_with_it(tmp_path: Path) -> None:
+    states = HandedStates(tmp_path / "states")
+    for block in (-1, 0):
+        states.block = block
+        states.write(0, ROWS)
+    states.flush()
+    states.forget(0)
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["1.0"]
     states.close()

@@ -73,7 +73,8 @@ def test_shares_are_of_the_weights_that_are_rounded() -> None:
 
 def test_what_processes_cannot_share_is_refused() -> None:
     def check(plan: Any, **asked: bool) -> None:
-        check_shareable(plan, **{"overwrite": False, "prunes": False, **asked})
+        usual = {"overwrite": False, "prunes": False, "torchrun": True, "replayed": False}
+        check_shareable(plan, **{**usual, **asked})
 
     check(plan_of(*MIXTURE, needs=()))
     check(plan_of(MIXTURE[1], MIXTURE[4]))
@@ -89,3 +90,9 @@ def test_what_processes_cannot_share_is_refused() -> None:
     tuned = plan_of(*MIXTURE, tune=2)  # by whoever puts the result together
     check(tuned)
     assert claimed_units(units_of(tuned, 2)) == claimed_units(units_of(plan_of(*MIXTURE), 2))
+    check(plan_of(*MIXTURE, needs=()), torchrun=False, replayed=True)
+    with pytest.raises(UsageError, match="one after the other") as refused:
+        check(plan_of(MIXTURE[1]), torchrun=False)
+    assert refused.value.hint.startswith("start it with torchrun")
+    with pytest.raises(UsageError, match="more than hidden states"):
+        check(plan_of(MIXTURE[1]), replayed=True)
