@@ -12,9 +12,8 @@ run wrote beside them is signed too, the manifest included, and other files may 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -26,8 +25,7 @@ from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE, signe
 from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results.manifest import MUTABLE, read, sha256
-from quantforge_files.roles import KEY, FileRole
-from quantforge_files.roles import SIGNATURE as SIGNATURE_ROLE
+from quantforge_files import roles
 
 _SHOWN = 5  # names of files of a kind
 _HINT = "openssl ecparam -name prime256v1 -genkey -noout -out KEY; openssl ec -in KEY -pubout -out PUBLIC"
@@ -40,23 +38,18 @@ def check_key(key: Path) -> None:
         UsageError: the library is not installed.
         InputError: the file is no private key that it takes.
     """
-    library = _library()
-    with _read(key, KEY, None) as copy, _keys(key, "private key"):
-        library.signing.Config().use_elliptic_key_signer(private_key=copy)
+    _signer(key)
 
 
 def signature(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
     """Sign every file below ``root`` but those named; errors as `check_key`."""
-    library = _library()
-    hashing = library.hashing.Config().set_ignored_paths(
-        paths=sorted(unsigned), ignore_git_paths=False
-    )
-    with _read(key, KEY, None) as copy, TemporaryDirectory() as directory:
+    signer = _signer(key)
+    hashing = _library().hashing.Config()
+    hashing.set_ignored_paths(paths=sorted(unsigned), ignore_git_paths=False)
+    with TemporaryDirectory() as directory:
         place = Path(directory) / OF_DIRECTORY
-        with _keys(key, "private key"):
-            signer = library.signing.Config().use_elliptic_key_signer(private_key=copy)
         signer.set_hashing_config(hashing).sign(root, place)
-        return FILES.read(place, SIGNATURE_ROLE, None)
+        return FILES.read(place, roles.SIGNATURE, None)
 
 
 def signature_of(result: Path) -> Path:
@@ -73,39 +66,54 @@ def check_signature(result: Path, public_key: Path) -> list[str]:
         IntegrityError: there is no signature, it is of another key, or files are not those that were signed.
     """
     library, place = _library(), signature_of(result)
-    with _read(public_key, KEY, None) as copy, _keys(public_key, "public key"):
-        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=copy)
+    with _key(public_key, "public key"):
+        verifier = library.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     if not place.is_file():
         raise IntegrityError.at(place, "there is no signature")
     try:
-        data = FILES.read(place, SIGNATURE_ROLE, place.parent)
+        data = FILES.read(place, roles.SIGNATURE, place.parent)
     except InputError as error:
         raise IntegrityError(error.message, error.hint, file=str(place)) from error
-    names = _signed_names(place, data)
-    if result.is_file() and result.name not in names:
+    signed = _signed(place, data)
+    if result.is_file() and result.name not in signed:
         raise IntegrityError.at(place, f"{result.name} is not signed")
     verifier.set_ignore_unsigned_files(result.is_file())
     try:
-        with _copied(data) as checked:
-            verifier.verify(result if result.is_dir() else result.parent, checked)
+        with TemporaryDirectory() as directory:  # the library opens the bundle by name
+            save(Path(directory) / OF_DIRECTORY, data)
+            root = result if result.is_dir() else result.parent
+            verifier.verify(root, Path(directory) / OF_DIRECTORY)
     except Exception as error:  # of the library, its cryptography and its containers
-        why = _otherwise(result, signed_files(place, data)) or f"it is not by the key {public_key}"
-        raise IntegrityError.at(place, f"{why}") from error
-    return sorted(_present(result) - {*names, place.name})
+        why = _difference(result, signed) or f"it is not by the key {public_key}"
+        raise IntegrityError.at(place, why) from error
+    return sorted(_present(result) - {*signed, place.name})
 
 
-def _otherwise(result: Path, signed: Mapping[str, str]) -> str:
+def _signed(place: Path, data: bytes) -> dict[str, str]:
+    """Return the digests that a bundle lists, before any file is opened; refuse names outside of the result."""
+    try:
+        signed = signed_files(place, data)
+    except InputError as error:
+        raise IntegrityError.at(place, "is no signature bundle") from error
+    for name in signed:
+        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]", str(name)):
+            raise IntegrityError.at(place, f"{json.dumps(name)} is no file of the result")
+    return signed
+
+
+def _difference(result: Path, signed: dict[str, str]) -> str:
     """Say which files are not as a signature lists them: changed, missing, added; "" where all are."""
     root = result if result.is_dir() else result.parent
-    missing = [name for name in sorted(signed) if not (root / name).is_file()]
-    changed = [
-        name for name in sorted(signed) if name not in missing and not _is(root, name, signed[name])
-    ]
     here = _present(result) if result.is_dir() else set()
-    added = sorted(here - {*signed} - unsigned(result.name, one_file=False))
-    told = {"changed since": changed, "missing": missing, "not signed": added}
+    missing = {name for name in signed if not (root / name).is_file()}
+    told = {
+        "changed since": {name for name in signed if not _is(root, name, signed[name])} - missing,
+        "missing": missing,
+        "not signed": here - {*signed} - unsigned(result.name, one_file=False),
+    }
     parts = [
-        f"{what}: {', '.join(names[:_SHOWN])}" + (" ..." if len(names) > _SHOWN else "")
+        f"{what}: {', '.join(sorted(names)[:_SHOWN])}" + (" ..." if len(names) > _SHOWN else "")
         for what, names in told.items() if names
     ]  # fmt: skip
     return f"the files are not those that were signed ({'; '.join(parts)})" if parts else ""
@@ -123,59 +131,27 @@ def _present(result: Path) -> set[str]:
     """Return the names of the files of a result that are there; beside a file, those that its manifest lists."""
     if result.is_dir():
         return {str(path.relative_to(result)) for path in FILES.below(result)}
-    listed_there = (read(result) or {}).get("outputs")
-    names = {
-        result.name,
-        side_of(result).name,
-        *(listed_there if isinstance(listed_there, dict) else ()),
-    }
+    listed = (read(result) or {}).get("outputs")
+    names = {result.name, side_of(result).name, *(listed if isinstance(listed, dict) else ())}
     return {name for name in names if Path(name).name == name and result.with_name(name).is_file()}
 
 
-@contextmanager
-def _copied(data: bytes) -> Iterator[Path]:
-    """Yield a file, for a library that opens it by name: in memory, or in a folder of this user alone."""
-    if hasattr(os, "memfd_create"):
-        with open(os.memfd_create("quantforge"), "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
-            file.write(data)
-            yield Path(f"/proc/self/fd/{file.fileno()}")
-        return
-    with TemporaryDirectory() as directory:
-        save(Path(directory) / "copy", data)
-        yield Path(directory) / "copy"
+def _signer(key: Path) -> Any:
+    """Return the library's signer with a private key; errors as `check_key`."""
+    library = _library()
+    with _key(key, "private key"):
+        return library.signing.Config().use_elliptic_key_signer(private_key=key)
 
 
 @contextmanager
-def _read(path: Path, role: FileRole, inside: Path | None) -> Iterator[Path]:
-    """Yield a copy in memory of a file that was opened within the limits of its role."""
-    with _copied(FILES.read(path, role, inside)) as copy:
-        yield copy
-
-
-def _signed_names(place: Path, data: bytes) -> list[str]:
-    """Return the files that a bundle lists; refuse it, before any is opened, if one is not inside of the result."""
-    try:
-        names = list(signed_files(place, data))
-    except InputError as error:
-        raise IntegrityError.at(place, "is no signature bundle") from error
-    for name in names:
-        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
-        if path.is_absolute() or ".." in path.parts or re.search(r"[\\\0]", str(name)):
-            raise IntegrityError.at(place, f"{json.dumps(name)} is no file of the result")
-    return names
-
-
-@contextmanager
-def _keys(key: Path, kind: str) -> Iterator[None]:
-    """Turn what cryptography says of a key into an error that names the file."""
+def _key(key: Path, kind: str) -> Iterator[None]:
+    """Check that a key is a file of its size; what cryptography says of it becomes an error that names the file."""
+    FILES.check(key, roles.KEY, None)
     try:
         yield
     except Exception as error:  # of the library and its cryptography
-        raise InputError.at(
-            key,
-            f"no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken",
-            _HINT,
-        ) from error
+        what = f"no {kind} of an elliptic curve P-256, P-384 or P-521 in PEM without a password; no other is taken"
+        raise InputError.at(key, what, _HINT) from error
 
 
 def _library() -> Any:

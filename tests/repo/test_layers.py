@@ -157,7 +157,7 @@ def opens_for_writing(call: ast.Call) -> bool:
             "os.devnull" not in flags
             and re.search("O_CREAT|O_WRONLY|O_RDWR|O_APPEND|O_TRUNC", flags) is not None
         )
-    if name.split(".")[-1] == "open" and "os.memfd_create" not in ast.unparse(call):
+    if name.split(".")[-1] == "open":
         return bool(modes) and re.search("[wax+]", "".join(modes)) is not None
     return name.split(".")[-1] in WRITING
 
