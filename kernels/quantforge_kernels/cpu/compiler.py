@@ -2,7 +2,7 @@
 
 Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
 which are awake, do it: a second pool would compete with it for the same cores. Where torch has
-another library (Windows, macOS) one thread works. Calls release the interpreter's lock.
+another library (macOS) one thread works. Calls release the interpreter's lock.
 
 What a program was compiled to is kept on disk (`program_cache`), under a digest of its text, of the versions of
 LLVM and of what it may use of the processor.
