@@ -12,7 +12,7 @@ from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.formats.format_choice import CHOSEN
-from quantforge.formats.targets import placed
+from quantforge.formats.targets import with_output_path
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
@@ -121,5 +121,5 @@ def _show(console: Console, result: Exported) -> None:
     list_events(console, result.events)
     for note in result.notes:
         if not note.startswith(CHOSEN):  # said before the work
-            console.note(placed(note, out))
+            console.note(with_output_path(note, out))
     console.note(upload(out))

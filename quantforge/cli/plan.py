@@ -14,7 +14,7 @@ from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown
 from quantforge.cli.size_options import Size, takes_size
-from quantforge.formats.targets import placed
+from quantforge.formats.targets import with_output_path
 from quantforge.planning.decisions import substituted
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.results.significant import size, sized
@@ -122,7 +122,10 @@ def show(console: Console, plan: Plan, output: Path, took: Forecast | None, *, e
     if took is not None:
         plan_forecast.show(console, took, shown(output))
     for name, said in (
-        *(("note", placed(note, shown(output))) for note in (*plan.notes, *plan.left_behind)),
+        *(
+            ("note", with_output_path(note, shown(output)))
+            for note in (*plan.notes, *plan.left_behind)
+        ),
     ):
         console.entry(name, said)
     for text in substituted(plan):
@@ -203,6 +206,6 @@ def document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, objec
             {"engine": v.engine, "loads": v.loads, "reason": v.reason} for v in plan.engines
         ],
         "substitutions": [event.to_json() for event in plan.substitutions],
-        "notes": [placed(note, output) for note in plan.notes],
+        "notes": [with_output_path(note, output) for note in plan.notes],
         "left_behind": plan.left_behind,
     }

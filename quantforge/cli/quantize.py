@@ -18,7 +18,7 @@ from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
 from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
-from quantforge.formats.targets import of_engine, placed
+from quantforge.formats.targets import is_engine_note, with_output_path
 from quantforge.results import manifest
 from quantforge.results.significant import size
 from quantforge.settings import under_torchrun
@@ -139,8 +139,8 @@ def report(console: Console, outcome: Outcome, model: str, seconds: float) -> No
         )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if of_engine(note) or note.startswith((TOLD, TEMPLATE_NOTE)) or is_change(note):
-            console.note(placed(note, out))
+        if is_engine_note(note) or note.startswith((TOLD, TEMPLATE_NOTE)) or is_change(note):
+            console.note(with_output_path(note, out))
     for note in plan.left_behind:
         console.note(note)
     list_events(console, outcome.events)

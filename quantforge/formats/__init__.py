@@ -17,8 +17,8 @@ In this folder:
     declared_modules       What a configuration declares about each linear: quantized or not, uncertain
     declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
     decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
-    engine_families        Engines and families: which engine loads a quantized model, by its layers, by its family
-    engines                Engines: the rules by which they load files or not
+    engine_families        Which engines load a quantized model: by its layers, by its family
+    engines                Rules about which files an inference engine loads; each format declares, for each engine
     fits                   Reasons why a scheme cannot be stored, which several formats share
     format_choice          Choice of the format of a result where none is asked for
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
@@ -27,7 +27,7 @@ In this folder:
     headers                Headers of stored tensors: what a format announces has to be there, with its type and shape
     kept_experts           Experts that stay as they are, by the names under which engines look for them
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    loading                Code that loads a result, for its card: Python where an engine is a library
+    loading                Code for the card of a result: a Python program for engines that are libraries
     matching               A quantized checkpoint, matched as if its weights were stored plainly
     matrix                 The matrix of conversions
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
@@ -36,7 +36,7 @@ In this folder:
     patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
     storage                Storage of a plan's tensors in the files of a format
-    targets                Engines as targets: what is made for each, what it refuses
+    targets                Engines that results are made for (``--for``): the default format
     unknown_names          Words that other tools have for formats, engines and types, with what they mean here
     compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it

@@ -1,4 +1,4 @@
-"""Engines and families: which engine loads a quantized model, by its layers, by its family, by how that stores them.
+"""Which engines load a quantized model: by its layers, by its family, and by how the family stores tensors.
 
 `_NOT_IN_TRANSFORMERS` lists the families whose quantized models transformers is known not to load. A plan consults this
 list, because it runs no loader; `verify --for transformers` runs transformers' loader on headers
@@ -21,7 +21,7 @@ from typing import Any
 from quantforge.architectures import Architecture, text_config
 from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.formats import About
-from quantforge.formats.engines import UNTRIED, Engine, verdicts
+from quantforge.formats.engines import UNTRIED, Engine, layer_verdicts
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme
 
@@ -80,20 +80,20 @@ _NOT_IN_TRANSFORMERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ModelToLoad:
-    """Facts of a quantized model on which it depends whether an engine loads it.
+    """Facts about a quantized model that decide whether an engine loads it.
 
     Attributes:
-        layers: scheme and shape of each module that is quantized, by name.
-        model_types: of the text model and of the whole.
+        layers: scheme and shape of each quantized module, by name.
+        model_types: ``model_type`` of the text model and of the whole model.
         transposed: whether its family stores linears ``[in, out]``.
-        turned: whether files hold the codes of these so, too.
+        turned: whether files hold the codes of these linears ``[in, out]`` too.
         embedding: whether the embedding is quantized.
-        kept: names of the tensors that stay as they are.
+        kept: names of the tensors that are not quantized.
         unstacked: whether experts are stored one by one although the family publishes them in one tensor.
-        running: whether tensors that transformers joins or cuts are stored as it runs them.
-        unmapped: why it is not known whether transformers finds its tensors by their names, as `unmapped` says.
-        compared: whether transformers' own loader was asked about names and shapes, so that the family says nothing.
-        draft: the kind of draft heads that it is, "" for a model.
+        running: whether tensors that transformers joins or cuts on loading are stored as it runs them.
+        unmapped: why it is unknown whether transformers finds its tensors by their names, as returned by `unmapped`.
+        compared: whether transformers' own loader has compared names and shapes; then the list of families is ignored.
+        draft: the kind of draft heads that it is; "" for a model.
     """
 
     layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
@@ -154,8 +154,8 @@ def unmapped(
     return _UNMAPPED.format(lost) if lost else ""
 
 
-def judged(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
-    """Return which engines load a model in a format, and why another would not."""
+def engine_verdicts(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
+    """Return one verdict per engine on a model in a format."""
     if about.one_file or model.draft or model.compared or not model.unmapped:
         return _by_layers(about, model)
     return tuple(
@@ -170,7 +170,7 @@ def _left_open(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
 
 
 def _by_layers(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
-    found = verdicts(about.engines, model.layers.values())
+    found = layer_verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
     if model.unstacked and model.kept_experts and not (about.one_file or model.layers):

@@ -1,11 +1,11 @@
-"""Engines: the rules by which they load files or not; which rules hold of a format stands in its record.
+"""Rules about which files an inference engine loads; each format declares, for each engine, which rules apply.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20,
 gptqmodel 7.7, bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, LMDeploy 0.18, llama.cpp and mlx-lm 0.32.
 Those of transformers, vLLM (its CPU build, 0.32), mlx-lm (0.32.2, on a CPU) and llama.cpp were also
-seen, on files of ours (``docs/results/interop.md``); SGLang, TensorRT-LLM and LMDeploy were not run. An engine
-is described by rules: each returns "" for a layer that is fine, or what is in the way. What depends on the family of
-a model beside its layers is in `engine_families`.
+run on our files (``docs/results/interop.md``); SGLang, TensorRT-LLM and LMDeploy were not run. A rule returns ""
+for a layer that the engine can load, or the reason why it cannot. What depends on the family of a model is in
+`engine_families`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ InputRule = Callable[[LayerScheme], str]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Rules by which an engine loads the files of one format.
+    """Which files of one format an engine loads.
 
     Attributes:
-        never: why it loads none of them, "" when it loads some.
+        never: why it loads no file of the format; "" if it loads some.
         refuses: rules that every layer has to pass.
-        inputs: a rule about how inputs are quantized.
-        mixture: why it loads no layers of several schemes in one model.
-        note: what is good to know where it loads a layer.
+        inputs: rule about the quantization of inputs.
+        mixture: why it does not load a model whose layers have different schemes.
+        note: what to know where it loads a layer.
         notes: rules that return such notes.
-        transposed: why it loads none of a family that stores linears ``[in, out]``.
-        experts: why it loads no packed experts that are stored one by one.
-        kept_experts: why it loads no such experts as they are beside packed layers.
-        packed_experts: a rule about how such experts are stored.
-        mixed_experts: why it loads no such experts that are not all stored alike.
-        unrolls: whether it takes experts one by one of families whose own files stack them, where it knows such.
+        transposed: why it does not load families that store linears ``[in, out]``.
+        experts: why it does not load packed experts that are stored one by one.
+        kept_experts: why it does not load unquantized experts, stored one by one, beside packed layers.
+        packed_experts: rule about the scheme of packed experts that are stored one by one.
+        mixed_experts: why it does not load such experts with different schemes.
+        unrolls: whether it loads experts one by one for families that publish them stacked.
         embedding: whether it loads a quantized embedding.
-        decodes: whether the configuration can make it decode weights on loading, for blocks that read them themselves.
+        decodes: whether it can be configured to decode weights on loading, for blocks that read weights directly.
     """
 
     never: str = ""
@@ -59,10 +59,10 @@ class Engine:
     decodes: bool = False
 
 
-def verdicts(
+def layer_verdicts(
     engines: Mapping[str, Engine], layers: Iterable[tuple[LayerScheme, Shape]]
 ) -> tuple[EngineVerdict, ...]:
-    """Judge the layers of a model by the rules of a format's engines, one verdict per engine."""
+    """Return one verdict per engine on the layers of a model, by the rules of a format."""
     distinct = list(dict.fromkeys(layers))
     return tuple(_verdict(name, engine, distinct) for name, engine in engines.items())
 

@@ -75,7 +75,7 @@ def _stated(
 
 def _chosen(wanted: LayerChoices, engine: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the first format that holds what is wanted: of the engine, the default one, then the others."""
-    preferred = targets.candidates(engine) if engine else ()
+    preferred = targets.preferred_formats(engine) if engine else ()
     order = tuple(dict.fromkeys((*preferred, DEFAULT, *FORMATS)))
     key = next((key for key in order if _holds_all(wanted, key)), DEFAULT)
     if key == DEFAULT:

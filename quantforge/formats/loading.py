@@ -1,8 +1,7 @@
-"""Code that loads a result, for its card: Python where an engine is a library, a command and a request where it serves.
+"""Code for the card of a result: a Python program for engines that are libraries, else a command and a request.
 
-What is installed beside an engine is a fact of the format (`About.packages`), how it is served one of the engine
-(`targets`). Of the engines that a plan names, those that load the result get code; one without an entry in `targets`
-gets none.
+Which packages an engine needs for a format is declared in the format (`About.packages`), how the engine is started in
+`targets`. Engines that load the result and have an entry in `targets` get code.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quantforge.plans import EngineVerdict, Serving
 _CALLED = "model"  # in requests: a directory has another name wherever it is copied
 _PROMPT, _QUESTION = "The first thing to know is", "What can you do?"
 _MESSAGES = f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]\n'
-# Of engines that are libraries: a program, and its inputs for a model without and with a chat template.
+# For engines that are libraries: a program, and its inputs for a model without and with a chat template.
 _PROGRAMS: Mapping[str, tuple[str, str, str]] = {
     "transformers": (
         """\
@@ -50,7 +49,7 @@ print(generate(model, tokenizer, prompt=prompt, max_tokens=64))""",
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """Code for one engine: its language as Markdown names it, and what is typed."""
+    """Code for one engine, and its language as Markdown names it."""
 
     engine: str
     language: str
@@ -65,14 +64,14 @@ def snippets(
     chat: bool,
     repository: str = "",
 ) -> list[Snippet]:
-    """Return code for every engine that loads a result; none for a place that no line can hold.
+    """Return code for every engine that loads a result; none if the path has characters that a line cannot hold.
 
     Args:
         about: facts of the format.
-        verdicts: of the plan.
-        place: of the result: a directory, a file, or a name on the hub.
-        chat: whether it has a chat template.
-        repository: on the hub, from which the file is fetched first; "" where it is there.
+        verdicts: verdicts of engines on the result.
+        place: a directory, a file, or a name on the hub.
+        chat: whether the model has a chat template.
+        repository: repository on the hub from which the file is downloaded first; "" for none.
     """
     found = []
     if not place.isprintable():  # a line of it could end the block that the code stands in
@@ -94,7 +93,7 @@ def snippets(
 
 
 def _program(engine: str, place: str, *, chat: bool) -> str:
-    """Return the program that loads a result and lets it write."""
+    """Return the program that loads a result and generates text."""
     program, plain, with_template = _PROGRAMS[engine]
     name = json.dumps(place, ensure_ascii=False)[1:-1]  # between the quotes of the program
     return program.format(name=name, inputs=with_template if chat else plain)

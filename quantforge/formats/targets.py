@@ -1,8 +1,8 @@
-"""Engines as targets: what is made for each, what it refuses, and the command that serves a result.
+"""Engines that results are made for (``--for``): the default format, and the command that serves a result.
 
-One table, `TARGETS`. The options of the commands are those of vLLM 0.33, SGLang 0.5.23, LMDeploy 0.18 and mlx-lm 0.32
-(read in their packages), and of TensorRT-LLM 1.3, llama.cpp b10749 and Ollama 0.14 (read in their documentation and
-sources), in 2026-11. ``tests/golden/engine_options.toml`` lists them as they are documented.
+`TARGETS` is the one table. The options of the commands are those of vLLM 0.33, SGLang 0.5.23, LMDeploy 0.18 and
+mlx-lm 0.32 (read in their packages), and of TensorRT-LLM 1.3, llama.cpp b10749 and Ollama 0.14 (read in their
+documentation and sources), in 2026-11. ``tests/golden/engine_options.toml`` lists them as they are documented.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Target:
     """One engine.
 
     Attributes:
-        wanted: by bits, what a recipe takes that says nothing else: ``format``, and ``scheme`` or ``type``.
-        judged: name of the engine whose verdict on a format counts (the one it is made of).
-        command: that serves a result: ``{model}`` is the result, ``{from_line}`` the line of a Modelfile that names it,
-            ``{name}`` a name for it, ``{options}`` the options that are asked for, each after a space.
-        context: option for the most tokens of a sequence.
-        caches: options for types of the cache, by type.
-        devices: option for the number of devices that the model is split over.
-        named: option that gives the model a name in requests.
-        tokenizer: option for the original model, whose tokenizer a GGUF file is served with.
-        note: what a user has to know.
-        port: where its server answers unless told otherwise, 0 for none that speaks OpenAI's protocol.
-        packages: of Python that it consists of, "" where it is installed in other ways.
+        wanted: default options of a recipe by number of bits: ``format``, and ``scheme`` or ``type``.
+        judged: name of the engine whose verdict on a format applies (Ollama runs llama.cpp).
+        command: shell command that serves a result. ``{model}`` is the path of the result, ``{from_line}`` the line of
+            an Ollama Modelfile that names it, ``{name}`` a name for it, ``{options}`` options, each after a space.
+        context: option that sets the maximum number of tokens of a sequence; "" if there is none, as below.
+        caches: options that set the type of the KV cache, by type.
+        devices: option that sets the number of devices for tensor parallelism.
+        named: option that sets the name of the model in requests.
+        tokenizer: option that names the original model, whose tokenizer a GGUF file is served with.
+        note: what a user should know.
+        port: default port of its OpenAI-compatible server; 0 if it has none.
+        packages: Python packages to install; "" if it is installed another way.
     """
 
     wanted: Mapping[int, Mapping[str, str]]
@@ -125,12 +125,12 @@ TARGETS: Mapping[str, Target] = {
 }  # fmt: skip
 _SERVE, _PLACE = "serve it with: ", "OUT"  # of notes
 _UNBOUNDED = "its cache grows with the sequence, no option bounds it"
-# Linears that engines split along their inputs; all others are split along their outputs.
+# Linears that engines split along their inputs; they split all others along their outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
 
 
 def target_of(engine: str) -> Target:
-    """Return the entry of an engine, in letters of either case, or raise `UsageError` naming the nearest."""
+    """Return the entry of an engine, ignoring case; raise `UsageError` with the nearest name if there is none."""
     if engine.lower() not in TARGETS:
         raise UnknownNameError(
             f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS, ENGINE_WORDS)
@@ -138,11 +138,11 @@ def target_of(engine: str) -> Target:
     return TARGETS[engine.lower()]
 
 
-def filled(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, with the engine's format and scheme where they name no format, scheme or type.
+def with_engine_defaults(engine: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, completed with the engine's default format and scheme if they name no format, scheme or type.
 
     Raises:
-        UsageError: no such engine, or bits that nothing is made for it in.
+        UsageError: no such engine, or no default for this number of bits.
     """
     target, options = target_of(engine), dict(given)
     if options.get("format") or options.get("scheme") or options.get("type"):
@@ -165,19 +165,19 @@ def check(
     key: str,
     source: str = "",
 ) -> tuple[str, ...]:
-    """Refuse a plan that the engine does not load; return notes on one that it loads (none without an engine).
+    """Refuse a plan whose result the engine does not load; return notes for the plan otherwise.
 
     Args:
-        engine: its name.
-        serving: what is asked of its command.
-        tensors: of the plan.
-        verdicts: on the format.
+        engine: its name; None returns no notes.
+        serving: settings of the command that serves the result.
+        tensors: tensors of the plan.
+        verdicts: verdicts of engines on the result.
         key: the format.
         source: the original model.
 
     Raises:
-        RefusedError: with the engine's reason, the layer that cannot be split over the devices, or what its command
-            cannot be asked.
+        RefusedError: the engine does not load the result, a layer cannot be split over the devices, or the engine has
+            no such cache.
     """
     if engine is None:
         return ()
@@ -215,21 +215,21 @@ def _check_cache(engine: str, target: Target, serving: Serving) -> None:
 
 
 def _cache_of(serving: Serving) -> str:
-    """Return the one name of the cache that is asked for, however it was written."""
+    """Return the name of the requested type of cache."""
     return name_of(*kinds_of(serving.cache or PLAIN))
 
 
 def command_of(
     engine: str, model: object, serving: Serving, *, name: str = "", tokenizer: str = ""
 ) -> str:
-    """Return the command that serves a result, for a shell.
+    """Return the shell command that serves a result.
 
     Args:
         engine: one of `TARGETS`.
-        model: the result.
-        serving: what is asked, as `check` allows it.
-        name: of the model in requests, "" where that is left to the engine.
-        tokenizer: the original model, of a result that engines take its tokenizer for; "" for others.
+        model: path of the result.
+        serving: settings that `check` has accepted.
+        name: name of the model in requests; "" leaves it to the engine.
+        tokenizer: the original model, if the result is served with its tokenizer.
     """
     target, place = TARGETS[engine], str(model)
     plain = re.fullmatch(r"[\w./+-]+", place)  # other text stands in quotes in a Modelfile
@@ -248,13 +248,13 @@ def command_of(
     )
 
 
-def of_engine(note: str) -> bool:
-    """Return whether a note of a plan is about the engine that it is made for."""
+def is_engine_note(note: str) -> bool:
+    """Return whether a note of a plan is about the engine that the result is made for."""
     return note.startswith((_SERVE, *(f"{engine}: " for engine in TARGETS)))
 
 
-def placed(note: str, out: object) -> str:
-    """Return a note of a plan; in the one on how a result is served, its path is filled in, for a shell."""
+def with_output_path(note: str, out: object) -> str:
+    """Fill the path of the result into the note with the command that serves it; return other notes unchanged."""
     if not note.startswith(_SERVE):
         return note
 
@@ -266,8 +266,8 @@ def placed(note: str, out: object) -> str:
     return re.sub(rf"\b{_PLACE}\b", filled_in, note)
 
 
-def candidates(engine: str) -> tuple[str, ...]:
-    """Return the formats that are written for an engine when nothing else is said."""
+def preferred_formats(engine: str) -> tuple[str, ...]:
+    """Return the default formats of an engine."""
     wanted = target_of(engine).wanted.values()
     return tuple(dict.fromkeys(options["format"] for options in wanted))
 

@@ -19,7 +19,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, Verdict, kv_scales
 from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
-from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
+from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.planning.cache_size import key_heads
 from quantforge.planning.choice import Choices
@@ -82,7 +82,7 @@ def draft_by_module(
     return Draft(
         tensors=tuple(tensors),
         files=files_of(tensors, max_shard_bytes),
-        engines=judged(form.ABOUT, model),
+        engines=engine_verdicts(form.ABOUT, model),
         substitutions=tuple(builder.choices.substitutions),
         notes=(
             *builder.choices.notes,

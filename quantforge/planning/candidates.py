@@ -14,7 +14,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.matching import settle_tied
-from quantforge.formats.targets import candidates
+from quantforge.formats.targets import preferred_formats
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
 from quantforge.planning.allocation import Allocation, others
@@ -56,7 +56,7 @@ def least_bits(
             for name, alone in plans.items()
             if any(one.engine == engine and one.loads is not False for one in alone.plan.engines)
         ]
-        if key in candidates(engine) and not known[engine].mixture and len(taken) > 1:
+        if key in preferred_formats(engine) and not known[engine].mixture and len(taken) > 1:
             found[engine] = min(bits[name] for name in taken)
     return found
 

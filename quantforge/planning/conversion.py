@@ -35,7 +35,7 @@ from quantforge.formats import (
 from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import of_input
-from quantforge.formats.engine_families import ModelToLoad, judged, unmapped
+from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.one_group import named, split_group
@@ -161,7 +161,7 @@ def plan_export(
         draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     made = naming.first_recipe(checkpoint).layers
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
-    engines = judged(target.ABOUT, _loaded(checkpoint, modules))
+    engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
     draft = names_settled(recipe.engine, checkpoint, replace(draft, engines=engines))
     engines = draft.engines
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)

@@ -19,7 +19,7 @@ from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import KEEP
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engines import layer_verdicts
 from quantforge.formats.gguf import ABOUT, mixture
 from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import Named, family_of, names, read_families
@@ -103,7 +103,7 @@ def draft(
     return Draft(
         tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),
         files=split(keys, tensors, recipe.max_shard_bytes),
-        engines=verdicts(ABOUT.engines, ()),
+        engines=layer_verdicts(ABOUT.engines, ()),
         label=label,
         substitutions=(*choices.substitutions, *found.events, *tokens.events),
         notes=(

@@ -62,7 +62,7 @@ def loaded_format(
     if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
         return None
     source = detect(checkpoint.config).KEY
-    formats = dict.fromkeys((source, *targets.candidates(engine), *FORMATS))
+    formats = dict.fromkeys((source, *targets.preferred_formats(engine), *FORMATS))
     found: list[tuple[int, str]] = []
     reasons = []
     for key in formats:

@@ -17,7 +17,7 @@ from quantforge.errors import InputError
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_modules import declared
 from quantforge.formats.decoded import decoded
-from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, judged
+from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer_json import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
@@ -189,7 +189,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         stored = [entry.stored() for entry in checkpoint.entries.values()]
         loading = compare(checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact))
         model = replace(model, compared=not loading.untried)
-    verdict = next(item for item in judged(about, model) if item.engine == name)
+    verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
     refused = verdict.reason if verdict.loads is False else ""
     if refused or loading.obstacle:
         report.add("engine", engine, "; ".join(filter(None, (loading.obstacle, refused))))

@@ -14,7 +14,7 @@ from quantforge.cli.run_log import shown
 from quantforge.errors import InputError, nearest
 from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.mixture import MIXTURES
-from quantforge.formats.targets import placed
+from quantforge.formats.targets import with_output_path
 from quantforge.notation import share_of
 from quantforge_calibration.hub_datasets import read_hub
 from quantforge_calibration.readers import RowReader
@@ -85,8 +85,8 @@ def test_a_release_has_a_place_of_its_own(tmp_path: Path, capsys) -> None:
 
 def test_a_file_that_an_engine_reads_a_name_from_is_said_to_lie_there() -> None:
     note = "serve it with: printf 'FROM OUT' > Modelfile"
-    assert "FROM ./x.gguf" in placed(note, "x.gguf")
-    assert "FROM /a/x.gguf" in placed(note, "/a/x.gguf")
+    assert "FROM ./x.gguf" in with_output_path(note, "x.gguf")
+    assert "FROM /a/x.gguf" in with_output_path(note, "/a/x.gguf")
 
 
 def test_bytes_that_do_not_fit_have_a_unit(tmp_path: Path) -> None:

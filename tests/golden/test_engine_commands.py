@@ -14,7 +14,7 @@ from quantforge.architectures.cache_kinds import WORDS as KINDS
 from quantforge.errors import RefusedError, UsageError, either
 from quantforge.formats import format_of
 from quantforge.formats.loading import snippets
-from quantforge.formats.targets import TARGETS, check, command_of, of_engine, placed
+from quantforge.formats.targets import TARGETS, check, command_of, is_engine_note, with_output_path
 from quantforge.plans import EngineVerdict, Serving
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
@@ -109,8 +109,8 @@ def test_what_an_engine_does_not_read_is_refused():
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
     said = check("lmdeploy", Serving(), [], (), "awq")
-    assert all(map(of_engine, said))
-    assert not of_engine("linears as declared for llama")
+    assert all(map(is_engine_note, said))
+    assert not is_engine_note("linears as declared for llama")
     with pytest.raises(UsageError, match="'int5'"):
         check("vllm", Serving(cache="int5"), [], (), "plain")
 
@@ -154,7 +154,7 @@ def test_plugins_of_vllm_are_named(form, engine, package):
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm"])
 def test_a_path_is_filled_in_for_a_shell(engine):
     note = check(engine, Serving(32768, "fp8" if engine == "vllm" else None), [], (), "plain")[-1]
-    command = placed(note, OUT).removeprefix("serve it with: ")
+    command = with_output_path(note, OUT).removeprefix("serve it with: ")
     words = shlex.split(command)
     assert any(word.endswith(OUT) for word in words)
     assert not any("OUT" in word for word in words)

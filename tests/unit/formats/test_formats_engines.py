@@ -7,8 +7,8 @@ import pytest
 from quantforge import verbs
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.engine_families import ModelToLoad, judged
-from quantforge.formats.engines import verdicts
+from quantforge.formats.engine_families import ModelToLoad, engine_verdicts
+from quantforge.formats.engines import layer_verdicts
 from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.scheme import LayerScheme
@@ -21,7 +21,9 @@ NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cp
 
 def loading(key, *schemes, shape=(128, 256)):
     layers = [(LayerScheme(parse(scheme)), shape) for scheme in schemes]
-    return {verdict.engine: verdict for verdict in verdicts(format_of(key).ABOUT.engines, layers)}
+    return {
+        verdict.engine: verdict for verdict in layer_verdicts(format_of(key).ABOUT.engines, layers)
+    }
 
 
 def test_every_format_has_a_verdict_of_every_engine():
@@ -101,13 +103,15 @@ def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
     about = format_of(key).ABOUT
     facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
     layers = {facts.pop("module"): (parse_layer(about.specimens[0]), (128, 256))}
-    verdict = next(v for v in judged(about, ModelToLoad(layers, **facts)) if v.engine == engine)
+    verdict = next(
+        v for v in engine_verdicts(about, ModelToLoad(layers, **facts)) if v.engine == engine
+    )
     assert verdict.loads is not bool(why)
     assert why in verdict.reason
 
 
 def experts(*schemes):
-    """Layers of a mixture, one for each scheme, as ``judged`` takes them."""
+    """Layers of a mixture, one for each scheme, as ``engine_verdicts`` takes them."""
     layers = {
         f"mlp.experts.{place}.up_proj": (parse_layer(scheme), (128, 256))
         for place, scheme in enumerate(schemes)
@@ -116,7 +120,7 @@ def experts(*schemes):
 
 
 def vllm_of(key, model):
-    return next(v for v in judged(format_of(key).ABOUT, model) if v.engine == "vllm")
+    return next(v for v in engine_verdicts(format_of(key).ABOUT, model) if v.engine == "vllm")
 
 
 def test_vllm_holds_the_experts_of_a_mixture_as_one():
@@ -161,5 +165,5 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
 def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
     kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
     model = ModelToLoad({}, ("llama4_text",), unstacked=unstacked, kept=kept)
-    found = {one.engine: one.loads for one in judged(format_of("plain").ABOUT, model)}
+    found = {one.engine: one.loads for one in engine_verdicts(format_of("plain").ABOUT, model)}
     assert found["transformers"] is not unstacked

@@ -8,8 +8,8 @@ import pytest
 
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
-from quantforge.formats.engines import verdicts
-from quantforge.formats.targets import TARGETS, check, filled
+from quantforge.formats.engines import layer_verdicts
+from quantforge.formats.targets import TARGETS, check, with_engine_defaults
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes
@@ -31,13 +31,15 @@ def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     ("engine", "bits"), [(name, bits) for name, target in TARGETS.items() for bits in target.wanted]
 )
 def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
-    given = filled(engine, {"engine": engine, "bits": bits})
+    given = with_engine_defaults(engine, {"engine": engine, "bits": bits})
     assert "bits" not in given
     if given["format"] not in MODULE_FORMATS:
         assert given["type"].startswith(f"Q{bits}_")
         return
     tensor = planned("mlp.up_proj", given["scheme"])
-    found = verdicts(format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
+    found = layer_verdicts(
+        format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)]
+    )
     said = check(engine, ALONE, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
     assert "OUT" in said[-1]
@@ -72,7 +74,7 @@ def test_what_an_engine_does_not_load_is_refused():
         ("transformers", "mlx", "int4:g64:min"),
     ):
         tensor = planned("mlp.up_proj", text)
-        found = verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
+        found = layer_verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
             check(engine, ALONE, [tensor], found, key)
 
@@ -105,6 +107,6 @@ def test_what_is_given_wins_and_what_is_unknown_is_named():
     assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
     assert any("not run" in line for line in check("lmdeploy", ALONE, [], (), "awq"))
     with pytest.raises(UsageError, match="unknown engine"):
-        filled("vlm", {})
+        with_engine_defaults("vlm", {})
     with pytest.raises(UsageError, match="4 or 8 bits"):
-        filled("vllm", {"bits": 3})
+        with_engine_defaults("vllm", {"bits": 3})
