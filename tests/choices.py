@@ -23,9 +23,15 @@ from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.runtime import generate, load, token_stream
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generate import StopLimits
-from quantforge.runtime.sampling import Chosen, RowSampler, Sampling, choose_rows
-from quantforge.runtime.token_distribution import drawn, weigh
-from quantforge.runtime.token_penalties import adjust
+from quantforge.runtime.sampling import (
+    Chosen,
+    RowSampler,
+    Sampling,
+    adjust,
+    choose_rows,
+    drawn,
+    weigh,
+)
 
 NOISE = 2e-4  # of logits: a hundred times the deviation of float32 computations from each other
 NOISE_OF_CODES = 1e-2  # with a quantized KV cache, where last bits may change a code by one

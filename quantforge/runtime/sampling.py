@@ -1,7 +1,15 @@
 """Choosing tokens from logits: every request has a sampler of its own, and rows of logits are chosen for together.
 
-A sampler holds what a request's choices depend on beside its logits: its generator, and the tokens that occurred. So a
-request gives the same tokens alone and beside others, and goes on where it was when it is computed again.
+A sampler holds what a request's choices depend on besides its logits: its generator, and the tokens that occurred. So a
+request gives the same tokens alone and with others, and continues where it was when it is computed again. The rules are
+those of `quantforge.runtime.sampling_options`.
+
+Bias and penalties are applied to tokens that are named or that occurred, without work on the rest of the vocabulary. A
+draw follows weights that are not normalized: that of the most likely token is 1, those of the others are
+exp((l - l_max) / t). It takes the first token at which the sum of weights, in float64 and in the order of ids, exceeds
+a uniform number times the sum of all. It adds up blocks of tokens first, and tokens in one block only: most of the time
+goes into reading a vocabulary once. Every row is computed by itself, so it comes out the same whatever other rows are
+there.
 """
 
 from __future__ import annotations
@@ -10,20 +18,26 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.sampling_options import Sampling
-from quantforge.runtime.token_distribution import drawn, normalised, weigh
-from quantforge.runtime.token_penalties import TokenCounts, adjust, repeated
 
-__all__ = ["Chosen", "RowSampler", "Sampler", "Sampling", "choose_rows"]
+__all__ = ["Chosen", "RowSampler", "Sampling", "choose_rows"]
 
 CACHED, ON_GPU = (
     1 << 20,
     1 << 26,
-)  # logits that are drawn from together: what a processor's cache holds, and on a GPU
+)  # logits that are drawn from together: what a processor's cache holds, and a GPU
+BLOCK = 256  # tokens that are added up together
+COLDEST, HOTTEST = (
+    1e-30,
+    1e30,
+)  # temperatures beyond them have no other effect, and overflow float32
+LIKELY = 1024  # most likely tokens among which the border of top-p is looked for first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +76,6 @@ class RowSampler:
     def choose(self, logits: Tensor) -> Chosen:
         """Return the next token for logits ``[vocabulary]``, float32; errors as `choose_rows`."""
         return choose_rows([self], logits[None])[0]
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distribution ``[vocabulary]``, float64, that `choose` draws from; nothing is drawn or noted.
-
-        A greedy one has the probability 1 for one token. Errors as `choose_rows`.
-        """
-        check_finite(logits[None])
-        logits = adjust(logits[None], [self.options], [self.counts])[0]
-        if self.options.greedy:
-            found = torch.zeros_like(logits, dtype=torch.float64)
-            found[logits.argmax()] = 1
-            return found
-        return normalised(weigh(logits[None], [self.options]))[0]
 
     def uniform(self) -> float:
         """Return the next uniform number, 0 to below 1."""
@@ -116,40 +117,6 @@ class RowSampler:
         """Note a token that was taken without `choose`, as a verified drafted token is."""
         if self.counts is not None:
             self.counts.add(token)
-
-
-class Sampler:
-    """Chooser for rows that are draws of one rule, with one generator for all of them; it counts no tokens.
-
-    Raises:
-        UsageError: the rule has a frequency or presence penalty, which a `RowSampler` counts for.
-    """
-
-    def __init__(self, options: Sampling) -> None:
-        if options.frequency_penalty or options.presence_penalty:
-            raise UsageError("a Sampler counts no tokens", "take a RowSampler for each request")
-        self._options = options
-        self._generator = torch.Generator().manual_seed(options.seed)
-
-    def choose(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the next token ``[rows]`` for logits ``[rows, vocabulary]``, float32.
-
-        Args:
-            logits: float32.
-            seen: ``[rows, vocabulary]`` bool, tokens that occurred; for the repetition penalty.
-
-        Raises:
-            InputError: a logit is NaN or infinite.
-        """
-        check_finite(logits)
-        options = [self._options] * len(logits)
-        logits = adjust(logits, options, [None] * len(logits))
-        if seen is not None:
-            logits = torch.where(seen, repeated(logits, self._options.repetition_penalty), logits)
-        if self._options.greedy:
-            return logits.argmax(-1)
-        uniform = torch.rand(len(logits), generator=self._generator, dtype=torch.float64)
-        return drawn(weigh(logits, options), uniform)
 
 
 def choose_rows(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
@@ -220,3 +187,193 @@ def check_finite(logits: Tensor) -> None:
             f"the logit of token {token} of sequence {row} is {logits[row, token].item()}",
             "the weights are damaged, or activations overflow this type: try float32",
         )
+
+
+class TokenCounts:
+    """Distinct tokens of a request, and how often each was generated.
+
+    Args:
+        prompt: its tokens, which count as not generated.
+    """
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
+        self._ids = np.fromiter(self._places, np.int64)
+        self._generated = np.zeros(len(self._ids), np.float32)
+
+    def add(self, token: int) -> None:
+        """Note that a token was generated."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            room = max(64, len(self._ids))
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._generated = np.concatenate([self._generated, np.zeros(room, np.float32)])
+        self._ids[place] = token
+        self._generated[place] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Return the tokens that occurred."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        """Return how often each of `ids` was generated."""
+        return self._generated[: len(self._places)]
+
+
+def adjust(
+    logits: Tensor, options: Sequence[Sampling], counts: Sequence[TokenCounts | None]
+) -> Tensor:
+    """Return logits ``[rows, vocabulary]`` with bias and penalties; the given ones are not changed.
+
+    Args:
+        logits: float32.
+        options: one for each row.
+        counts: one for each row that has penalties.
+
+    Raises:
+        UsageError: a bias for a token that is not in the vocabulary.
+    """
+    biased = [(row, one) for row, one in enumerate(options) if one.logit_bias]
+    counted = [
+        (row, *pair) for row, pair in enumerate(zip(options, counts, strict=True)) if pair[1]
+    ]
+    if not biased and not counted:
+        return logits
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    flat, vocabulary = logits.view(-1), logits.shape[1]
+    if biased:
+        _check(biased, vocabulary)
+        places = [row * vocabulary + token for row, one in biased for token in one.logit_bias]
+        bias = [value for _, one in biased for value in one.logit_bias.values()]
+        flat[torch.tensor(places, device=flat.device)] += flat.new_tensor(bias)
+    if counted:
+        _penalise(flat, vocabulary, counted)
+    return logits
+
+
+def _penalise(
+    flat: Tensor, vocabulary: int, counted: Sequence[tuple[int, Sampling, TokenCounts | None]]
+) -> None:
+    """Lower the logits of tokens that occurred, in place."""
+    places, factors, lowered = [], [], []
+    for row, one, count in counted:
+        assert count is not None
+        generated = count.generated
+        places.append(count.ids + row * vocabulary)
+        factors.append(np.full(len(generated), one.repetition_penalty, np.float32))
+        lowered.append(one.frequency_penalty * generated + one.presence_penalty * (generated > 0))
+    where = torch.from_numpy(np.concatenate(places)).to(flat.device)
+    factor = torch.from_numpy(np.concatenate(factors)).to(flat.device)
+    amount = torch.from_numpy(np.concatenate(lowered).astype(np.float32)).to(flat.device)
+    flat[where] = repeated(flat[where], factor) - amount
+
+
+def repeated(logits: Tensor, penalty: Tensor | float) -> Tensor:
+    """Return the logits that tokens have which occurred before, by the repetition penalty."""
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def _check(biased: Sequence[tuple[int, Sampling]], vocabulary: int) -> None:
+    most = max(max(one.logit_bias) for _, one in biased)
+    if most >= vocabulary:
+        raise UsageError(
+            f"logit_bias of token {most}", f"the model has tokens 0 to {vocabulary - 1}"
+        )
+
+
+def weigh(logits: Tensor, options: Sequence[Sampling]) -> Tensor:
+    """Return the weights ``[rows, vocabulary]`` that draws follow.
+
+    Args:
+        logits: ``[rows, vocabulary]``, float32, after bias and penalties.
+        options: one for each row; temperatures are above 0.
+    """
+    temperatures = [min(max(one.temperature, COLDEST), HOTTEST) for one in options]
+    below = logits - logits.amax(-1, keepdim=True)
+    weights = (below / _column(temperatures, below)).exp_()
+    vocabulary = logits.shape[1]
+    rows = [row for row, one in enumerate(options) if 0 < one.top_k < vocabulary]
+    if rows:
+        _cut_top_k(weights, below, rows, [options[row].top_k for row in rows])
+    rows = [row for row, one in enumerate(options) if one.top_p < 1]
+    if rows:
+        _cut_top_p(weights, rows, [options[row].top_p for row in rows])
+    if any(one.min_p for one in options):
+        weights.masked_fill_(weights < _column([one.min_p for one in options], weights), 0)
+    return weights
+
+
+def drawn(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return a token for each row of weights ``[rows, vocabulary]``.
+
+    Args:
+        weights: none negative, in each row one positive.
+        uniform: ``[rows]``, float64, 0 to below 1.
+    """
+    sums = _sums(weights)
+    point = uniform.to(sums.device)[:, None] * sums[:, -1:]
+    block = _first_beyond(sums, point)
+    before = sums.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0)
+    ids = block * BLOCK + torch.arange(BLOCK, device=sums.device)
+    inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1))
+    inside = inside.masked_fill_(ids >= weights.shape[1], 0).cumsum(-1, dtype=torch.float64)
+    return (block * BLOCK + _first_beyond(inside, point - before))[:, 0]
+
+
+def _sums(weights: Tensor) -> Tensor:
+    """Return the sums ``[rows, blocks]``, float64, of all tokens up to the end of each block."""
+    whole = weights.shape[1] // BLOCK
+    blocks = weights[:, : whole * BLOCK].reshape(len(weights), whole, BLOCK)
+    rest = weights[:, whole * BLOCK :].sum(-1, keepdim=True, dtype=torch.float64)
+    return torch.cat([blocks.sum(-1, dtype=torch.float64), rest], 1).cumsum(-1)
+
+
+def _first_beyond(sums: Tensor, point: Tensor) -> Tensor:
+    """Return the first place ``[rows, 1]`` whose sum exceeds a point, which rounding may have put at the sum of all."""
+    below = sums[:, -1:].nextafter(sums.new_zeros(()))
+    return torch.searchsorted(sums, torch.minimum(point, below), right=True)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _cut_top_k(weights: Tensor, logits: Tensor, rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Make the weights of tokens less likely than the k-th zero, in place."""
+    those = logits if len(rows) == len(logits) else logits[rows]
+    places = torch.tensor(counts, device=logits.device)[:, None] - 1
+    least = torch.full_like(logits[:, :1], -torch.inf)
+    least[rows] = those.topk(max(counts), -1).values.gather(1, places)
+    weights.masked_fill_(logits < least, 0)
+
+
+def _cut_top_p(weights: Tensor, rows: Sequence[int], shares: Sequence[float]) -> None:
+    """Make the weights of tokens outside of the smallest set that reaches a share zero, in place.
+
+    The border is looked for among some most likely tokens, and among more where these do not reach the share.
+    """
+    border, count = torch.zeros_like(weights[:, :1]), weights.shape[1]
+    room = torch.full_like(border, count, dtype=torch.long)
+    left = torch.tensor(rows, device=weights.device)
+    target = _column(shares, weights.new_zeros(0, dtype=torch.float64)) * _sums(weights)[left, -1:]
+    looked = LIKELY
+    while len(left):
+        looked = min(looked, count)
+        those = weights if len(left) == len(weights) else weights[left]
+        best = those.topk(looked, -1).values
+        sums = best.cumsum(-1, dtype=torch.float64)
+        # Added up in another order, all tokens may just miss a share of nearly all.
+        found = (sums[:, -1] >= target[:, 0]) | (looked == count)
+        last = torch.searchsorted(sums[found], target[found]).clamp_(max=looked - 1)
+        border[left[found]] = best[found].gather(1, last)
+        room[left[found]] = last + 1
+        left, target = left[~found], target[~found]
+        looked *= 8
+    dropped = weights < border
+    for row in (count - dropped.sum(-1, keepdim=True) > room)[:, 0].nonzero()[:, 0].tolist():
+        equal = weights[row] == border[row]
+        more = room[row] - (weights[row] > border[row]).sum()
+        dropped[row] |= equal & (equal.cumsum(-1) > more)
+    weights.masked_fill_(dropped, 0)

@@ -12,9 +12,9 @@
 7. *Min-p* leaves out what is less likely than m times the most likely token (arXiv 2407.01082).
 
 The order is that of transformers' processors; in vLLM min-p comes before top-k. Then one token is drawn by the inverse
-of the cumulative distribution (`token_distribution`), with one uniform number for each, from a seeded generator of the
-CPU: the same seed gives the same tokens anywhere. *Log-probabilities* are those of the model itself, before step 1, as
-vLLM reports them unless told otherwise.
+of the cumulative distribution (`quantforge.runtime.sampling`), with one uniform number for each, from a seeded
+generator of the CPU: the same seed gives the same tokens anywhere. *Log-probabilities* are those of the model itself,
+before step 1, as vLLM reports them unless told otherwise.
 """
 
 from __future__ import annotations

@@ -11,16 +11,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.sampling import Chosen, RowSampler, Sampler, Sampling, choose_rows
-from quantforge.runtime.token_distribution import drawn, normalised, weigh
-from quantforge.runtime.token_penalties import repeated
+from quantforge.runtime.sampling import (
+    Chosen,
+    RowSampler,
+    Sampling,
+    adjust,
+    choose_rows,
+    drawn,
+    repeated,
+    weigh,
+)
 
 PLAIN = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
 LOGITS = PLAIN.log()
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
-    return normalised(weigh(logits, [options] * len(logits)))
+    weights = weigh(logits, [options] * len(logits)).double()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def probabilities(sampler: RowSampler, logits: Tensor) -> Tensor:
+    """Return the distribution that a sampler chooses from; greedy: 1 for one token."""
+    adjusted = adjust(logits[None], [sampler.options], [sampler.counts])
+    if not sampler.options.greedy:
+        return distribution(adjusted, sampler.options)[0]
+    return torch.nn.functional.one_hot(adjusted[0].argmax(), len(logits)).double()
 
 
 def kept(count: int) -> Tensor:
@@ -38,7 +54,6 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def test_greedy_takes_the_most_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, -2.0]])
-    assert Sampler(Sampling()).choose(logits).tolist() == [1, 0]
     assert choose_rows([RowSampler(Sampling())] * 2, logits) == [Chosen(1), Chosen(0)]
 
 
@@ -95,8 +110,6 @@ def test_repetition_penalty() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
     assert repeated(logits, 2.0).tolist() == [[1.0, -4.0, 0.5, -2.0]]
     options = Sampling(repetition_penalty=3.0)
-    seen = torch.tensor([[True, True, False, False]])
-    assert Sampler(options).choose(logits, seen).tolist() == [2]
     row = RowSampler(options, [0, 1, 1])  # the prompt counts, once
     assert [row.choose(logits[0]).token for _ in range(3)] == [2, 0, 0]  # what was generated too
 
@@ -140,7 +153,7 @@ def test_many_tokens_are_counted() -> None:
     drawn_from = RowSampler(Sampling(temperature=1.0, frequency_penalty=1.0), range(100))
     assert row.counts is not None
     drawn_from.counts = row.counts
-    close(drawn_from.probabilities(logits), wanted.double().softmax(-1))
+    close(probabilities(drawn_from, logits), wanted.double().softmax(-1))
 
 
 # ---- draws
@@ -166,10 +179,16 @@ def test_draws_follow_the_distribution(options: Sampling) -> None:
     """Chi-square over 10^5 draws; what has no probability is never drawn."""
     count, vocabulary = 100_000, 600
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)) * 1.5
-    expected = RowSampler(options).probabilities(logits) * count
-    sampler = Sampler(options)
-    drawn_ids = [sampler.choose(logits.expand(2000, -1)) for _ in range(count // 2000)]
-    seen = torch.cat(drawn_ids).bincount(minlength=vocabulary).double()
+    expected = probabilities(RowSampler(options), logits) * count
+    rows = [options] * 2000
+    weights = weigh(adjust(logits.expand(len(rows), -1), rows, [None] * len(rows)), rows)
+    generator = torch.Generator().manual_seed(options.seed)
+    uniform = torch.rand(count // len(rows), len(rows), generator=generator, dtype=torch.float64)
+    seen = (
+        torch.cat([drawn(weights, part) for part in uniform])
+        .bincount(minlength=vocabulary)
+        .double()
+    )
     assert seen[expected == 0].sum() == 0
     rare = expected < 5
     seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
@@ -187,7 +206,7 @@ def test_a_row_draws_with_penalties_what_it_says() -> None:
         row = RowSampler(options.numbered(seed), [1, 3])
         for token in (0, 0, 2):
             row.note(token)
-        expected += row.probabilities(logits)
+        expected += probabilities(row, logits)
         seen[row.choose(logits).token] += 1
     adjusted = [1.0 / 1.3 - 0.8 - 0.2, 0.5 / 1.3, 0.0 - 0.4 - 0.2, -0.5 * 1.3]
     close(expected / 1500, torch.tensor(adjusted).softmax(-1))
@@ -245,7 +264,7 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(
         found = choose_rows(together, logits)
         assert torch.equal(logits, before)
         for row, (one, sampler) in enumerate(zip(found, alone, strict=True)):
-            weights = sampler.probabilities(logits[row])
+            weights = probabilities(sampler, logits[row])
             assert weights[one.token] > 0
             assert math.isclose(weights.sum().item(), 1, rel_tol=1e-9)
             assert sampler.choose(logits[row]) == one
@@ -270,8 +289,6 @@ def test_large_vocabularies_too() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
     logits = torch.tensor([[0.0, 0.0], [0.0, bad]])
-    with pytest.raises(InputError, match="token 1 of sequence 1"):
-        Sampler(Sampling()).choose(logits)
     with pytest.raises(InputError, match="token 1 of sequence 1"):
         choose_rows([RowSampler(Sampling())] * 2, logits)
 
@@ -308,8 +325,3 @@ def test_options_that_make_no_sense_are_refused(name: str, value: object, rule: 
     with pytest.raises(UsageError, match=name) as caught:
         Sampling(**{name: value})  # type: ignore[arg-type]
     assert rule in caught.value.hint
-
-
-def test_a_sampler_without_counts_refuses_penalties_that_need_them() -> None:
-    with pytest.raises(UsageError, match="counts"):
-        Sampler(Sampling(frequency_penalty=1.0))

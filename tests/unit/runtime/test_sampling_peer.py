@@ -10,6 +10,7 @@ import torch
 from transformers.generation import logits_process as peer
 
 from quantforge.runtime.sampling import RowSampler, Sampling
+from tests.unit.runtime.test_sampling import probabilities
 
 VOCABULARY = 300
 
@@ -55,6 +56,6 @@ def test_every_processor_and_all_together(cut: str) -> None:
         if cut in {"min_p", "all"}:
             wanted["min_p"] = draw.uniform(0.001, 0.3)
         options = Sampling(**wanted)
-        found = RowSampler(options, prompt).probabilities(logits)
+        found = probabilities(RowSampler(options, prompt), logits)
         apart += not torch.allclose(found, theirs(logits, prompt, options), rtol=1e-4, atol=1e-7)
     assert apart <= (cut in {"top_p", "all"})
