@@ -41,11 +41,13 @@ from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.cache import PagedCache  # noqa: E402
 from quantforge.runtime.cache_shape import CacheShape  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.generate import StopLimits, generate  # noqa: E402
+from quantforge.runtime.decoding_engines import Own  # noqa: E402
 from quantforge.runtime.linear import round_inputs  # noqa: E402
+from quantforge.runtime.sampling import Sampling  # noqa: E402
 from quantforge.runtime.serving.engine import ServingEngine  # noqa: E402
 from quantforge.runtime.serving.engine_options import EngineOptions  # noqa: E402
 from quantforge.runtime.serving.generation_requests import GenerationRequest, NewToken  # noqa: E402
+from quantforge.runtime.token_stream import tokens  # noqa: E402
 
 DRAW = random.Random(0)
 OCTETS = "and activations of 8 bits"
@@ -244,7 +246,7 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
     def alone(model: Decoder) -> float:
         began = time.perf_counter()
         for one in requests[:2]:
-            generate(model, [one.ids], StopLimits(64))
+            list(tokens(Own(model), one.ids, 64, Sampling()))
         return 2 * 64 / (time.perf_counter() - began)
 
     steps: dict[str, Callable[[], float]] = {

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 from quantforge.runtime.cache_view import CacheView  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.generate import Step, StopLimits, prefill  # noqa: E402
+from quantforge.runtime.decoding_steps import Step, prefill  # noqa: E402
 from quantforge.runtime.load import Loaded, load  # noqa: E402
 from quantforge.runtime.sampling import Sampling  # noqa: E402
 from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText  # noqa: E402
@@ -96,15 +96,14 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
 
 def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[dict[str, float]]:
     """Measure every number of drafted tokens on a text that is there already."""
-    limits = StopLimits(tokens)
     costs = pass_costs(decoder, ids, rounds)
     rows = []
     for k in WIDTHS:
         ratios, counts = [], SpeculationCounts()
         copies = SpeculativeDecoder(decoder, lambda _, k=k: NgramDrafter((1,) * k), k, fixed=True)
         for _ in range(rounds + 1):
-            plain, one = timed(SpeculativeText(plain_of(decoder), ids, limits))
-            text = SpeculativeText(copies, ids, limits)
+            plain, one = timed(SpeculativeText(plain_of(decoder), ids, tokens))
+            text = SpeculativeText(copies, ids, tokens)
             fast, two = timed(text)
             if one != two:
                 raise SystemExit(f"{k} drafted tokens gave another text")
@@ -136,15 +135,15 @@ def parting(decoder: Decoder, ids: list[int], plain: list[int], found: list[int]
 
 def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, str | float]]:
     """Count what comes of chains and trees; the texts are the plain loop's."""
-    limits, rows = StopLimits(tokens), []
+    rows = []
     for draft in ("int2", "int3"):
         for shape in ("1x1x1", "2x1x1", "3x1x1", "3x2x1", "4x2x2"):
             drafted = speculative_decoder(loaded, DraftOptions(draft, tree=shape), lambda _: loaded)
             drafted, decoder = replace(drafted, fixed=True), drafted.decoder
             counts, same, gap = SpeculationCounts(), 0, 0.0
             for ids in text:
-                plain = timed(SpeculativeText(plain_of(decoder), ids, limits))[1]
-                one = SpeculativeText(drafted, ids, limits)
+                plain = timed(SpeculativeText(plain_of(decoder), ids, tokens))[1]
+                one = SpeculativeText(drafted, ids, tokens)
                 one.counts = counts
                 found = timed(one)[1]
                 same += found == plain
@@ -159,12 +158,12 @@ def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, 
 
 def unrepeated(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> float:
     """Return the plain loop's time over that of a loop which drafts where it pays, on drawn text."""
-    limits, ratios = StopLimits(tokens), []
+    ratios = []
     copies = SpeculativeDecoder(decoder, lambda _: NgramDrafter((1,) * 8), 8)
     for seed in range(rounds + 1):
         drawn = Sampling(temperature=1.0, seed=seed)
-        plain, one = timed(SpeculativeText(plain_of(decoder), ids, limits, drawn))
-        fast, two = timed(SpeculativeText(copies, ids, limits, drawn))
+        plain, one = timed(SpeculativeText(plain_of(decoder), ids, tokens, drawn))
+        fast, two = timed(SpeculativeText(copies, ids, tokens, drawn))
         if one != two:
             raise SystemExit("drafted tokens gave another text")
         ratios.append(plain / fast)
@@ -179,7 +178,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--text", type=Path, default=ROOT / "quantforge/runtime/generate.py", help="of the trees"
+        "--text",
+        type=Path,
+        default=ROOT / "quantforge/runtime/decoding_steps.py",
+        help="of the trees",
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

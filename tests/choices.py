@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.cache_kinds import PLAIN
-from quantforge.runtime import generate, load, token_stream
+from quantforge.runtime import load, token_stream
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits
 from quantforge.runtime.sampling import (
     Chosen,
     RowSampler,
@@ -32,6 +31,8 @@ from quantforge.runtime.sampling import (
     drawn,
     weigh,
 )
+from tests import plain_loop
+from tests.plain_loop import StopLimits
 
 NOISE = 2e-4  # of logits: a hundred times the deviation of float32 computations from each other
 NOISE_OF_CODES = 1e-2  # with a quantized KV cache, where last bits may change a code by one
@@ -79,7 +80,7 @@ def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
         return choose_rows(samplers, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (generate, token_stream):
+        for module in (plain_loop, token_stream):
             patch.setattr(module, "choose_rows", choose)
         yield found
 
@@ -89,7 +90,7 @@ def plain_text(
 ) -> list[int]:
     """Return the tokens that the plain loop generates after a prompt, before the first choice that is not clear."""
     with plain_choices(NOISE if limits.cache in {"", PLAIN} else NOISE_OF_CODES) as choices:
-        (tokens,) = generate.generate(decoder, [ids], limits, sampling)
+        (tokens,) = plain_loop.generate(decoder, [ids], limits, sampling)
     return tokens[: choices.clear]
 
 

@@ -16,9 +16,9 @@ In this folder:
     decoder           One readable decoder for the families that have a record of their blocks
     decoder_layer     A block as the decoder computes it: its modules, joined where they read the same
     decoding_engines  Engines: the two ways to compute the next token, the own decoder and the forward of transformers
+    decoding_steps    Decoding steps: prefill the prompts, then one token per sequence and step
     fill_experts      Experts of a skeleton, filled one mixture at a time: packed where any of them is quantized
     fill_skeleton     The skeleton of a model, filled from a checkpoint one parameter at a time: packed linears
-    generate          Generation: prefill the prompts, then one token per sequence and step
     generated_text    Generated texts: what `generate` returns, without torch
     joined            Linear layers that read the same activation, multiplied as one: q, k, v; gate, up
     kv_cache          Keys and values as an fp8 cache holds them: measured while calibration runs

@@ -13,7 +13,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_rows import copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.decoding_steps import Step, prefill
 from quantforge.runtime.stored_entries import LayerScales
 from quantforge_kernels.cpu import many_rows
 

@@ -10,7 +10,6 @@ from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.beam_search import beam_search
 from quantforge.runtime.decoding_engines import MeasuredEngine
-from quantforge.runtime.generate import StopLimits
 from quantforge.runtime.generated_text import (
     Generated,
     GeneratedText,
@@ -87,8 +86,9 @@ class LiveAnswer:
             samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
             yield from rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended)
             return
-        room = StopLimits(limits.max_tokens, cache=self._model.cache)
-        text = SpeculativeText(speculative, self._ids, room, limits.sampling)
+        text = SpeculativeText(
+            speculative, self._ids, limits.max_tokens, limits.sampling, self._model.cache
+        )
         self._speculated = text.counts
         for one in text:
             yield {0: one}

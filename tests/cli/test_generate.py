@@ -24,12 +24,12 @@ import quantforge
 from quantforge.cli.answers import speed_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import text_side
 from quantforge_kernels.cpu import features
 from tests.choices import plain_text
 from tests.conftest import Tiny
+from tests.plain_loop import StopLimits
 from tests.runs import command, copied
 
 DEMO = Path(__file__).parents[2] / "models/demo"

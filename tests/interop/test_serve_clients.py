@@ -13,10 +13,10 @@ import torch
 
 import quantforge
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import Loaded, load
 from quantforge.settings import Settings
 from quantforge.verbs.serve_model import complete, served_model
+from tests.plain_loop import StopLimits, generate
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")

@@ -3,7 +3,6 @@
 In this folder:
 
     counters             Counts of an engine since it was made, and how it stands
-    decoding_steps       Steps in which every request decodes one token, as one list of programs or one CUDA graph
     engine               An engine: requests are submitted at any time
     engine_options       Options of an engine: its room, and the tokens of a step
     entries              A request on its way through an engine

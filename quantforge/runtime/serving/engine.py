@@ -22,9 +22,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoding_steps import EngineSteps
 from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities
 from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.decoding_steps import DecodingSteps
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.entries import ServedEntry, Work
 from quantforge.runtime.serving.generation_requests import (
@@ -77,11 +77,9 @@ class ServingEngine:
         self.cache = decoder.cache(
             options.rows, tokens, options.cache, options.pages, options.chunk
         )
-        self._decoding: DecodingSteps | None = None
-        if isinstance(
-            decoder, Decoder
-        ):  # else a test's, which computes every step as a ragged batch
-            self._decoding = DecodingSteps(decoder, self.cache)
+        self._decoding: EngineSteps | None = None
+        if isinstance(decoder, Decoder):  # else of a test, which computes ragged batches alone
+            self._decoding = EngineSteps(decoder, self.cache)
         self._counters = Counters(pages=self.cache.pages)
         self._drafts: StepDrafts | None = None
         if speculative is not None:

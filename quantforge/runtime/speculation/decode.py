@@ -14,7 +14,7 @@ from quantforge.errors import InputError
 from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.cache_view import CacheView
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import CHUNK_TOKENS, Step, StopLimits, check_prompts, prefill
+from quantforge.runtime.decoding_steps import CHUNK_TOKENS, Step, prefill
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import Chosen, RowSampler, Sampling
 from quantforge.runtime.speculation.drafter import Computed, Drafter
@@ -48,33 +48,34 @@ class SpeculativeDecoder:
 
 
 class SpeculativeText:
-    """Text of a model that grows by passes; iterate over its new tokens, which are those that `generate` gives.
+    """Text of a model that grows by passes; iterate over its new tokens, which are those of the plain loop.
 
     Args:
         speculative: the model and who drafts.
-        prompt: token ids.
-        limits: how many tokens follow.
+        prompt: token ids; at least one.
+        new_tokens: that follow; at least one.
         sampling: how they are chosen.
+        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
 
     Attributes:
         counts: what came of drafted tokens.
 
     Raises:
-        InputError: as `generate`; while it is iterated over also where a draft's logits are not finite.
+        InputError: logits of the model or of a draft are not finite; while it is iterated over.
     """
 
     def __init__(
         self,
         speculative: SpeculativeDecoder,
         prompt: Sequence[int],
-        limits: StopLimits | None = None,
+        new_tokens: int,
         sampling: Sampling | None = None,
+        cache: str = "",
     ) -> None:
-        self._decoder, self._limits = speculative.decoder, limits or StopLimits()
-        check_prompts(self._decoder, [prompt], self._limits.new_tokens)
+        self._decoder, self._new_tokens = speculative.decoder, new_tokens
         # A pass writes all drafted tokens: places go beyond the last token, positions do not.
-        most = len(prompt) + self._limits.new_tokens
-        self._cache = self._decoder.cache(1, most + MOST_NODES, self._limits.cache)
+        most = len(prompt) + new_tokens
+        self._cache = self._decoder.cache(1, most + MOST_NODES, cache)
         self._cache.reserve(0, most + MOST_NODES)
         self._cache.most_tokens = most
         self._history = list(prompt)  # all of it but the last token is in the cache
@@ -85,10 +86,9 @@ class SpeculativeText:
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[Chosen]:
-        stop, left = self._limits.stop, self._limits.new_tokens
-        chosen = self._advance(DraftTree())[1]
+        left, chosen = self._new_tokens, self._advance(DraftTree())[1]
         yield from chosen
-        while (left := left - len(chosen)) and chosen[-1].token not in stop:
+        while left := left - len(chosen):
             began = time.perf_counter()
             most = min(self._pace.tokens(), left - 1)
             tree = self._draft(most) if most else DraftTree()
@@ -120,8 +120,8 @@ class SpeculativeText:
         elif start:
             logits = self._step(tokens, start)
         else:
-            logits = prefill(self._decoder, tokens[None], self._cache, self._limits.new_tokens)
-        (verified,) = verify(logits, [self._sampler], [tree], [self._limits.stop])
+            logits = prefill(self._decoder, tokens[None], self._cache, self._new_tokens)
+        (verified,) = verify(logits, [self._sampler], [tree], [frozenset()])
         for one in verified.chosen:
             if isinstance(one, InputError):
                 raise one

@@ -21,7 +21,7 @@ from quantforge.quantizers.rtn import quantized
 from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.computed import computed
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import Step
+from quantforge.runtime.decoding_steps import Step
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.plain_weights import reason
 from quantforge.runtime.ragged import Span

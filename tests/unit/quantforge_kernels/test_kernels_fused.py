@@ -16,7 +16,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import Step, prefill
+from quantforge.runtime.decoding_steps import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers

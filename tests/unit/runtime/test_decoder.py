@@ -15,7 +15,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import Step, StopLimits, generate, prefill
+from quantforge.runtime.decoding_steps import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
 from quantforge.verbs import quantize
@@ -25,6 +25,7 @@ from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.cpu.packed_integers import feature
 from quantforge_kernels.kv import PAGE
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
+from tests.plain_loop import StopLimits, generate
 
 TINY = {**FAMILIES, **MIXTURES}
 UNCOMPUTED = (
@@ -325,18 +326,8 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.tokens
-def test_generation_stops(models):
-    decoder = Decoder(models("llama")[0])
-    prompt = IDS[0, :20].tolist()
-    whole = generate(decoder, [prompt], StopLimits(new_tokens=9))[0]
-    stop = whole[3]
-    found = generate(decoder, [prompt], StopLimits(new_tokens=9, stop=frozenset({stop})))[0]
-    assert found == whole[: whole.index(stop) + 1]
-
-
 def test_prompts_are_cut_into_chunks(models, monkeypatch):
-    from quantforge.runtime import generate as module
+    from quantforge.runtime import decoding_steps as module
 
     model, wanted = models("llama")
     decoder = Decoder(model)
@@ -354,16 +345,6 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
         assert held.length(1) == 70
         Step(decoder, held)(IDS[:, 0])
     assert held.length(1) == 71
-
-
-@pytest.mark.parametrize(
-    ("prompts", "limits", "match"),
-    [([], StopLimits(), "0 prompts"), ([[3]], StopLimits(new_tokens=0), "0 new tokens"),
-     ([[3], []], StopLimits(), "prompt 1 has no token"), ([[3] * 120], StopLimits(), "128 positions")],
-)  # fmt: skip
-def test_what_cannot_be_continued_is_refused(models, prompts, limits, match):
-    with pytest.raises(InputError, match=match):
-        generate(Decoder(models("llama")[0]), prompts, limits)
 
 
 def test_caches_that_make_no_sense_are_refused(models):

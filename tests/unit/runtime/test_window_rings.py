@@ -11,7 +11,6 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_layout import PAGED, CacheLayout
 from quantforge.runtime.cache_shape import CacheShape
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits
 from quantforge.runtime.load import load
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
@@ -19,6 +18,7 @@ from quantforge.runtime.serving.generation_requests import Finished, GenerationR
 from quantforge.verbs.serve_model import _pages
 from quantforge_kernels.kv import PAGE
 from tests.choices import plain_text
+from tests.plain_loop import StopLimits
 
 CPU = torch.device("cpu")
 CHUNK = 24

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.serving.engine import ServingEngine
@@ -21,6 +20,7 @@ from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafters import speculative_decoder
 from quantforge.runtime.speculation.options import DraftOptions
 from tests.choices import plain_text
+from tests.plain_loop import StopLimits, generate
 from tests.runs import copied, first_blocks
 from tests.thorough import usual
 from tests.unit.runtime.speculation.test_trees import Planted

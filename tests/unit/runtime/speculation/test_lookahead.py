@@ -10,13 +10,13 @@ import torch
 import quantforge
 from quantforge.errors import UsageError
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler, Sampling
 from quantforge.runtime.speculation.drafter import Computed
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.runtime.speculation.tree import DraftTree
+from tests.plain_loop import StopLimits, generate
 from tests.unit.runtime.speculation.test_speculate import DEMO, DRAWN, PENALISED, speculated
 
 

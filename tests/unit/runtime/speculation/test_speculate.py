@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler, Sampling
 from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
@@ -22,6 +21,7 @@ from quantforge.runtime.speculation.pace import Pace
 from quantforge.runtime.speculation.tree import chain
 from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens
 from tests.choices import plain_text
+from tests.plain_loop import StopLimits, generate
 
 DEMO = Path("models/demo")
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
@@ -43,7 +43,7 @@ def ids():
 def speculated(decoder, ids, drafter, most, limits, sampling=None):
     """Return the tokens of a text with always as many drafted ones, and the counts."""
     speculative = SpeculativeDecoder(decoder, lambda _: drafter, most, fixed=True)
-    text = SpeculativeText(speculative, ids, limits, sampling)
+    text = SpeculativeText(speculative, ids, limits.new_tokens, sampling, limits.cache)
     return [one.token for one in text], text.counts
 
 
@@ -82,15 +82,6 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
             assert counts.acceptance == 1
             assert counts.tokens_per_pass == counts.expected
             assert counts.passes < len(plain) / 4
-
-
-@pytest.mark.tokens
-def test_stop_token_ends_in_the_middle_of_a_pass(decoder, ids):
-    (plain,) = generate(decoder, [ids], StopLimits(24))
-    stop = plain[6]
-    limits = StopLimits(24, stop=frozenset({stop}))
-    found, _ = speculated(decoder, ids, Scripted(ids + plain, 1000), 8, limits)
-    assert found == plain[: plain.index(stop) + 1]
 
 
 @pytest.mark.tokens

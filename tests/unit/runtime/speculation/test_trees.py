@@ -13,7 +13,6 @@ from quantforge.architectures.cache_kinds import WORDS
 from quantforge.errors import UsageError
 from quantforge.runtime.cache_rows import keep_path
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.generate import StopLimits, generate
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler, Sampling
@@ -23,6 +22,7 @@ from quantforge.runtime.speculation.ngrams import NgramDrafter
 from quantforge.runtime.speculation.options import MOST_NODES, DraftOptions, shape_of
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, chain
 from tests.choices import plain_text
+from tests.plain_loop import StopLimits, generate
 from tests.unit.runtime.speculation.test_speculate import (
     DEMO,
     DRAWN,

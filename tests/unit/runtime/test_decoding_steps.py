@@ -8,9 +8,9 @@ import torch
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.decoding_steps import rounded
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import choose_rows
-from quantforge.runtime.serving.decoding_steps import rounded
 from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import GenerationRequest

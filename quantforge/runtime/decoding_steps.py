@@ -1,16 +1,18 @@
-"""Generation: prefill the prompts, then one token per sequence and step.
+"""Decoding steps: prefill the prompts, then one token per sequence and step.
 
 A decoding step on a GPU is launched as one CUDA graph: some hundred launches of a few microseconds
 each would otherwise take longer than reading the weights. The graph computes from fixed addresses,
 which is why the cache keeps its table and lengths on the device, and reserves all pages before.
 On a processor the programs that compute the blocks are recorded and run again as one, if all of the
 blocks is computed by such (`quantforge_kernels.cpu.recording`).
+
+What is recorded belongs to a cache with so many sequences. In an engine requests come and go, so each number of them
+has a step of its own (`EngineSteps`), over a view of the cache whose rows are those of the requests that run now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,8 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.runtime.arrivals import Arrivals
 from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.cache_view import CacheView
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.sampling import RowSampler, Sampling, choose_rows
 from quantforge_kernels.cpu.features import feature
 
 if TYPE_CHECKING:
@@ -28,96 +30,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048  # of a prefill, over all sequences
 WARM_UPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class StopLimits:
-    """Limits of a generation, and the kind of its cache.
-
-    Attributes:
-        new_tokens: at most so many per sequence.
-        stop: tokens that end a sequence.
-        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
-    """
-
-    new_tokens: int = 32
-    stop: frozenset[int] = frozenset()
-    cache: str = ""
-
-
-@torch.inference_mode()
-def generate(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    limits: StopLimits | None = None,
-    sampling: Sampling | None = None,
-) -> list[list[int]]:
-    """Continue every prompt.
-
-    Args:
-        decoder: the model.
-        prompts: token ids.
-        limits: how much.
-        sampling: how tokens are chosen, for each prompt as if it were alone.
-
-    Returns:
-        The new tokens of each prompt, its stop token included.
-
-    Raises:
-        InputError: no prompt or no new token; a prompt that is empty, or longer with all of its new tokens than
-            the model has positions; or logits that are NaN or infinite.
-    """
-    limits, sampling = limits or StopLimits(), sampling or Sampling()
-    check_prompts(decoder, prompts, limits.new_tokens)
-    # Sequences of one length advance together: prompts are grouped by it, results put in order.
-    results: dict[int, list[int]] = {}
-    for length in sorted({len(prompt) for prompt in prompts}):
-        places = [place for place, prompt in enumerate(prompts) if len(prompt) == length]
-        ids = torch.tensor([list(prompts[place]) for place in places], device=decoder.device)
-        found = _generate(decoder, ids, limits, sampling)
-        results |= dict(zip(places, found, strict=True))
-    return [results[place] for place in range(len(prompts))]
-
-
-def check_prompts(decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    """Refuse what cannot be continued; see `generate`."""
-    if not prompts or new_tokens < 1:
-        raise InputError(
-            f"{len(prompts)} prompts, {new_tokens} new tokens", "give at least one of each"
-        )
-    for place, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(
-                f"prompt {place} has no token", "begin it with the model's first token"
-            )
-        if len(prompt) + new_tokens > decoder.positions:
-            raise InputError(
-                f"prompt {place} of {len(prompt)} tokens and {new_tokens} new ones: the model has "
-                f"{decoder.positions} positions",
-                "shorten the prompt, or ask for fewer tokens",
-            )
-
-
-def _generate(
-    decoder: Decoder, ids: Tensor, limits: StopLimits, sampling: Sampling
-) -> list[list[int]]:
-    sequences, length = ids.shape
-    cache = decoder.cache(sequences, length + limits.new_tokens, limits.cache)
-    samplers = [RowSampler(sampling, prompt) for prompt in ids.tolist()]
-    logits = prefill(decoder, ids, cache, limits.new_tokens)
-    step = Step(decoder, cache)
-    found: list[list[int]] = [[] for _ in range(sequences)]
-    for number in range(limits.new_tokens):
-        going = [row for row, tokens in enumerate(found) if not set(tokens[-1:]) & limits.stop]
-        if not going:
-            break
-        if number:
-            last = [tokens[-1] for tokens in found]
-            logits = step(torch.tensor(last, device=decoder.device))
-        chosen = choose_rows([samplers[row] for row in going], logits[going].float())
-        for row, one in zip(going, chosen, strict=True):
-            found[row].append(one.token)
-    return found
 
 
 def prefill(decoder: Decoder, ids: Tensor, cache: PagedCache, new_tokens: int) -> Tensor:
@@ -218,3 +130,41 @@ class Step:
             with torch.cuda.graph(self._graph, stream=stream):
                 self._logits = self._compute()
         self._cache.lengths.copy_(lengths)
+
+
+class EngineSteps:
+    """Steps by their number of rows, which is rounded up to a few, since every record keeps its own memory.
+
+    A row that is left over is the last request once more: it computes the same numbers and writes them to the same
+    place, so it needs no pages of its own.
+
+    Args:
+        decoder: the model.
+        cache: of all requests; whatever is decoded has its page.
+    """
+
+    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._steps: dict[int, tuple[CacheView, Step]] = {}
+
+    def __call__(self, ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Return logits ``[rows, vocabulary]`` after one token of each row of the cache, which is then longer by it."""
+        size = rounded(len(rows))
+        if size not in self._steps:
+            view = CacheView(self._cache, size)
+            self._steps[size] = view, Step(self._decoder, view)
+        view, step = self._steps[size]
+        view.show(rows)
+        more = [*ids, *[ids[-1]] * (size - len(ids))]
+        logits = step(torch.tensor(more, device=self._decoder.device))
+        self._cache.follow(rows)
+        return logits[: len(rows)]
+
+
+def rounded(rows: int) -> int:
+    """Return the number of rows of the step that computes so many: 1, 2, 4, 8, 12, ..., 32, 40, 48, ..."""
+    if rows <= 2:
+        return rows
+    unit = 4 if rows <= 32 else 8
+    return -(-rows // unit) * unit
