@@ -39,7 +39,7 @@ from decode_8b import random_model  # noqa: E402
 
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.cache import PagedCache  # noqa: E402
-from quantforge.runtime.cache_shape import CacheShape  # noqa: E402
+from quantforge.runtime.cache_layout import CacheShape  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.decoding_engines import Own  # noqa: E402
 from quantforge.runtime.linear import round_inputs  # noqa: E402

@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantforge.runtime.cache_view import CacheView  # noqa: E402
+from quantforge.runtime.cache import CacheView  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.decoding_steps import Step, prefill  # noqa: E402
 from quantforge.runtime.load import Loaded, load  # noqa: E402

@@ -26,8 +26,7 @@ from quantforge.evaluation.perplexity import Estimate, finite, forward_tokens
 from quantforge.evaluation.planted_key import KEY
 from quantforge.execution.progress import tell
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheLayout
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheLayout, CacheShape
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import decoded_once

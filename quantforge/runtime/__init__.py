@@ -4,14 +4,9 @@ In this folder:
 
     active_experts    Experts that a token is sent to: how many of them
     answer_limits     Rules for an answer: how long it is, how its tokens are chosen, what ends it
-    arrivals          Tokens on their way into the blocks of a decoder: embeddings, places in the cache, angles
-    beam_options      Options of a beam search, which are checked before anything is loaded
     beam_search       Beam search: several continuations of one prompt side by side
     cache             The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
-    cache_layout      Layout of a cache: which layers take pages as their sequences grow
-    cache_rows        Rows of a cache made from others: one spread over many lengths, each a copy of another one
-    cache_shape       Shape and type of what a cache holds for each token, and the bytes that it takes
-    cache_view        Some sequences of a cache, as if they were all of one
+    cache_layout      Layout of a cache: what it holds for each token
     computed          Which models the own decoder computes
     decoder           One readable decoder for the families that have a record of their blocks
     decoder_layer     A block as the decoder computes it: its modules, joined where they read the same
@@ -20,19 +15,16 @@ In this folder:
     fill_experts      Experts of a skeleton, filled one mixture at a time: packed where any of them is quantized
     fill_skeleton     The skeleton of a model, filled from a checkpoint one parameter at a time: packed linears
     generated_text    Generated texts: what `generate` returns, without torch
-    joined            Linear layers that read the same activation, multiplied as one: q, k, v; gate, up
     kv_cache          Keys and values as an fp8 cache holds them: measured while calibration runs
     linear            A linear layer whose weight stays packed in memory
     live_answer       Answers while they come: tokens become text as soon as it is sure, and end where their rules say
     load              One loader for every format: a model that computes, with its quantized weights still packed
     memory            Memory that a stretch of work takes above what the process held before it
     model_sizes       Figures of a model for reports: bits per weight, bytes, schemes
-    multipliers       Factors on embeddings, residuals and logits that configurations state
     packed_experts    Experts of a mixture whose weights stay packed
     packed_stacks     Stacks of experts' matrices that stay packed: rows are multiplied by the matrices of their owners
     plain_weights     Linears that need their weight as it is: those that a kernel cannot stand in for
     problems          A quantized tensor as a problem of the kernels: which grid, which parameters, in their plain terms
-    process_group     The processes that torchrun started, as those that share a model
     prompt_attention  Attention of several new tokens per sequence, as of a prompt, over the paged cache, in plain torch
     put_adapter       A model with an adapter of low rank on its linears, whose weights stay packed
     ragged            A ragged batch: spans of new tokens of some sequences, of different lengths
@@ -40,7 +32,6 @@ In this folder:
     rotary            Angles of rotary positions: frequencies as transformers derives them, times positions
     sampling          Choosing tokens from logits: every request has a sampler of its own
     sampling_options  Rules by which the next token is chosen from logits, by the usual definitions, in this order
-    skeleton_checks   Checks of a skeleton: a checkpoint has a tensor for all of its parameters and no more
     speaker           A model that answers in text: a prompt or a conversation in, pieces of text out as they come
     spread_experts    Packed experts whose module takes tokens that are spread over all of them (`quantforge.model.exper
     stop_strings      Strings that end a text, found while it comes in pieces, wherever the pieces part

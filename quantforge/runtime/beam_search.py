@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.beam_options import BeamOptions
+from quantforge.runtime.answer_limits import BeamOptions
 from quantforge.runtime.decoding_engines import MeasuredEngine
 from quantforge.runtime.sampling import check_finite
 

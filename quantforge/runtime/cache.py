@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.cache_layout import PAGED, CacheLayout
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import PAGED, CacheLayout, CacheShape
 from quantforge.runtime.room import check_cache, free_bytes
 from quantforge.runtime.stored_entries import (
     LayerScales,
+    raw_bytes,
     read_pages,
     spread_scales,
     write_entries,
@@ -187,3 +187,71 @@ class PagedCache:
         """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
         for sequence in range(self.sequences):
             self._counts[sequence] += tokens
+
+
+class CacheView(PagedCache):
+    """A cache in the pages of another one.
+
+    Args:
+        cache: whose pages are read and written.
+        sequences: how many at a time.
+    """
+
+    def __init__(self, cache: PagedCache, sequences: int) -> None:
+        self.__dict__.update(cache.__dict__)
+        self._whole = cache
+        self.tables = {
+            key: table.new_zeros(sequences, table.shape[1]) for key, table in cache.tables.items()
+        }
+        self.lengths = cache.lengths.new_zeros(sequences)
+        self._held = [[] for _ in range(sequences)]
+        self._counts = [0] * sequences
+
+    def show(self, sequences: Sequence[int]) -> None:
+        """Make the sequences these of the cache, in order; the last of them, over and over, where there are too few."""
+        more = self.sequences - len(sequences)
+        at = torch.tensor([*sequences, *[sequences[-1]] * more], device=self.lengths.device)
+        for key, table in self.tables.items():
+            table.copy_(self._whole.tables[key][at])
+        self.lengths.copy_(self._whole.lengths[at])
+
+
+def copy_rows(cache: PagedCache, parents: Sequence[int], same: int) -> None:
+    """Make each sequence a copy of another one of the same length; they share no page.
+
+    Args:
+        cache: is changed.
+        parents: for each sequence, the one to copy.
+        same: so many first tokens each has in common with that one.
+    """
+    assert not cache.layout.rings
+    rows = [row for row, parent in enumerate(parents) if row != parent]
+    longest = max(cache.length(row) for row in range(cache.sequences))
+    pages = slice(same // PAGE, -(-longest // PAGE))
+    to = cache.table[rows, pages].long()
+    source = cache.table[[parents[row] for row in rows], pages].long()
+    for store in (store for pair in cache.layers for store in pair):
+        for part in map(raw_bytes, store.each()):
+            part[to] = part[source]
+
+
+def keep_path(cache: PagedCache, sequence: int, start: int, nodes: Sequence[int]) -> None:
+    """Keep one path of a tree of drafted tokens: move its places to those after ``start``; forget the rest.
+
+    Args:
+        cache: is changed.
+        sequence: whose last tokens are the tree; it has ``start + len(nodes)`` tokens afterwards.
+        start: tokens before the tree.
+        nodes: places of the path in the tree, ascending.
+    """
+    if [*nodes] != [*range(len(nodes))]:
+        device = cache.lengths.device
+        source = torch.tensor(nodes, device=device) + start
+        to = torch.arange(start, start + len(nodes), device=device)
+        for layer, stores in enumerate(cache.layers):
+            table = cache.table_of(layer)[sequence].long()
+            old, new = (table[at // PAGE] * PAGE + at % PAGE for at in (source, to))
+            for part in (raw_bytes(part) for store in stores for part in store.each()):
+                flat = part.view(-1, *part.shape[2:])
+                flat[new] = flat[old]
+    cache.advance(sequence, start + len(nodes) - cache.length(sequence))

@@ -1,12 +1,11 @@
-"""Layout of a cache: which layers take pages as their sequences grow, and which go round in a ring of a few.
+"""Layout of a cache: what it holds for each token, and which layers take pages as their sequences grow or go in a ring.
 
 A layer with a window looks at the last tokens alone. It needs pages for those, and for the tokens that a step writes
 before any of them is attended to (``ahead``), however long the sequence is. So it has a ring: page ``p`` of a sequence
 lies in page ``p mod n`` of the ``n`` that belong to its row for good, and what is written there takes the place of what
 no token will look at again. Where a ring would not be smaller than a whole row, the layer takes pages as others do.
 
-A ring belongs to one row, so that its pages are not shared: a prefix cache, and whoever goes back by more than
-``ahead`` tokens, has no rings (``ahead`` = 0).
+Whoever goes back by more than ``ahead`` tokens has no rings (``ahead`` = 0).
 """
 
 from __future__ import annotations
@@ -16,9 +15,59 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.errors import InputError
 from quantforge_kernels import kv
 from quantforge_kernels.kv import PAGE, Store
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape and type of the entries that a cache holds for each token.
+
+    Attributes:
+        layers: decoder blocks.
+        kv_heads: key/value heads.
+        head: width of a head.
+        kind: see `quantforge.architectures.cache_kinds`; "" stores the type of the activations.
+        dtype: of the activations.
+        windows: of every layer, tokens that it looks at, 0 for all; none given is all.
+
+    Raises:
+        UsageError: no such kind.
+        InputError: heads of an odd width for ``int4``.
+    """
+
+    layers: int
+    kv_heads: int
+    head: int
+    kind: str
+    dtype: torch.dtype
+    windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "int4" in self.kinds and self.head % 2:
+            raise InputError(
+                f"heads of {self.head} channels cannot be cached in 4 bits", "use int8 or fp8"
+            )
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """Return how keys and how values are stored, each one of `quantforge_kernels.kv.KINDS`."""
+        return kinds_of(self.kind or PLAIN)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token, keys and values of all layers."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Return the bytes of one token in one layer."""
+        return sum(
+            kv.token_bytes(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds
+        )
+
 
 PAGED = 0  # the key of the table of layers without a ring; the others have their window for a key
 

@@ -18,6 +18,7 @@ are one kernel each on a GPU (`quantforge_kernels.layers`), and attention reads 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +26,10 @@ from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
 from quantforge.runtime.active_experts import waits
-from quantforge.runtime.arrivals import Arrivals
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.computed import computed, supports
 from quantforge.runtime.decoder_layer import Layer, layer_of, multiply, neighbours_to_halves
-from quantforge.runtime.multipliers import multipliers_of
 from quantforge.runtime.prompt_attention import attend_many
 from quantforge.runtime.ragged import RaggedBatch, Span, Taps
 from quantforge.runtime.rotary import angles_at, queries_of, width_of
@@ -43,6 +42,36 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Tokens on their way into the blocks.
+
+    Attributes:
+        x: embeddings ``[tokens of all sequences, hidden]``.
+        slots: places of the tokens in the cache, by key of a layer (`CacheLayout.keys`).
+        angles: cosines and sines by kind of rotary, see `Layer.rotary`.
+        ragged: spans of different lengths; None: as many tokens of every sequence of the cache.
+    """
+
+    x: Tensor
+    slots: dict[int, Tensor]
+    angles: dict[str, tuple[Tensor, Tensor]]
+    ragged: RaggedBatch | None = None
+
+    def note(self, block: int, x: Tensor) -> None:
+        """Put what goes into a block ``[tokens, hidden]`` where it is asked for."""
+        if self.ragged is not None and self.ragged.taps and block in self.ragged.taps:
+            self.ragged.taps[block] = x
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in one order."""
+        return [
+            self.x,
+            *(self.slots[key] for key in sorted(self.slots)),
+            *(part for key in sorted(self.angles) for part in self.angles[key]),
+        ]
 
 
 class Decoder:
@@ -85,7 +114,9 @@ class Decoder:
         self._norm: Any = model.get_submodule(family.final_norm)
         self._epsilon: float | None = getattr(config, "rms_norm_eps", None)  # None: other norms
         self._offset = family.norm_offset
-        self._factors = multipliers_of(config)
+        self._embedding_factor = _factor(config, "embedding_multiplier")
+        self._residual_factor = _factor(config, "residual_multiplier")
+        self._logit_factor = _factor(config, "logit_scale") / _factor(config, "logits_scaling")
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         self._gate = {"silu": silu_gate, "gelu_pytorch_tanh": gelu_gate}.get(activation)
@@ -168,7 +199,7 @@ class Decoder:
         ragged: RaggedBatch | None = None,
     ) -> Arrivals:
         angles = angles_at(self._rotary, self._rotary_keys, positions, most, self.dtype)
-        x = _times(self._embedding(ids), self._factors.embedding)
+        x = _times(self._embedding(ids), self._embedding_factor)
         return Arrivals(x, slots, angles, ragged)
 
     def blocks(self, entry: Arrivals, cache: PagedCache) -> Tensor:
@@ -191,7 +222,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[..., vocabulary]`` in float32."""
-        logits = _times(multiply(self._output, hidden), self._factors.logits)
+        logits = _times(multiply(self._output, hidden), self._logit_factor)
         if self._final_cap:
             logits = torch.tanh(logits / self._final_cap) * self._final_cap
         return logits.float()
@@ -234,7 +265,7 @@ class Decoder:
 
     def _written(self, update: Tensor, norm: Any) -> Tensor:
         """Return what a half of a block adds to the residuals, of its output."""
-        return _times(self._normed(update, norm), self._factors.residual)
+        return _times(self._normed(update, norm), self._residual_factor)
 
     def _add_norm(self, x: Tensor, update: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         if norm is not None and self._epsilon is not None:
@@ -244,6 +275,11 @@ class Decoder:
 
     def _normed(self, x: Tensor, norm: Any) -> Tensor:
         return x if norm is None else self._add_norm(x, None, norm)[0]
+
+
+def _factor(config: Any, key: str) -> float:
+    """Return a factor that the configuration of a family declares; 1 where it has none."""
+    return float(getattr(config, key, None) or 1.0)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import RefusedError
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_rows import copy_rows
+from quantforge.runtime.cache import PagedCache, copy_rows
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import Step, prefill

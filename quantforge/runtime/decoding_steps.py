@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.arrivals import Arrivals
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_view import CacheView
-from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.cache import CacheView, PagedCache
+from quantforge.runtime.decoder import Arrivals, Decoder
 from quantforge_kernels.cpu.features import feature
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import RefusedError
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout
 from quantforge.model.inner import inner_of
@@ -30,7 +30,6 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.fill_experts import ExpertWeights, fill_experts, plainly
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.plain_weights import CONVERTED, reason
-from quantforge.runtime.skeleton_checks import check_filled, check_names
 from quantforge.runtime.tensor_shares import sum_parts
 from quantforge.runtime.weight_cuts import Cut
 
@@ -238,3 +237,31 @@ def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
             model.set_submodule(module, owner)
         else:
             setattr(model.get_submodule(module), leaf, getattr(owner, kind))
+
+
+def check_names(names: Names, path: Path) -> None:
+    """Raise InputError unless the checkpoint and the model hold the same."""
+    left = [name for name in names.left_over if name not in set(names.ignored)]
+    if left:
+        raise InputError(
+            f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
+            "a model of this model_type has no such parameters",
+            tensor=left[0],
+        )
+    if names.missing:
+        raise _unfilled(path, names.missing)
+
+
+def _unfilled(path: Path, missing: tuple[str, ...]) -> InputError:
+    return InputError(
+        f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+        "a complete checkpoint holds every tensor; fetch the model again",
+    )
+
+
+def check_filled(model: PreTrainedModel, path: Path) -> None:
+    """Raise InputError unless every parameter and buffer of a model has a value."""
+    values = [*model.named_parameters(), *model.named_buffers()]
+    missing = tuple(name for name, value in values if value.is_meta)
+    if missing:
+        raise _unfilled(path, missing)

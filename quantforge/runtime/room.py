@@ -14,7 +14,7 @@ from quantforge.errors import ResourceError
 from quantforge.planning.capacity import MARGIN  # of what is free
 
 if TYPE_CHECKING:
-    from quantforge.runtime.cache_shape import CacheShape
+    from quantforge.runtime.cache_layout import CacheShape
 
 LEAST_BITS = 2
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheShape
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import Store

@@ -233,6 +233,6 @@ def _share(settings: Settings) -> Share | None:
     """Return which part of a model this process holds; None: all of it."""
     if not settings.split:
         return None
-    from quantforge.runtime.process_group import share_of_process
+    from quantforge.runtime.tensor_shares import share_of_process
 
     return share_of_process(settings.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.cache_rows import keep_path
+from quantforge.runtime.cache import keep_path
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import EngineSteps
 from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities

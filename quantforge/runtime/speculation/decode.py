@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.cache_rows import keep_path
-from quantforge.runtime.cache_view import CacheView
+from quantforge.runtime.cache import CacheView, keep_path
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import CHUNK_TOKENS, Step, prefill
 from quantforge.runtime.ragged import Span

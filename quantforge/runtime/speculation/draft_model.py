@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.quantizers.rtn import quantized
-from quantforge.runtime.cache_rows import keep_path
+from quantforge.runtime.cache import keep_path
 from quantforge.runtime.computed import computed
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import Step

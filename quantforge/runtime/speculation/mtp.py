@@ -31,8 +31,8 @@ from quantforge_kernels.layers import add_norm, linear
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.runtime.arrivals import Arrivals
     from quantforge.runtime.cache import PagedCache
+    from quantforge.runtime.decoder import Arrivals
     from quantforge.runtime.ragged import Span
 
 HINT = "take --draft ngram, int2 or a model"

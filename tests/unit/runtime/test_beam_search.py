@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.beam_options import BeamOptions
+from quantforge.runtime.answer_limits import BeamOptions
 from quantforge.runtime.beam_search import Beam, beam_search
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_engines import Own, Transformers

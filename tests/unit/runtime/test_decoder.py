@@ -12,7 +12,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import Step, prefill

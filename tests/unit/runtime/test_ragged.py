@@ -10,7 +10,7 @@ import torch
 from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import SHORT, RaggedBatch, Span

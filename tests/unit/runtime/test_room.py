@@ -8,7 +8,7 @@ import torch
 from quantforge.errors import ResourceError
 from quantforge.runtime import cache, load, room
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load as load_model
 from quantforge.runtime.room import check_cache, check_weights

@@ -17,7 +17,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.problems import state
-from quantforge.runtime.process_group import share_of_process
+from quantforge.runtime.tensor_shares import share_of_process
 from quantforge.runtime.weight_cuts import Cut, Share
 from quantforge.verbs import quantize
 from quantforge_kernels import reference

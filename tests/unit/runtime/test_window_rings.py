@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import PAGED, CacheLayout
-from quantforge.runtime.cache_shape import CacheShape
+from quantforge.runtime.cache_layout import PAGED, CacheLayout, CacheShape
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.serving.engine import ServingEngine

@@ -11,7 +11,7 @@ import torch
 import quantforge
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.errors import UsageError
-from quantforge.runtime.cache_rows import keep_path
+from quantforge.runtime.cache import keep_path
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import Span
