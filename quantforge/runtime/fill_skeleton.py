@@ -48,7 +48,6 @@ class SkeletonFiller:
         layouts: the quantized linears, by the name of their module.
         device: where the model computes.
         dtype: of activations, and of weights that are not quantized.
-        packed: experts stay packed where they can; else they are decoded into the stacks of transformers.
         cuts: parameters of which a part is held, by name.
 
     Attributes:
@@ -62,11 +61,9 @@ class SkeletonFiller:
         layouts: Mapping[str, ModuleLayout],
         device: torch.device,
         dtype: torch.dtype,
-        packed: bool = True,
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self._cuts = cuts or {}
-        self._packed_experts = packed
         self._checkpoint = checkpoint
         self._form = form
         self._layouts = layouts
@@ -115,7 +112,7 @@ class SkeletonFiller:
             self.events.append(Event("kernel-fallback", module_of(lattices[0]), detail))
         weights = ExpertWeights(
             self._weight, lambda name: module_of(name) in self._layouts,
-            self._packed_experts and not lattices, self._dtype, self._device,
+            not lattices, self._dtype, self._device,
         )  # fmt: skip
         self.events += fill_experts(model, names, weights)
         _tie(model, names.tied)

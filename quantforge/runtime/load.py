@@ -100,7 +100,6 @@ def load(
     dtype: torch.dtype = torch.float32,
     source: Checkpoint | None = None,
     *,
-    packed_experts: bool = True,
     input_bits: int = 16,
     share: Share | None = None,
 ) -> Loaded:
@@ -111,7 +110,6 @@ def load(
         device: where it computes.
         dtype: of activations, and of the weights that are not quantized.
         source: the model as it was opened already, e.g. with an adapter merged; opened here when left out.
-        packed_experts: False: experts are decoded into parameters of transformers' modules.
         input_bits: of the integers to which products of packed weights round activations of 16 bits, where they do.
         share: of this process, where several hold one model: only `Decoder` computes it then, in all of them at once.
 
@@ -132,7 +130,7 @@ def load(
     where = torch.device(device)
     cuts = cuts_of(model, matched, layouts, share)
     check_weights(*most_held(matched, layouts, stored, dtype, plain, cuts), free_bytes(where))
-    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, packed_experts, cuts)
+    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
     filler.fill(model, names, plain)
     filler.events += round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)

@@ -16,6 +16,7 @@ from quantforge.errors import RefusedError
 from quantforge.execution.execute import Settings
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe, Rule
+from quantforge.runtime import fill_experts
 from quantforge.runtime import packed_experts as packed_experts_of
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
@@ -51,7 +52,10 @@ def quantized(tiny, tmp_path_factory):
 
 
 def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
-    loaded = load(path, dtype=dtype, packed_experts=packed)
+    with pytest.MonkeyPatch.context() as patch:
+        if not packed:
+            patch.setattr(fill_experts, "_packed", lambda *_: None)
+        loaded = load(path, dtype=dtype)
     with torch.inference_mode():
         return loaded, loaded.model(IDS).logits.float()
 
@@ -111,7 +115,7 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
 def test_inputs_that_are_rounded_are_not_dropped_where_experts_are_decoded(quantized):
     path = quantized("mixtral", "compressed-tensors", "W8A8")
     with pytest.raises(RefusedError, match="its inputs are rounded"):
-        load(path, packed_experts=False)
+        logits(path, False)
     assert logits(path, True)[1].isfinite().all()
 
 
