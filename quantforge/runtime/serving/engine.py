@@ -26,7 +26,6 @@ from quantforge.runtime.decoding_steps import EngineSteps
 from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
-from quantforge.runtime.serving.entries import ServedEntry, Work
 from quantforge.runtime.serving.generation_requests import (
     Finished,
     FinishReason,
@@ -36,7 +35,7 @@ from quantforge.runtime.serving.generation_requests import (
     PromptScored,
     check_request,
 )
-from quantforge.runtime.serving.scheduler import Scheduler
+from quantforge.runtime.serving.scheduler import Scheduler, ServedEntry, Work
 from quantforge.runtime.serving.step_drafts import StepDrafts
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.verify import Verified, verify
@@ -87,7 +86,6 @@ class ServingEngine:
             self._drafts = StepDrafts(speculative, self.cache, options.token_budget, counts)
         self._scheduler = Scheduler(self.cache, options, self._counters)
         self._entries: dict[str, ServedEntry] = {}
-        self._order = 0
         self._happened: list[Happening] = []
 
     @property
@@ -125,10 +123,8 @@ class ServingEngine:
         if request.id in self._entries:
             raise InputError(f"there is a request {request.id!r} already", "give each its own id")
         check_request(request, self._decoder.vocabulary, self.room)
-        entry = ServedEntry(
-            request, self._order, RowSampler(request.sampling, request.ids), list(request.ids)
-        )
-        self._order += 1
+        sampler = RowSampler(request.sampling, request.ids)
+        entry = ServedEntry(request, sampler, list(request.ids))
         self._entries[request.id] = entry
         self._scheduler.waiting.append(entry)
 
@@ -172,10 +168,8 @@ class ServingEngine:
                 tokens = part.first + part.tokens
                 keep_path(self.cache, part.row, tokens - 1, [0, *(node + 1 for node in one.path)])
                 self.cache.shorten(part.row, tokens + len(one.path))  # frees pages of the others
-                for chosen in one.chosen[:-1]:
-                    self._accept(part.entry, chosen)
-        for part, one in zip(parts, verified, strict=True):
-            self._accept(part.entry, one.chosen[-1])
+            for chosen in one.chosen:
+                self._accept(part.entry, chosen)
 
     def _logits(self, work: list[Work]) -> Tensor | None:
         """Return the logits of all work that chooses a token, as `verify` takes them, if any does."""

@@ -10,7 +10,7 @@ from quantforge.runtime.sampling import Chosen, Sampling
 
 
 class FinishReason(StrEnum):
-    """FinishReason for the end of a request."""
+    """Why a request ended."""
 
     LENGTH = "length"
     STOP = "stop"

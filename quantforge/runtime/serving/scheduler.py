@@ -10,12 +10,81 @@ no request is accepted that the whole cache would not hold, each is the oldest a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from quantforge.runtime.cache import PagedCache
+from quantforge.runtime.ragged import Span
+from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.serving.counters import Counters
 from quantforge.runtime.serving.engine_options import EngineOptions
-from quantforge.runtime.serving.entries import ServedEntry, Work
+from quantforge.runtime.serving.generation_requests import GenerationRequest
+from quantforge.runtime.speculation.tree import DraftTree
 from quantforge_kernels.kv import PAGE
+
+
+@dataclass(eq=False, slots=True)
+class ServedEntry:
+    """A request that waits, or is computed in a row of the cache.
+
+    Attributes:
+        request: it.
+        sampler: chooses its tokens; continues where it was when the request has to be computed again.
+        tokens: of the prompt, and those chosen since.
+        row: of the cache, while it is computed.
+        scored: tokens of the prompt whose log-probabilities were told.
+    """
+
+    request: GenerationRequest
+    sampler: RowSampler
+    tokens: list[int]
+    row: int | None = None
+    scored: int = 1  # the first follows nothing
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Return its new tokens."""
+        return tuple(self.tokens[len(self.request.ids) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens of an entry that a step computes.
+
+    Attributes:
+        entry: it.
+        row: of the cache.
+        first: place of the first token, which is the number of those in the cache.
+        tokens: their number.
+        tree: drafted tokens after them.
+    """
+
+    entry: ServedEntry
+    row: int
+    first: int
+    tokens: int
+    tree: DraftTree = field(default_factory=DraftTree)
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the tokens, and the drafted ones after them."""
+        return [*self.entry.tokens[self.first : self.first + self.tokens], *self.tree.tokens]
+
+    @property
+    def span(self) -> Span:
+        """Return what the model computes."""
+        mask = None if self.tree.is_chain else self.tree.mask(root=True)
+        return Span(self.row, self.tokens + len(self.tree.tokens), mask)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether the next token follows: nothing of the entry is left to compute."""
+        return self.first + self.tokens == len(self.entry.tokens)
+
+    @property
+    def scores(self) -> bool:
+        """Return whether log-probabilities of the prompt are asked for that this tells for the first time."""
+        entry, last = self.entry, min(self.first + self.tokens, len(self.entry.request.ids) - 1)
+        return entry.request.prompt_logprobs is not None and last >= entry.scored
 
 
 class Scheduler:
@@ -90,10 +159,9 @@ class Scheduler:
             for other in self.running
             if other.row is not None
         )
-        # One token more than now, and a page for each that runs, so that it need not soon give its own back.
-        most = (
-            len(entry.request.ids) + entry.request.new_tokens - 1
-        )  # the last one is never computed
+        # One token more than now, and a page for each that runs, so that it need not soon give its own back. The last
+        # token of a request is never computed.
+        most = len(entry.request.ids) + entry.request.new_tokens - 1
         needed = -(-min(len(entry.tokens) + 1, most) // PAGE) + len(self.running)
         if promised + needed > self._cache.free:
             return False

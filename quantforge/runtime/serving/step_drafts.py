@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.serving.entries import ServedEntry, Work
+from quantforge.runtime.serving.scheduler import ServedEntry, Work
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.options import FOR_ONE_TEXT
