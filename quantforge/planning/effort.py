@@ -23,7 +23,7 @@ from quantforge.planning.calibration_rows import random_share
 from quantforge.planning.guidance import guided, refuse_guide
 from quantforge.planning.tunable import refuse_tune
 from quantforge.plans import TensorPlan
-from quantforge.recipe import IMATRIX, AwqOptions, CalibrationOptions, GptqOptions
+from quantforge.recipe import IMATRIX, Recipe
 
 PLAINLY = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
@@ -32,36 +32,14 @@ SETS: Mapping[str, Mapping[str, int]] = {
     "medium": {"tune": 1},
     "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
 }
-
-
-class Dials(NamedTuple):
-    """Part of a recipe that trades time for quality: its keys, see `quantforge.recipe.Recipe`."""
-
-    effort: str = "medium"
-    scales: str = "search"
-    guide: int | None = None
-    tune: int | None = None
-    calibration: CalibrationOptions = CalibrationOptions()
-    gptq: GptqOptions = GptqOptions()
-    awq: AwqOptions = AwqOptions()
-    prune_experts: str | None = None  # no dials, but they decide on the rows
-    kv_cache: str = "none"
-
-    def having(self, key: str, value: int) -> Dials:
-        """Return the dials with another value of a key, ``gptq.refine`` for instance."""
-        table, _, name = key.rpartition(".")
-        changed: Any = replace(getattr(self, table), **{name: value}) if table else value
-        return Dials(**{**self._asdict(), table or name: changed})
-
-
-DEFAULTS = Dials()
+DEFAULTS = Recipe()
 # Where the default level tunes: schemes of few bits lose most, few rows teach little (``docs/results/quality.md``), and
 # the codes of a block, which are in memory, take seven bytes each.
 TUNED_BITS, TUNED_ROWS, TUNED_WEIGHTS = 4, 64, 1 << 30
 
 
 class Asked(NamedTuple):
-    """Part of a draft that decides which dials a run can take.
+    """Part of a draft that decides what effort can set.
 
     Attributes:
         words: the transforms and the rounder.
@@ -77,75 +55,84 @@ class Asked(NamedTuple):
     matched: Matched
     needs: frozenset[Statistic]
 
-    def refuse(self, dials: Dials) -> None:
+    def refuse(self, recipe: Recipe) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
         refuse_guide(
-            dials.guide or 0, self.words, self.tensors, self.matched,
-            everyone=dials.calibration.experts == "all",
+            recipe.guide or 0, self.words, self.tensors, self.matched,
+            everyone=recipe.calibration.experts == "all",
         )  # fmt: skip
         refuse_tune(
-            dials.tune or 0,
+            recipe.tune or 0,
             self.words,
             self.key,
             self.tensors,
             self.matched,
-            dials.calibration.samples,
+            recipe.calibration.samples,
         )
 
 
-def spent(dials: Dials, asked: Asked) -> tuple[Dials, tuple[str, ...]]:
-    """Return the dials with what their effort sets, and a note on it; the default level says only what it sets.
+def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with what its effort sets, and a note on it; the default level says only what it sets.
 
     Raises:
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
-    asked.refuse(dials)
-    counted = bool(dials.prune_experts) or dials.kv_cache != DEFAULTS.kv_cache
-    share = random_share(dials.calibration, asked.words, asked.tensors, counted=counted)
-    dials = dials._replace(calibration=replace(dials.calibration, random=share))
+    asked.refuse(recipe)
+    counted = bool(recipe.prune_experts) or recipe.kv_cache != DEFAULTS.kv_cache
+    share = random_share(recipe.calibration, asked.words, asked.tensors, counted=counted)
+    recipe = replace(recipe, calibration=replace(recipe.calibration, random=share))
     done: list[str] = []
     left_out: list[str] = []
     named: list[str] = []
     off: list[str] = []
-    for key, value in SETS[dials.effort].items():
-        if attrgetter(key)(dials) != attrgetter(key)(DEFAULTS):
-            (named if attrgetter(key)(dials) else off).append(key)
-        elif reason := _obstacle(key, value, dials, asked):
+    for key, value in SETS[recipe.effort].items():
+        if attrgetter(key)(recipe) != attrgetter(key)(DEFAULTS):
+            (named if attrgetter(key)(recipe) else off).append(key)
+        elif reason := _obstacle(key, value, recipe, asked):
             left_out.append(f"{key} = {value} ({reason})")
         else:
-            dials = dials.having(key, value)
+            recipe = _with(recipe, key, value)
             done.append(f"{key} = {value}")
-    dials = dials._replace(guide=dials.guide or 0, tune=dials.tune or 0)
-    if dials.effort == DEFAULTS.effort:
+    recipe = replace(recipe, guide=recipe.guide or 0, tune=recipe.tune or 0)
+    if recipe.effort == DEFAULTS.effort:
         faster = "; --tune 0 is faster, and worse"
-        return dials, (f"{CHOSEN}{', '.join(done)}: --effort {dials.effort}{faster}",) * bool(done)
-    said = f"{CHOSEN}{', '.join(done) or 'nothing'}: --effort {dials.effort}"
+        return recipe, (f"{CHOSEN}{', '.join(done)}: --effort {recipe.effort}{faster}",) * bool(
+            done
+        )
+    said = f"{CHOSEN}{', '.join(done) or 'nothing'}: --effort {recipe.effort}"
     if named:
         said += f"; named already: {', '.join(named)}"
     if off:
         said += f"; switched off: {', '.join(off)}"
-    return dials, (f"{said}; left out: {'; '.join(left_out)}" if left_out else said,)
+    return recipe, (f"{said}; left out: {'; '.join(left_out)}" if left_out else said,)
 
 
-def _obstacle(key: str, value: int, dials: Dials, asked: Asked) -> str:
+def _with(recipe: Recipe, key: str, value: int) -> Recipe:
+    """Return a recipe with another value of a key, ``gptq.refine`` for instance."""
+    table, _, name = key.rpartition(".")
+    changed: Any = replace(getattr(recipe, table), **{name: value}) if table else value
+    return replace(recipe, **{table or name: changed})
+
+
+def _obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
     """Return why a key is not set, "" where it is."""
     if key == "calibration.samples":
-        if dials.calibration.source.startswith(IMATRIX):
+        if recipe.calibration.source.startswith(IMATRIX):
             return "importance is read from a file"
         return "" if asked.needs else "nothing is calibrated"
     if (
         key == "tune"
-        and dials.effort == DEFAULTS.effort
-        and (reason := _gains_little(dials, asked))
+        and recipe.effort == DEFAULTS.effort
+        and (reason := _gains_little(recipe, asked))
     ):
         return reason
     word, inside, _ = key.partition(".")
     if inside and word not in asked.words:
         return f"of {word} alone, the method is {'+'.join(asked.words)}"
     if inside:
-        return _no_runs(value, dials, asked.tensors)
+        return _no_runs(value, recipe, asked.tensors)
     try:
-        asked.refuse(dials.having(key, value))
+        asked.refuse(_with(recipe, key, value))
     except QuantForgeError as error:
         return error.message.removeprefix(f"--{key} {value}: ")
     family = asked.matched.architecture
@@ -156,11 +143,11 @@ def _obstacle(key: str, value: int, dials: Dials, asked: Asked) -> str:
     return ""
 
 
-def _gains_little(dials: Dials, asked: Asked) -> str:
+def _gains_little(recipe: Recipe, asked: Asked) -> str:
     """Return why tuning is not worth its time or memory, or not known to work, "" where it is."""
     if asked.matched.architecture is None or asked.matched.architecture.derived:
         return "what blocks read was derived"
-    if dials.calibration.samples < TUNED_ROWS:
+    if recipe.calibration.samples < TUNED_ROWS:
         return f"fewer than {TUNED_ROWS} rows teach little"
     linears = guided(asked.tensors, asked.matched).values()
     bits = [one.scheme.weight.weight_bits for one in linears if one.scheme is not None]
@@ -172,8 +159,8 @@ def _gains_little(dials: Dials, asked: Asked) -> str:
     return "" if max(weights.values(), default=0) <= TUNED_WEIGHTS else "blocks are too large"
 
 
-def _no_runs(value: int, dials: Dials, tensors: Sequence[TensorPlan]) -> str:
-    if dials.scales != DEFAULTS.scales:
+def _no_runs(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
+    if recipe.scales != DEFAULTS.scales:
         return "scales are fitted again only where they are searched for"
     schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.part >= 0]
     if not schemes:

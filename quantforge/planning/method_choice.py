@@ -17,9 +17,9 @@ from quantforge.formats.format_choice import CHOSEN, base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.notation import parse_layer
-from quantforge.planning.effort import PLAINLY, Dials
+from quantforge.planning.effort import DEFAULTS, PLAINLY
 from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
-from quantforge.recipe import NO_DATA, LayerChoices
+from quantforge.recipe import NO_DATA, LayerChoices, Recipe
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 
@@ -31,7 +31,7 @@ NEARLY_LOSSLESS = 8  # bits
 
 def chosen_method(
     grids: Sequence[Scheme],
-    dials: Dials,
+    recipe: Recipe,
     checkpoint: Checkpoint,
     matched: Matched,
 ) -> tuple[str, tuple[str, ...]]:
@@ -39,13 +39,13 @@ def chosen_method(
 
     Args:
         grids: the schemes of weights, see `schemes_of`; none for a mere conversion.
-        dials: the effort, how scales are chosen, and where the text comes from.
+        recipe: the effort, how scales are chosen, and where the text comes from.
         checkpoint: the model.
         matched: its tensors.
     """
     if not grids:
         return PLAIN, ()
-    method, reason = PLAIN, _obstacle(grids, dials, checkpoint, matched)
+    method, reason = PLAIN, _obstacle(grids, recipe, checkpoint, matched)
     if not reason:
         method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
         reason = f"what measured best; --method {PLAIN} is faster, and worse"
@@ -54,21 +54,21 @@ def chosen_method(
 
 def _obstacle(
     grids: Sequence[Scheme],
-    dials: Dials,
+    recipe: Recipe,
     checkpoint: Checkpoint,
     matched: Matched,
 ) -> str:
     """Return why nothing but plain rounding comes into question, "" where something does."""
     if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
         return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
-    if dials.effort == PLAINLY:
+    if recipe.effort == PLAINLY:
         return f"--effort {PLAINLY}, it is the fastest"
-    if dials.calibration.source == NO_DATA:
+    if recipe.calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"
-    if dials.calibration.importance_file is not None:
+    if recipe.calibration.importance_file is not None:
         return "an importance matrix holds what plain rounding asks for, and no more"
-    if dials.scales != Dials().scales:
-        return f"--scales {dials.scales} looks at the weights alone"
+    if recipe.scales != DEFAULTS.scales:
+        return f"--scales {recipe.scales} looks at the weights alone"
     if matched.architecture is None:
         undeclared = f"not declared; --method {BEST} derives what reads the same activation"
         return f"{matched.model_type} is {'no model: it reads no text' if matched.draft else undeclared}"

@@ -24,7 +24,7 @@ from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming, undeclared
 from quantforge.planning.by_module import draft_by_module
 from quantforge.planning.calibration_rows import check_length, own_text, row_notes
-from quantforge.planning.effort import Asked, Dials, spent
+from quantforge.planning.effort import Asked, apply_effort
 from quantforge.planning.embedding_choice import chosen_embedding
 from quantforge.planning.guidance import disk_bytes, guide_notes
 from quantforge.planning.heads_alone import check_alone
@@ -83,14 +83,15 @@ def make_plan(
     recipe, chosen = settled(recipe, out)
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
     matched = _matched(checkpoint, recipe.format, recipe.engine)
-    form, dials = format_of(recipe.format), Dials(*(getattr(recipe, n) for n in Dials._fields))
+    form = format_of(recipe.format)
     if not recipe.method:
         grids = schemes_of(recipe.layers, form)
-        method, named = chosen_method(grids, dials, checkpoint, matched)
+        method, named = chosen_method(grids, recipe, checkpoint, matched)
         recipe, chosen = replace(recipe, method=method), (*chosen, *named)
     weighs, cache = recipe.rounding.weighs, recipe.kv_cache
     asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
-    recipe = replace(recipe, guide=dials.guide or 0, tune=dials.tune or 0)  # until effort says more
+    guide, tune = recipe.guide, recipe.tune
+    recipe = replace(recipe, guide=guide or 0, tune=tune or 0)  # until effort says more
     check_zeros(recipe.method, recipe.zeros, recipe.format)
     if asked.needs_declarations:
         matched = undeclared.with_declarations(checkpoint, matched, asked.declaring)
@@ -103,12 +104,15 @@ def make_plan(
         recipe = replace(recipe, embedding=embedding)
         draft, wanted = drafted(recipe)
     needs = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    dials, effort = spent(dials, Asked(asked.words, recipe.format, draft.tensors, matched, needs))
-    before, recipe = recipe, replace(recipe, **dials._asdict())
+    before = recipe
+    recipe, effort = apply_effort(
+        replace(recipe, guide=guide, tune=tune),
+        Asked(asked.words, recipe.format, draft.tensors, matched, needs),
+    )
     if recipe != before and recipe.format == GGUF:  # its files state the recipe
         draft, _ = drafted(recipe)
-    sizes = (dials.awq.rows, needs, in_memory, workers, dials.guide or 0, dials.tune or 0)
-    run = RunSizes(dials.calibration, asked.words, *sizes, source_transforms(recipe.method))
+    sizes = (recipe.awq.rows, needs, in_memory, workers, recipe.guide or 0, recipe.tune or 0)
+    run = RunSizes(recipe.calibration, asked.words, *sizes, source_transforms(recipe.method))
     name = str(checkpoint.path)
     draft = names_settled(recipe.engine, checkpoint, draft)
     told = targets.check(recipe.engine, served, draft.tensors, draft.engines, recipe.format, name)

@@ -16,7 +16,7 @@ from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning import effort
-from quantforge.planning.effort import SETS, TUNED_ROWS, Dials, _no_runs
+from quantforge.planning.effort import SETS, TUNED_ROWS, _no_runs
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
@@ -47,7 +47,6 @@ def said(found: Planned) -> str:
 
 def test_every_level_has_its_keys() -> None:
     assert set(SETS) == set(VALUES["effort"])
-    assert Dials() == Dials(*(getattr(Recipe(), name) for name in Dials._fields))
     assert Recipe().effort == MEDIUM
 
 
@@ -101,7 +100,7 @@ def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
     words, key = ("gptq",), found.recipe.format
     for matched, reason in ((found.matched, ""), (derived, "what blocks read was derived")):
         asked = effort.Asked(words, key, found.plan.tensors, matched, frozenset())
-        assert effort._gains_little(Dials(), asked) == reason
+        assert effort._gains_little(Recipe(), asked) == reason
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +208,7 @@ def test_what_is_impossible_is_left_out_with_the_reason(
 
 
 def test_without_a_matrix_no_runs_are_set() -> None:
-    assert _no_runs(SETS[HIGH]["gptq.runs"], Dials(), ()) == "no matrix of a block is quantized"
+    assert _no_runs(SETS[HIGH]["gptq.runs"], Recipe(), ()) == "no matrix of a block is quantized"
 
 
 def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
