@@ -141,7 +141,7 @@ class Architecture:
                     f"config.json: {key} = {config[key]!r} is not supported for {self.model_type}",
                     f"supported: {key} = {value!r}; {_HINT}",
                 )
-        if self.uncovered and (what := _called(self.uncovered, {**self.defaults, **config})):
+        if self.uncovered and (what := called(self.uncovered, {**self.defaults, **config})):
             raise InputError(f"config.json: {what} is not supported for {self.model_type}", _HINT)
 
     def configured(self, config: Mapping[str, Any]) -> Architecture:
@@ -211,7 +211,7 @@ class Architecture:
         if self.derived is not None:
             return self.derived.dimensions
         sizes = {
-            name: _called(where[0], {**self.defaults, **config}) if "." in where[0] else where
+            name: called(where[0], {**self.defaults, **config}) if "." in where[0] else where
             for name, where in self.sizes.items()
         }
         types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
@@ -239,7 +239,7 @@ class Architecture:
         return tuple(counted[name] for name in names)
 
     def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(_called(self.kind_of, {**self.defaults, **config}))
+        return tuple(called(self.kind_of, {**self.defaults, **config}))
 
     def rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
@@ -271,10 +271,10 @@ def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind
     return replace(kind, parameters=tuple(items.values()))
 
 
-def _called(path: str, config: Mapping[str, Any]) -> Any:
-    """Call the function of the configuration at a dotted path."""
+def called(path: str, source: object) -> Any:
+    """Return what the function at a dotted path makes of a configuration, or of the keys of a file."""
     module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)(config)
+    return getattr(import_module(module), name)(source)
 
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantforge.architectures.heads import head_tensors, layers_of
+from quantforge.architectures.heads import first_sibling, head_tensors, layers_of
 from quantforge.architectures.matched import FLOATS, Matched, MatchedTensor, Role
 from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.architectures.towers import lists_of
@@ -26,7 +26,6 @@ _NOT_LINEAR = re.compile(
     r"|(^|\.)\w*conv\w*\.weight$",  # a convolution over time
     re.IGNORECASE,
 )
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def match_by_names(
@@ -57,7 +56,7 @@ def match_by_names(
         index = lists.block(tensor.name)
         other = tensor.name in spared or lists.elsewhere(tensor.name)
         role = Role.OTHER if other else _role(tensor, index >= 0)
-        shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
+        shared = first_sibling(tensor.name, names) if role is Role.LINEAR else ""
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
     has_head = any(tensor.role is Role.HEAD for tensor in tensors)
     return Matched(
@@ -93,11 +92,3 @@ def _role(tensor: StoredTensor, in_block: bool) -> Role:
 def _of_norm(name: str) -> bool:
     """Return whether a stored tensor is of a norm itself; one with linears in it, or a block of that name, is none."""
     return "norm" in name.rpartition(".")[0].rpartition(".")[2].lower()
-
-
-def _first_sibling(name: str, names: set[str]) -> str:
-    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-    for siblings in _SIBLINGS:
-        if leaf in siblings:
-            leaf = next(word for word in siblings if f"{parent}.{word}.weight" in names)
-    return f"{parent}.{leaf}"

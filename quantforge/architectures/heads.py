@@ -10,7 +10,7 @@ the matrices inside of attention and MLP are linears like those of the decoder; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from quantforge.architectures.matched import MatchedTensor, Role
@@ -69,7 +69,7 @@ def head_tensors(
     return {
         tensor.name: MatchedTensor(
             tensor.name, tensor, Role.FOREIGN, further=True,
-            shared=_sibling(tensor.name, found) if found[tensor.name] else "",
+            shared=first_sibling(tensor.name, found) if found[tensor.name] else "",
         )
         for tensor in stored
         if tensor.name in found
@@ -82,8 +82,8 @@ def layers_of(config: Mapping[str, Any]) -> int:
     return found if type(found) is int else 0
 
 
-def _sibling(name: str, names: Mapping[str, bool]) -> str:
-    """Return the module of the first linear of a head that reads what ``name`` reads, as far as names say so."""
+def first_sibling(name: str, names: Container[str]) -> str:
+    """Return the module of the first linear that reads what ``name`` reads, as far as names say so."""
     parent, _, leaf = name.removesuffix(".weight").rpartition(".")
     for siblings in _SIBLINGS:
         if leaf in siblings:

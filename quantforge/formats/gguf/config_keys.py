@@ -9,12 +9,12 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from quantforge.architectures.architecture import called
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf.families import declared_of, read_families
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
-from quantforge.formats.gguf.stated_keys import called
 
 # Of the families that share a name in llama.cpp, the first: only a key tells whether there are experts.
 _MODEL_TYPES = {

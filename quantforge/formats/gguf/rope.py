@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantforge.architectures.architecture import called
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
-from quantforge.formats.gguf.stated_keys import called, refused
+from quantforge.formats.gguf.stated_keys import refused
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

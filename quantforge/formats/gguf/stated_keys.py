@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from quantforge.architectures import architecture_of
+from quantforge.architectures.architecture import called
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
@@ -70,12 +70,6 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
 
 def _found(place: str, config: Mapping[str, Any]) -> Any:
     return called(place, config) if "." in place else config.get(place)
-
-
-def called(path: str, source: object) -> Any:
-    """Return what the function at a dotted path makes of a configuration, or of the keys of a file."""
-    module, _, function = path.rpartition(".")
-    return getattr(import_module(module), function)(source)
 
 
 def _number(key: object, value: object, kind: type) -> Any:
