@@ -96,7 +96,8 @@ class OutputListener:
         with one_thread(), torch.enable_grad():
             states = states.detach().requires_grad_()
             outputs = run(states)
-            found: dict[str, tuple[Tensor, Tensor]] = self._of_thread.__dict__.pop("found")
+            found: dict[str, tuple[Tensor, Tensor]] = self._of_thread.found
+            del self._of_thread.found
             wanted = [states, *parameters, *(output for _, output in found.values())]
             first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
         more = len(parameters)

@@ -30,7 +30,7 @@ from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.trees import ABSENT, difference, same, shorten, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-SCORES, MERGES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.merges", "tokenizer.ggml.pre"
+SCORES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.pre"
 # Read by people, or checked by the reader of the file.
 _NOT_OBEYED = re.compile(
     r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|license.*|url|doi"

@@ -96,24 +96,6 @@ def series(title: str, note: str, what: str, figures: Mapping[str, Mapping[str, 
     return draw(title, note, f"{title}. {described}", lambda width: _rows(values, layers, width))
 
 
-def bars(title: str, note: str, figures: Mapping[str, float]) -> Chart:
-    """Draw one figure of every row as a bar from 0, with its value behind it."""
-    values = [
-        {"model": name, "value": value, "text": significant(value)}
-        for name, value in figures.items()
-    ]
-    described = ", ".join(f"{item['model']} {item['text']}" for item in values)
-    room = 1.18 * max([*figures.values(), 1e-9])  # for the value behind the longest bar
-    x = {"field": "value", "type": "quantitative", "title": title, "axis": {"tickCount": 5, "labelOverlap": True},
-         "scale": {"domain": [0, room], "nice": False}}  # fmt: skip
-    layers: list[Row] = [
-        {"mark": {"type": "bar", "color": ACCENT, "yOffset": 7, "height": 14}, "encoding": {"x": x}},
-        {"mark": {"type": "text", "align": "left", "dx": 5, "yOffset": 7, "color": INK, "fontSize": 12},
-         "encoding": {"x": x, "text": {"field": "text"}}},
-    ]  # fmt: skip
-    return draw(title, note, f"{title}: {described}", lambda width: _rows(values, layers, width))
-
-
 def quantiles(title: str, note: str, figures: Mapping[str, Mapping[str, float]]) -> Chart:
     """Draw quantiles of every model: half of the tokens as a bar, 90 % as a line, marks beyond."""
     values = [
