@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 FEATURES = ("avx512vnni", "avx512bw", "avx2")  # the best first
 LANES = {"avx512vnni": 16, "avx512bw": 16, "avx2": 8}  # numbers of 32 bits in a vector
@@ -20,12 +19,12 @@ LIMIT = "QUANTFORGE_CPU_LIMIT"  # of the environment: one of `FEATURES`
 def feature() -> str | None:
     """Return the best of `FEATURES` that this processor has and that `LIMIT` allows; None where no program is made.
 
-    That is: `SWITCH` is off, llvmlite is not installed, or the processor has none of them.
+    That is: `SWITCH` is off, or the processor has none of them.
 
     Raises:
         ValueError: `SWITCH` has another value.
     """
-    if not switched_on() or find_spec("llvmlite") is None:
+    if not switched_on():
         return None
     import llvmlite.binding as llvm
 

@@ -51,7 +51,6 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 @pytest.mark.parametrize("rows", [9, 13, 16])
 def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
-    pytest.importorskip("llvmlite")
     from quantforge_kernels.cpu import dense
 
     x, weight = torch.randn(rows, 64).to(dtype), torch.randn(32, 64).to(dtype)
@@ -147,7 +146,6 @@ def test_torch_takes_over_where_it_is_faster(tile, block, most, monkeypatch):
 
 
 def test_our_own_limit_counts(monkeypatch):
-    pytest.importorskip("llvmlite")
     from quantforge_kernels.cpu import compiler
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
