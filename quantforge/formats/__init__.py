@@ -10,28 +10,25 @@ In this folder:
     auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    checks                 Checks of stored values that all formats share: scales are sound, group numbers are in range
+    checks                 What is checked when files of a format are read, in this order
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
-    contradictions         Contradictions of a configuration with its own tensors: engines believe one or the other
     convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
     declared_modules       What a configuration declares about each linear: quantized or not, uncertain
     declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
     decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
     engine_families        Which engines load a quantized model: by its layers, by its family
     engines                Rules about which files an inference engine loads; each format declares, for each engine
-    fits                   Reasons why a scheme cannot be stored, which several formats share
+    fits                   Reasons why a scheme, or a mixture of schemes, cannot be stored, which several formats share
     format_choice          Choice of the format of a result where none is asked for
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
-    headers                Headers of stored tensors: what a format announces has to be there, with its type and shape
     kept_experts           Experts that stay as they are, by the names under which engines look for them
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
     loading                Code for the card of a result: a Python program for engines that are libraries
     matching               A quantized checkpoint, matched as if its weights were stored plainly
     matrix                 The matrix of conversions
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
-    one_group              One group size for a whole model
     opening                One door to every kind of model: a directory, or a GGUF file
     patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``

@@ -21,7 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import sound
+from quantforge.formats.checks import (
+    agree,
+    agree_on_head,
+    announced,
+    described,
+    matrix,
+    not_excepted,
+    one_name,
+    require,
+    scale_of,
+    sound,
+    whole_groups,
+)
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -29,14 +41,18 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
 )
-from quantforge.formats.contradictions import agree, agree_on_head, not_excepted, one_name
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND, Engine, by_engine
-from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
+from quantforge.formats.fits import (
+    differing_groups,
+    float16_scales,
+    grouped,
+    integers,
+    outside_blocks,
+    possible,
+)
 from quantforge.formats.gptq import override
-from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
 from quantforge.formats.kept_experts import skipped_with_mixtures
-from quantforge.formats.one_group import differing_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

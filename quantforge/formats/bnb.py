@@ -43,7 +43,16 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.foreign_json import parse_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import finite, sound
+from quantforge.formats.checks import (
+    agree,
+    described,
+    finite,
+    matrix,
+    not_excepted,
+    refuse_open_head,
+    require,
+    sound,
+)
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -51,11 +60,9 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
 )
-from quantforge.formats.contradictions import agree, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
-from quantforge.formats.headers import described, matrix, refuse_open_head, require
 from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import NESTED, PerGroup, PerTensor, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor

@@ -13,6 +13,7 @@ from typing import Any
 from quantforge.architectures.matched import Matched, Role
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout, detect
+from quantforge.formats.checks import denied
 from quantforge.formats.configuration import (
     head_of,
     listed,
@@ -20,7 +21,6 @@ from quantforge.formats.configuration import (
     spellings,
     within_block,
 )
-from quantforge.formats.contradictions import denied
 from quantforge.formats.patterns import Names, matches_module
 
 _SHOWN = 4  # modules in an error

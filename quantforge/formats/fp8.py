@@ -21,25 +21,29 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import scalar, sound, whole_tiles
+from quantforge.formats.checks import (
+    agree,
+    bare_codes,
+    denied,
+    described,
+    matrix,
+    not_excepted,
+    refuse_open_head,
+    require,
+    scalar,
+    scale_of,
+    sound,
+    whole_tiles,
+)
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
     quantization_config,
     quantized_modules,
 )
-from quantforge.formats.contradictions import agree, denied, not_excepted
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
-from quantforge.formats.headers import (
-    bare_codes,
-    described,
-    matrix,
-    refuse_open_head,
-    require,
-    scale_of,
-)
 from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import Plan, StoredTensor

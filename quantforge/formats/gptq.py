@@ -31,7 +31,22 @@ from quantforge import __version__
 from quantforge.errors import Fault, InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
 from quantforge.formats.agreement import agreement
-from quantforge.formats.checks import by_group_index, sound
+from quantforge.formats.checks import (
+    agree,
+    agree_on_head,
+    announced,
+    by_group_index,
+    denied,
+    described,
+    has_group_index,
+    matrix,
+    not_excepted,
+    one_name,
+    require,
+    scale_of,
+    sound,
+    whole_groups,
+)
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -40,14 +55,6 @@ from quantforge.formats.configuration import (
     quantization_config,
     quantized_modules,
     within_block,
-)
-from quantforge.formats.contradictions import (
-    agree,
-    agree_on_head,
-    denied,
-    has_group_index,
-    not_excepted,
-    one_name,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import (
@@ -60,10 +67,16 @@ from quantforge.formats.engines import (
     by_engine,
     symmetric,
 )
-from quantforge.formats.fits import float16_scales, grouped, integers, outside_blocks, possible
-from quantforge.formats.headers import announced, described, matrix, require, scale_of, whole_groups
+from quantforge.formats.fits import (
+    differing_groups,
+    float16_scales,
+    grouped,
+    integers,
+    outside_blocks,
+    possible,
+    stated_size,
+)
 from quantforge.formats.kept_experts import kept_mixtures
-from quantforge.formats.one_group import differing_groups, stated_size
 from quantforge.formats.patterns import matches_module
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor

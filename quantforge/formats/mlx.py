@@ -25,18 +25,26 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import finite, sound
+from quantforge.formats.checks import (
+    agree,
+    denied,
+    described,
+    finite,
+    matrix,
+    require,
+    scale_of,
+    sound,
+    whole_groups,
+)
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
     quantization_config,
     quantized_modules,
 )
-from quantforge.formats.contradictions import agree, denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import Engine, by_engine
 from quantforge.formats.fits import grouped, possible
-from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor

@@ -36,9 +36,9 @@ from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.fits import named, split_group
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.matching import match_headers, settle_tied
-from quantforge.formats.one_group import named, split_group
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.by_module import files_of

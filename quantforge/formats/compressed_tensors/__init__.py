@@ -21,6 +21,7 @@ from quantforge.architectures import architecture_of
 from quantforge.architectures.tied_embeddings import untied
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, kv_scales
+from quantforge.formats.checks import bare_codes, denied
 from quantforge.formats.compressed_tensors import linears
 from quantforge.formats.compressed_tensors.groups import (
     DAMAGED,
@@ -44,7 +45,6 @@ from quantforge.formats.configuration import (
     quantized_modules,
     targeted,
 )
-from quantforge.formats.contradictions import denied
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_families import reads_weights
 from quantforge.formats.engines import (
@@ -62,7 +62,6 @@ from quantforge.formats.engines import (
     symmetric,
 )
 from quantforge.formats.fits import grouped, possible
-from quantforge.formats.headers import bare_codes
 from quantforge.formats.kept_experts import skipped_with_stacks
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor

@@ -54,9 +54,18 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import by_group_index, scalar, sound, whole_tiles
-from quantforge.formats.contradictions import has_group_index
-from quantforge.formats.headers import described, matrix, require, scale_of, whole_groups
+from quantforge.formats.checks import (
+    by_group_index,
+    described,
+    has_group_index,
+    matrix,
+    require,
+    scalar,
+    scale_of,
+    sound,
+    whole_groups,
+    whole_tiles,
+)
 from quantforge.grids import PerGroup, PerTensor, ScaleType, Tile, words_per_row
 from quantforge.plans import StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

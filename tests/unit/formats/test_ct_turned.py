@@ -12,13 +12,13 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import compressed_tensors as ct
+from quantforge.formats.checks import described
 from quantforge.formats.compressed_tensors.groups import weight_arguments
 from quantforge.formats.compressed_tensors.linears import (
     in_blocks,
     pack_transposed,
     stored_transposed,
 )
-from quantforge.formats.headers import described
 from quantforge.verbs import plan
 from tests.conftest import Tiny
 from tests.quantized import decoded, random_tensor, same

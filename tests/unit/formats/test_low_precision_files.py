@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
-from quantforge.formats.headers import described
+from quantforge.formats.checks import described
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse, parse_layer
