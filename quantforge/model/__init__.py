@@ -2,7 +2,7 @@
 
 In this folder:
 
-    absorbers             Absorbers of a scale of an activation, proven by trying them
+    absorbers             Find which tensor can absorb a per-channel scale of an activation, and prove it by trial
     around_blocks         A model with weights around stand-ins for its blocks: it embeds rows, hands them to blocks
     backward              A backward pass, one block at a time: the gradient of the loss at the output of every linear
     block                 One decoder block with weights and the activations that reach it: observed, captured, advanced
@@ -13,10 +13,10 @@ In this folder:
     converted_tensors     Declare tensors as files hold them
     declared_names        Names of a declared family: its declarations are the bridge
     decoder_calls         Arguments of a text tower for rows with images: the whole model makes them
-    derive                Declarations of a family that nobody described, derived by running its code
-    derive_checkpoint     Declarations of one checkpoint, derived: those of its configuration
-    derive_experts        Experts of one kind of layers, derived: which parameters stack their matrices
-    derive_kind           One kind of layers, derived from one block of it: its tensors, shared inputs
+    derive                Derive the declarations of a family that has no file here
+    derive_checkpoint     Derive the declarations of one checkpoint: from its configuration
+    derive_experts        Derive which parameters stack the matrices of experts, and in which orientation and order
+    derive_kind           Derive the declaration of one kind of layer from one block: tensors, shared inputs
     embedding_rows        Embeddings of which only the rows of tokens that occur are held
     expert_calls          How a block calls its experts: with the routing of its tokens
     expert_gradients      Gradients of the experts of one block: the backward pass of a mixture, one expert at a time
@@ -49,7 +49,7 @@ In this folder:
     stream                The model, one block at a time: stock transformers code around weights that come and go
     token_weights         Weights of calibration tokens: how much the loss minds an error at the output of a linear
     transformers_loading  Whether transformers finds every parameter of a model in its files: its own loader
-    trial_block           A block of a skeleton with random weights in float64: it is run, watched
+    trial_block           Run a block of a skeleton with random weights in float64, observe its linears
     tuned_block           A block whose linears are codes under scales that are learned
     tuned_experts         Experts of a block under scales that are learned: each is decoded when its turn comes
     tuned_linears         Linears of a module that are codes under scales that are learned: decoded before a pass

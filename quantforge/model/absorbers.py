@@ -1,9 +1,9 @@
-"""Absorbers of a scale of an activation, proven by trying them.
+"""Find which tensor can absorb a per-channel scale of an activation, and prove it by trial.
 
-A candidate is divided by a random factor for each channel and the readers are multiplied by it, as `fold` does. The
-block has to return the same, in float64 to eleven digits: with weights of the usual size, and with weights 16 times as
-large, since a function that clamps is linear for small numbers. With the candidate alone divided, the output has to
-change, since what does not matter proves nothing.
+A candidate is divided by a random factor per channel, and the linears that read the activation are multiplied by it, as
+`fold` does. The block has to return the same output, in float64 to eleven digits: with weights of the usual size, and
+with weights 16 times as large, because a function that clamps is linear for small numbers. If only the candidate is
+divided, the output has to change; otherwise the trial proves nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOUD = 16.0
 
 
 class TrialLimits(NamedTuple):
-    """Differences relative to the largest output: below ``same`` nothing changed, above ``changed`` something did."""
+    """Limits relative to the largest output: at most ``same`` is equal, more than ``changed`` is different."""
 
     same: float
     changed: float
@@ -40,13 +40,13 @@ HEADS = ("q", "k", "v")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Something that may absorb a scale, and the sizes of the slices of its linear, where it is one of them.
+    """A tensor, or a slice of a fused linear, that may absorb a scale.
 
     Attributes:
-        absorber: what absorbs.
-        sizes, labels: of the slices, in their order; empty where it is all of the linear.
+        absorber: the tensor or slice.
+        sizes, labels: sizes and names of the slices of its linear, in order; empty if it is the whole linear.
         heads: see `SharedInput`.
-        repeats: how often the slices follow one another.
+        repeats: how often the sequence of slices repeats along the rows.
     """
 
     absorber: Absorber
@@ -77,7 +77,7 @@ def proven(
     *,
     transposed: bool = False,
 ) -> Candidate | None:
-    """Return the first candidate that is proven to absorb a scale of an activation, None without one.
+    """Return the first candidate that is proven to absorb a scale of an activation; None if there is none.
 
     Args:
         block: filled.

@@ -1,8 +1,8 @@
-"""Declarations of a family that nobody described, derived by running its code.
+"""Derive the declarations of a family that has no file here, by running transformers' code for it.
 
-One block of each kind is run with random weights on a few random tokens. Linears whose inputs hold the same numbers
-read the same activation; what absorbs a scale of it is proven by folding one (`quantforge.model.absorbers`). Nothing of
-a checkpoint is read: the result follows from the configuration and from transformers' code.
+One block of each kind of layer runs with random weights on a few random tokens. Linears whose inputs are equal read the
+same activation. Which tensor absorbs a scale of that activation is proven by folding one in
+(`quantforge.model.absorbers`). No weights are read: the result follows from the configuration and transformers' code.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from quantforge.model.trial_block import TrialBlock, is_linear, is_transposed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-UNBOUNDED = 1 << 30  # positions of a model that states none
+UNBOUNDED = 1 << 30  # positions of a model whose configuration does not limit them
 
 
 def derive(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], apart: Collection[str] = ()
 ) -> Architecture:
-    """Derive the declarations of a skeleton, which is of no use afterwards.
+    """Derive the declarations of a skeleton, whose blocks are replaced on the way.
 
     Args:
         model: the skeleton; it may have fewer experts than the model.
-        shapes: of all tensors of the model.
-        apart: parameters of three dimensions that files hold as a matrix for each expert.
+        shapes: shapes of all tensors of the model.
+        apart: three-dimensional parameters that files store as one matrix per expert.
 
     Raises:
-        InputError: transformers does not run it.
-        RefusedError: it is built in a way that a stream of blocks does not follow; the message says which.
+        InputError: transformers cannot run it.
+        RefusedError: its blocks cannot be run one after another; the message says why.
     """
     config = model.config.get_text_config()
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -52,7 +52,7 @@ def derive(
     keys = [_key(config, index, block) for index, block in enumerate(outside.blocks)]
     transposed = _transposed(outside.blocks)
     derived: dict[object, Derived] = {}
-    shares: list[int] = []  # blocks that put something into a mapping
+    shares: list[int] = []  # blocks that put something into a mapping that later blocks read
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
@@ -100,7 +100,7 @@ def _sizes_of_mappings(call: Call) -> dict[str, int]:
 
 
 def _named(made: Derived, known: Iterable[Derived]) -> Derived:
-    """Return a kind with a name of its own, or the known one that is the same."""
+    """Return a kind under a new name, or the known kind that equals it."""
     others = {item.kind.name: item for item in known}
     for item in others.values():
         if replace(made.kind, name=item.kind.name) == item.kind:
@@ -109,7 +109,7 @@ def _named(made: Derived, known: Iterable[Derived]) -> Derived:
 
 
 def _key(config: Any, index: int, block: nn.Module) -> object:
-    """Return what layers of one kind have in common."""
+    """Return a key that layers of the same kind share."""
     listed = (_stated(config, name) for name in ("layer_types", "mlp_layer_types"))
     words = tuple(
         str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""
@@ -119,7 +119,7 @@ def _key(config: Any, index: int, block: nn.Module) -> object:
 
 
 def _replayed(outside: Outside, learn: Learn) -> bool:
-    """Return whether blocks get more that depends on tokens or earlier blocks than the states that were returned."""
+    """Return whether anything but the hidden states that a block gets depends on tokens or on earlier blocks."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
         beside = learn(index, states, call)
@@ -139,7 +139,7 @@ def _replayed(outside: Outside, learn: Learn) -> bool:
 def _dimensions(
     config: Any, blocks: Sequence[nn.Module], hidden: int, vocabulary: int
 ) -> Dimensions:
-    """Return the sizes: as the configuration class of transformers calls them all."""
+    """Return the sizes, by the names that transformers' configuration classes give them."""
 
     def stated(*names: str, otherwise: int) -> int:
         values = (_stated(config, name) for name in names)
@@ -169,7 +169,7 @@ def _dimensions(
 
 
 def _stated(config: Any, name: str) -> Any:
-    """Return a value of a configuration, the general one where layers have others; None where it states none."""
+    """Return a value of a configuration, the general one if layers have their own; None if there is none."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # how transformers answers for what differs from layer to layer

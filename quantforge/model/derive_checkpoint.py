@@ -1,6 +1,6 @@
-"""Declarations of one checkpoint, derived: those of its configuration, with the names that its files have.
+"""Derive the declarations of one checkpoint: from its configuration, with the names of tensors in its files.
 
-A mixture is derived with a few of its experts, which are all alike.
+Mixtures of experts are derived with a few experts, since all experts have the same structure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from quantforge.plans import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of the last model: a run, or a comparison with its source, asks more than once, and blocks may be slow to run.
+# Of the last model only: a run asks for them more than once, and large blocks are slow to run.
 _KNOWN: dict[str, Architecture] = {}
-EXPERTS = 8  # enough to see what a mixture does
+EXPERTS = 8  # enough to see how a mixture computes
 TAKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -45,18 +45,18 @@ def derive_for(
 ) -> Declared:
     """Derive the declarations of a checkpoint from its configuration and the names of its tensors.
 
-    A model with further towers is the decoder alone where its family is declared so, unless ``whole``.
+    For a multimodal family that is declared, only the decoder is derived, unless ``whole``.
 
     Raises:
-        InputError: transformers does not build or run it, or its tensors have no place in it.
-        RefusedError: it is built in a way that a stream of blocks does not follow, or its files hold weights in a form
-            that is not read block by block; the message says which.
+        InputError: transformers cannot build or run it, or a stored tensor does not belong to it.
+        RefusedError: its blocks cannot be run one after another, or its files store weights in a form that is not read
+            block by block; the message says which.
     """
     model = build(config, whole=whole)
     names = Names(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     apart = {place.stack.parameter for place in names.places.values()}
-    # What a model consists of follows from its configuration, which says nothing of how weights are held.
+    # The structure of a model follows from its configuration; `build` drops what describes stored weights.
     key = json.dumps([model.config.to_dict(), sorted(apart), whole], sort_keys=True, default=str)
     if key not in _KNOWN:
         made = derive(with_few_experts(config, model, whole=whole), shapes, apart)
@@ -77,7 +77,7 @@ def derive_for(
 
 
 def _tied(names: Names, found: Architecture) -> bool:
-    """Return whether the head is the embedding; raise RefusedError where any other tensor is another one."""
+    """Return whether the head is tied to the embedding; raise RefusedError if any other tensors are tied."""
     ends = {f"{found.head}.weight", f"{found.embedding}.weight"}  # either may be the one in files
     others = [name for name, source in names.tied.items() if {name, source} != ends]
     if others:
@@ -88,7 +88,7 @@ def _tied(names: Names, found: Architecture) -> bool:
 def with_few_experts(
     config: Mapping[str, Any], model: PreTrainedModel, *, whole: bool = False
 ) -> PreTrainedModel:
-    """Return a skeleton of the same model with `EXPERTS` experts; the model itself where it has no more, or cannot."""
+    """Return a skeleton of the same model with `EXPERTS` experts; the model itself if it has no more, or cannot."""
     few = _fewer(config)
     if few == config:
         return model

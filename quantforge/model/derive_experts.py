@@ -1,8 +1,8 @@
-"""Experts of one kind of layers, derived: which parameters stack their matrices, in which orientation and order.
+"""Derive which parameters stack the matrices of experts, and in which orientation and order.
 
-The running model holds the matrices of all experts in parameters of three dimensions and multiplies by slices of them.
-Which slices, and of what, is seen in the products that the block computes. Where one stack has twice the rows that the
-next one has columns, it holds gate and up; which rows are up is found by folding a scale through them.
+The running model holds the matrices of all experts in three-dimensional parameters and multiplies by slices of them.
+Which slices is observed in the products that the block computes. A stack with twice as many rows as the next one has
+columns holds gate and up; which rows are up is found by folding a scale through them.
 """
 
 from __future__ import annotations

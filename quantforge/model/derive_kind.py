@@ -1,4 +1,4 @@
-"""One kind of layers, derived from one block of it: its tensors, shared inputs, and what absorbs a scale of them."""
+"""Derive the declaration of one kind of layer from one block: tensors, shared inputs, and what absorbs their scales."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A block of a skeleton with random weights in float64: it is run, watched, and run again with changed weights.
+"""Run a block of a skeleton with random weights in float64, observe its linears, and run it with changed weights.
 
-transformers' norms and softmax ask for float32; here they compute in float64 too, so that two ways to compute the same
-agree to twelve digits and anything else does not. Linears whose inputs hold the same numbers read the same activation.
+transformers' norms and softmax ask for float32. Here they compute in float64 too, so that equivalent computations agree
+to twelve digits and others do not. Linears with equal inputs read the same activation.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ReadActivation:
 
 
 class Watched(FunctionMode):
-    """Everything seen while a block runs.
+    """What is observed while a block runs.
 
     Attributes:
         activations: in computing order.
@@ -202,7 +202,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def watched(block: TrialBlock) -> Watched:
-    """Run a block and say what its linears read."""
+    """Run a block and return what was observed."""
     found = Watched()
     with ExitStack() as stack:
         found.listen(block.module, stack)
