@@ -3,7 +3,6 @@
 In this folder:
 
     allocate_bits        Allocate: bits for each group of linears
-    argument_types       Types of the arguments that a program hands over, held against the annotations of a verb
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
     asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
     asked_size           A size that is asked for in place of a width, and the recipe beside it
@@ -19,7 +18,7 @@ In this folder:
     finished_result      A result that is there already: a run was killed after its publication
     folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
     generate_text        Generate: a model of any format that is read continues a text or answers a conversation
-    given_options        Arguments that a program hands over: names that there are not, other types
+    given_options        Arguments that a program passes to a verb: unknown names and values of other types are refused
     imatrix              Importance of columns
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     join_variants        Join variants: processes that give the same command share them

@@ -1,22 +1,41 @@
-"""Arguments that a program hands over: names that there are not, other types, and lists where one value was meant."""
+"""Arguments that a program passes to a verb: unknown names and values of other types are refused.
+
+Annotations are read as text: some name classes that are imported for a type checker alone, because their modules import
+torch; such a class is known by its name. What a container holds is checked where it is used.
+"""
 
 from __future__ import annotations
 
+import builtins
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, is_typeddict
 
 from quantforge.errors import UsageError, check_options
-from quantforge.verbs.argument_types import check_arguments, check_choices
+from quantforge.settings import Settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_WORDS: Mapping[object, str] = {
+    str: "a text", bytes: "bytes", bool: "True or False", int: "a whole number", float: "a number", NoneType: "None",
+    Path: "a path", Mapping: "a mapping", Sequence: "a list", Callable: "a function", "dtype": "a type of torch",
+}  # fmt: skip
+_EXAMPLES = {
+    "target": ', e.g. "4.5bpw"',
+    "rules": ', e.g. ["down_proj=int8:g128:sym"]',
+    "ignore": ', e.g. ["lm_head"]',
+}
 
 
 def checks_options(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that lets a verb refuse what it does not take: as `check_options`, then `check_arguments`.
+    """Return a decorator that lets a verb refuse what it does not take: as `check_options`, then `check_types`.
 
     Args:
         kinds: the typed dictionaries of the choices that it takes beside its own parameters.
@@ -31,13 +50,63 @@ def checks_options(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
         def checked(*given: P.args, **options: P.kwargs) -> R:
             check_options(options, known)
             for kind in kinds:
-                check_choices(kind, options)
-            check_arguments(verb, {**dict(zip(own, given, strict=False)), **options})
+                check_types(kind, options)
+            check_types(verb, {**dict(zip(own, given, strict=False)), **options})
             return verb(*given, **options)
 
         return checked
 
     return decorate
+
+
+def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
+    """Refuse values of other types than a function, dataclass or typed dictionary declares; other names are ignored.
+
+    Raises:
+        UsageError: naming the first one, its value and what is expected; a field of settings as ``settings.NAME``.
+    """
+    scope = sys.modules[kind.__module__].__dict__
+    for name, value in given.items():
+        if (annotation := kind.__annotations__.get(name)) is None:
+            continue
+        expected = [*_types(getattr(annotation, "__forward_arg__", annotation), scope)]
+        if not any(_fits(value, one) for one in expected):
+            words = dict.fromkeys(
+                _WORDS.get(one, getattr(one, "__name__", one)) for one in expected
+            )
+            raise UsageError(
+                f"{where}{name} = {value!a:.60}: {type(value).__name__} is the wrong type",
+                f"give {' or '.join(map(str, words))}{_EXAMPLES.get(name, '')}",
+            )
+        if isinstance(value, Settings) or (where and is_dataclass(value)):
+            held = {field: getattr(value, field) for field in type(value).__annotations__}
+            check_types(type(value), held, f"{where}{name}.")
+
+
+def _fits(value: object, expected: Any) -> bool:
+    """Return whether a value is of a type; a whole number is a number, and True is neither."""
+    if isinstance(expected, str):
+        return expected in {one.__name__ for one in type(value).__mro__}
+    if isinstance(value, bool):
+        return expected in {bool, object}
+    if expected is Sequence:
+        return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return isinstance(value, {float: int | float, Path: os.PathLike}.get(expected, expected))
+
+
+def _types(annotation: str, scope: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the types that an annotation allows; a name for a class that is not imported."""
+    while "[" in annotation:
+        annotation = re.sub(r"\[[^][]*\]", "", annotation)
+    for name in map(str.strip, annotation.split("|")):
+        found = scope.get(name, vars(builtins).get(name, name.rpartition(".")[2]))
+        for one in get_args(found) if isinstance(found, UnionType) else [found]:
+            if one is Any or get_origin(one) is Literal or one is Literal:
+                yield object
+            elif is_typeddict(one):
+                yield Mapping
+            else:
+                yield NoneType if one is None else get_origin(one) or one
 
 
 def listed(
