@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.generated_text import Generated
-    from quantforge.runtime.live_answer import LiveAnswer
-    from quantforge.runtime.speaker import Messages, Speaker
+    from quantforge.runtime.speaker import LiveAnswer, Messages, Speaker
 
 LEAST_WIDTH = 30  # of a column
 

@@ -17,7 +17,6 @@ In this folder:
     generated_text    Generated texts: what `generate` returns, without torch
     kv_cache          Keys and values as an fp8 cache holds them: measured while calibration runs
     linear            A linear layer whose weight stays packed in memory
-    live_answer       Answers while they come: tokens become text as soon as it is sure, and end where their rules say
     load              One loader for every format: a model that computes, with its quantized weights still packed
     memory            Memory that a stretch of work takes above what the process held before it
     model_sizes       Figures of a model for reports: bits per weight, bytes, schemes

@@ -148,8 +148,8 @@ def choose_rows(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
     asked = [row for row, one in enumerate(options) if one.logprobs is not None]
     if asked:
         counts = [options[row].logprobs or 0 for row in asked]
-        told = log_probabilities(logits[asked], [found[row].token for row in asked], counts)
-        for row, one in zip(asked, told, strict=True):
+        scored = log_probabilities(logits[asked], [found[row].token for row in asked], counts)
+        for row, one in zip(asked, scored, strict=True):
             found[row] = one
     for sampler, one in zip(samplers, found, strict=True):
         sampler.note(one.token)
@@ -162,7 +162,7 @@ def log_probabilities(logits: Tensor, tokens: Sequence[int], counts: Sequence[in
     Args:
         logits: ``[rows, vocabulary]`` of the model itself.
         tokens: one for each row.
-        counts: for each row, of how many most likely tokens they are told too.
+        counts: for each row, how many of the most likely tokens to report too.
     """
     values = logits.float().log_softmax(-1)
     own = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()

@@ -1,19 +1,36 @@
-"""A model that answers in text: a prompt or a conversation in, pieces of text out as they come."""
+"""A model that answers in text: a prompt or a conversation in, pieces of text out as they come.
+
+Tokens become text as soon as it is sure, and an answer ends where its rules say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from quantforge.errors import InputError, UsageError
+from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.answer_limits import AnswerLimits
-from quantforge.runtime.decoding_engines import engine_of
-from quantforge.runtime.live_answer import LiveAnswer, TextModel
+from quantforge.runtime.beam_search import beam_search
+from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
+from quantforge.runtime.generated_text import (
+    Generated,
+    GeneratedText,
+    LikelyToken,
+    ScoredToken,
+    Stopped,
+)
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.speculation.decode import SpeculativeDecoder
-from quantforge.runtime.text_side import as_input_errors, text_side
+from quantforge.runtime.sampling import Chosen, RowSampler
+from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.speculation.verify import SpeculationCounts
+from quantforge.runtime.stop_strings import StopMatcher
+from quantforge.runtime.text_side import TextSide, as_input_errors, text_side
+from quantforge.runtime.token_stream import TextStream, rows
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation
+from quantforge_calibration.tokenizer import TextTokenizer
 
 Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
 RAW = "--raw (raw=True) completes the prompt as text, without the template"
@@ -138,3 +155,169 @@ def checked(prompt: object) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt {text!a:.60} is no Unicode text", expected) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """Parts of a loaded model that answer: name, decoder, engine, text side, who drafts, the kind of its cache."""
+
+    name: str
+    decoder: str
+    engine: MeasuredEngine
+    side: TextSide
+    speculative: SpeculativeDecoder | None = None
+    cache: str = ""
+
+
+class LiveAnswer:
+    """Answers to one prompt while they come: iterated over once, it yields pieces of the first one's text.
+
+    Nothing is computed before. Further answers are computed beside the first; a beam search yields its text at the end.
+    """
+
+    def __init__(
+        self, model: TextModel, ids: Sequence[int], limits: AnswerLimits, *, templated: bool
+    ) -> None:
+        self._model, self._ids, self._limits = model, list(ids), limits
+        self._templated = templated
+        self._begun = self._first = self._last = time.perf_counter()
+        self._computed = 0
+        self._processor_share: float | None = None
+        self._speculated: SpeculationCounts | None = None
+        self._texts = [_Text(model.side, self._ids, limits) for _ in range(limits.n)]
+
+    def __iter__(self) -> Iterator[str]:
+        self._begun = time.perf_counter()
+        share = ProcessorShare()
+        try:
+            with as_input_errors():
+                yield from self._drawn() if self._limits.beams is None else self._searched()
+        finally:
+            self._processor_share = share.so_far()
+
+    def _drawn(self) -> Iterator[str]:
+        ended = set[int]()
+        for step in self._steps(ended):
+            self._count(len(step))
+            for number, chosen in step.items():
+                text = self._texts[number]
+                piece = text.take(chosen)
+                if text.stopped != "interrupted":
+                    ended.add(number)
+                if piece and number == 0:
+                    yield piece
+        rests = [text.finish("length") for text in self._texts if text.stopped == "interrupted"]
+        if 0 not in ended and rests[0]:
+            yield rests[0]
+
+    def _steps(self, ended: set[int]) -> Iterator[Mapping[int, Chosen]]:
+        """Yield the next tokens of all answers that have not ended, by their numbers."""
+        limits, speculative = self._limits, self._model.speculative
+        if speculative is None:
+            samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
+            yield from rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended)
+            return
+        text = SpeculativeText(
+            speculative, self._ids, limits.max_tokens, limits.sampling, self._model.cache
+        )
+        self._speculated = text.counts
+        for one in text:
+            yield {0: one}
+            if ended:
+                return
+
+    def _searched(self) -> Iterator[str]:
+        limits, stop = self._limits, self._model.side.stop
+        assert limits.beams is not None
+        found = beam_search(
+            self._model.engine, self._ids, limits.max_tokens, limits.beams, stop, self._count
+        )
+        for text, beam in zip(self._texts, found, strict=False):
+            for token in beam.tokens:
+                text.take(Chosen(token))
+            if not beam.ended:
+                text.finish("length")
+            text.score = beam.score
+        yield "".join(self._texts[0].pieces)
+
+    def _count(self, tokens: int) -> None:
+        """Note that a step has been computed."""
+        self._last = time.perf_counter()
+        if not self._computed:
+            self._first = self._last
+        self._computed += tokens
+
+    def generated(self) -> Generated:
+        """Return what has come so far."""
+        begun = self._computed > 0
+        width = self._limits.n if self._limits.beams is None else self._limits.beams.beams
+        return Generated(
+            model=self._model.name,
+            choices=tuple(text.choice() for text in self._texts),
+            templated=self._templated,
+            decoder=self._model.decoder,
+            prompt_tokens=len(self._ids),
+            prompt_seconds=self._first - self._begun if begun else 0.0,
+            steps=max(0, self._computed - width),
+            step_seconds=self._last - self._first if begun else 0.0,
+            speculation=None if self._speculated is None else self._speculated.document(),
+            processor_share=self._processor_share,
+        )
+
+
+class _Text:
+    """Text of one answer, as far as it has come."""
+
+    def __init__(self, side: TextSide, prompt: Sequence[int], limits: AnswerLimits) -> None:
+        self._tokenizer, self._ends = side.tokenizer, side.stop
+        self._stream = TextStream(side.tokenizer, prompt)
+        self._matcher = StopMatcher(limits.stop, include=limits.include_stop)
+        self._scored: list[ScoredToken] | None = None if limits.sampling.logprobs is None else []
+        self._tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.stopped: Stopped = "interrupted"
+        self.score: float | None = None
+
+    def take(self, chosen: Chosen) -> str:
+        """Return the text that is sure with a further token."""
+        if chosen.token in self._ends:
+            return self.finish("end")
+        self._tokens.append(chosen.token)
+        if self._scored is not None:
+            self._scored.append(scored(self._tokenizer, chosen))
+        piece = self._matcher.add(self._stream.add(chosen.token))
+        return self._told(piece)
+
+    def finish(self, stopped: Stopped) -> str:
+        """Return the text that is left when no token follows."""
+        self.stopped = stopped
+        piece = self._matcher.add(self._stream.rest())
+        return self._told(piece + self._matcher.rest())
+
+    def _told(self, piece: str) -> str:
+        if self._matcher.found is not None:
+            self.stopped = "stop"
+        if piece:
+            self.pieces.append(piece)
+        return piece
+
+    def choice(self) -> GeneratedText:
+        """Return what has come so far."""
+        return GeneratedText(
+            text="".join(self.pieces),
+            tokens=tuple(self._tokens),
+            stopped=self.stopped,
+            stop=self._matcher.found,
+            logprobs=None if self._scored is None else tuple(self._scored),
+            score=self.score,
+        )
+
+
+def scored(tokenizer: TextTokenizer, chosen: Chosen) -> ScoredToken:
+    """Return a token with texts; errors as `TextTokenizer.decode`."""
+    assert chosen.logprob is not None
+    own, *top = (
+        LikelyToken(token, tokenizer.decode([token]), logprob)
+        for token, logprob in ((chosen.token, chosen.logprob), *chosen.top)
+    )
+    return ScoredToken(own, tuple(top))

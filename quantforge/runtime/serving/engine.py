@@ -90,7 +90,7 @@ class ServingEngine:
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is left to compute or to tell."""
+        """Return whether nothing is left to compute or to report."""
         return not self._entries and not self._happened
 
     @property
@@ -129,7 +129,7 @@ class ServingEngine:
         self._scheduler.waiting.append(entry)
 
     def cancel(self, id: str) -> bool:  # noqa: A002 (the name of the field)
-        """End a request, wherever it is; the next step tells. Return whether there was one."""
+        """End a request, wherever it is; the next step reports it. Return whether there was one."""
         entry = self._entries.get(id)
         if entry is None:
             return False
@@ -189,7 +189,7 @@ class ServingEngine:
         return self._decoder.logits(hidden[torch.tensor(rows, device=device)]) if rows else None
 
     def _score(self, work: list[Work], hidden: Tensor) -> None:
-        """Tell log-probabilities of prompts, of those that ask for them."""
+        """Report log-probabilities of prompts that ask for them."""
         row = 0
         for part in work:
             if part.scores:

@@ -1,4 +1,4 @@
-"""Requests to an engine, and what it says of them: new tokens, scores of its prompt, and the end."""
+"""Requests to an engine, and what it reports: new tokens, log-probabilities of prompts, and the end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class GenerationRequest:
         new_tokens: at most so many are chosen.
         stop: tokens that end it; the one that does is its last.
         sampling: how tokens are chosen; its seed is of this request alone.
-        prompt_logprobs: tell the log-probability of each token of the prompt behind the first, and of so many of
-            the most likely ones; None tells nothing.
+        prompt_logprobs: report the log-probability of each token of the prompt after the first, and of so many of
+            the most likely ones; None reports nothing.
     """
 
     id: str

@@ -31,7 +31,7 @@ class ServedEntry:
         sampler: chooses its tokens; continues where it was when the request has to be computed again.
         tokens: of the prompt, and those chosen since.
         row: of the cache, while it is computed.
-        scored: tokens of the prompt whose log-probabilities were told.
+        scored: tokens of the prompt whose log-probabilities were reported.
     """
 
     request: GenerationRequest
@@ -82,7 +82,7 @@ class Work:
 
     @property
     def scores(self) -> bool:
-        """Return whether log-probabilities of the prompt are asked for that this tells for the first time."""
+        """Return whether it computes log-probabilities of the prompt that are asked for and not reported yet."""
         entry, last = self.entry, min(self.first + self.tokens, len(self.entry.request.ids) - 1)
         return entry.request.prompt_logprobs is not None and last >= entry.scored
 

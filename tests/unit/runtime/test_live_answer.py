@@ -11,8 +11,8 @@ import pytest
 import quantforge
 from quantforge.errors import UsageError
 from quantforge.runtime.answer_limits import AnswerLimits, limits_from
-from quantforge.runtime.live_answer import LiveAnswer, TextModel
 from quantforge.runtime.sampling import Sampling
+from quantforge.runtime.speaker import LiveAnswer, TextModel
 from quantforge.runtime.text_side import TextSide, tokenizer_of
 from tests.conftest import Tiny
 from tests.unit.runtime.test_token_stream import Fixed

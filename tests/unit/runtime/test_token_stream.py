@@ -11,7 +11,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.runtime.answer_limits import AnswerLimits
-from quantforge.runtime.live_answer import LiveAnswer, TextModel
+from quantforge.runtime.speaker import LiveAnswer, TextModel
 from quantforge.runtime.text_side import TextSide, tokenizer_of
 from quantforge.runtime.token_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
