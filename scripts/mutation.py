@@ -109,7 +109,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/execution/test_unit_output.py", "faults/test_execution.py", "faults/test_experts.py",
         "unit/execution/test_quantized_inputs.py",
         "equivalence/test_zeros.py::test_half_of_every_linear_is_gone",
-        "faults/test_resume.py::test_what_the_next_block_reads_is_a_choice",
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
