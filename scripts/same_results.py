@@ -480,11 +480,34 @@ def _command(words: Sequence[str], modules: Path | None) -> None:
 
 
 def _content(path: Path) -> Any:
-    """Return a document of JSON, or the digest of another file."""
+    """Return a document of JSON, digests of what a GGUF file holds, or the digest of another file."""
     if path.suffix == ".json":
         with contextlib.suppress(ValueError):
             return _document(path.read_text(), "")
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
+    if path.suffix == ".gguf":
+        with contextlib.suppress(ValueError):  # an importance file of another kind
+            return _gguf(path)
+    return _digest(path.read_bytes())
+
+
+def _gguf(path: Path) -> dict[str, dict[str, str]]:
+    """Return digests of the keys and tensors of a GGUF file, by name."""
+    from gguf import GGUFReader
+
+    file = GGUFReader(path)
+    keys = {
+        name: _digest(b"".join(part.tobytes() for part in field.parts))
+        for name, field in file.fields.items()
+    }
+    tensors = {
+        one.name: f"{one.tensor_type.name} {one.shape.tolist()} {_digest(one.data.tobytes())}"
+        for one in file.tensors
+    }
+    return {"keys": keys, "tensors": tensors}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
 
 
 def _document(text: str, verb: str) -> Any:

@@ -311,7 +311,7 @@ def test_the_command_line_takes_it(
 @pytest.mark.parametrize("choices", [{"join": True}])
 def test_processes_do_not_share_it(tiny: Tiny, tmp_path: Path, choices: dict[str, Any]) -> None:
     wanted = recipe("gptq", bits=4, effort=HIGH)
-    with pytest.raises(QuantForgeError, match="--guide are made in one process"):
+    with pytest.raises(QuantForgeError, match="calibration rows pass its blocks"):
         quantize(tiny("llama"), tmp_path / "out", wanted, **choices)
 
 
