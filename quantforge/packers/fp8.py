@@ -58,9 +58,13 @@ def fit(
         groups = _grouped(weight, scheme)
         weights = None if importance is None else _grouped(importance.unsqueeze(0), scheme, False)
         found = search_levels(
-            groups, scales.float(), None if weights is None else weights[0],
-            partial(rounded, grid=scheme.grid), partial(_as_stored, dtype), FACTORS,
-        )  # fmt: skip
+            groups,
+            scales.float(),
+            None if weights is None else weights[0],
+            partial(rounded, grid=scheme.grid),
+            partial(_as_stored, dtype),
+            FACTORS,
+        )
         scales = found.to(dtype)
     return {"scales": scales}
 
@@ -125,9 +129,11 @@ def widened(codes: Tensor) -> Tensor:
     ):
         pairs = torch.empty(octets.shape, dtype=torch.float32)
         numpy.take(
-            _pairs(codes.dtype), octets.numpy().view(numpy.uint16),
-            out=pairs.numpy().view(numpy.int64), mode="clip",
-        )  # fmt: skip
+            _pairs(codes.dtype),
+            octets.numpy().view(numpy.uint16),
+            out=pairs.numpy().view(numpy.int64),
+            mode="clip",
+        )
         return pairs
     return look_up(_numbers(codes.dtype), octets)
 

@@ -64,11 +64,12 @@ def static_scale(activation: Activation, counts: Tensor, peak: float, observer: 
         total = weights.cumsum(0)
         peak = float(values[int((total < PERCENTILE * total[-1]).sum())])
     elif observer == "mse":
-        errors = [
-            float((weights * (values - _rounded(values, fraction * peak / limit, activation.grid)) ** 2).sum())
-            for fraction in FRACTIONS
-        ]  # fmt: skip
-        peak *= FRACTIONS[min(range(len(errors)), key=errors.__getitem__)]
+
+        def error(fraction: float) -> float:
+            missed = values - _rounded(values, fraction * peak / limit, activation.grid)
+            return float((weights * missed**2).sum())
+
+        peak *= min(FRACTIONS, key=error)
     return max(peak, TINY) / limit
 
 

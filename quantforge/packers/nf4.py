@@ -64,9 +64,13 @@ def fit(
         weights = None if importance is None else importance.view(groups.shape[1:])
         start = scales.clamp(min=LEAST)
         found = search_levels(
-            groups, start, weights, functools.partial(_levels, grid=scheme.grid),
-            lambda fitted: fitted, [sign * factor for sign in signs for factor in FACTORS],
-        )  # fmt: skip
+            groups,
+            start,
+            weights,
+            functools.partial(_levels, grid=scheme.grid),
+            lambda fitted: fitted,
+            [sign * factor for sign in signs for factor in FACTORS],
+        )
         scales = torch.where(scales > 0, found, scales)
     return nest(scales) if scheme.scale is ScaleType.DOUBLE else {"scales": scales}
 

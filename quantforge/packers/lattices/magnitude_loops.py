@@ -140,8 +140,21 @@ def search(x, w, form, options, numbers, tables, odd, points, signs, scales, lev
     tried_scratch = (roots, wx, seen, mine, steps, runs, sums)
     scratch = (values, numpy.empty(size, numpy.uint8), on_grid, tried_scratch)
     _quantize_blocks(
-        x, w, form, options, tops, (least, fudge), tables, odd, points, signs, scales, levels, units, scratch
-    )  # fmt: skip
+        x,
+        w,
+        form,
+        options,
+        tops,
+        (least, fudge),
+        tables,
+        odd,
+        points,
+        signs,
+        scales,
+        levels,
+        units,
+        scratch,
+    )
 
 
 @borrowing
