@@ -9,7 +9,6 @@ from pathlib import Path
 
 from quantforge.cli.console import Console
 from quantforge.cli.diff import SHOWN, _show
-from quantforge.cli.hints import for_extra
 from quantforge.cli.verify import _show as show_report
 from quantforge.verification.difference import Difference
 from quantforge.verification.findings import Report
@@ -86,9 +85,9 @@ def test_one_field_that_a_recipe_lacks_is_not_told_as_no_recipe(capsys):
     assert capsys.readouterr().out.splitlines()[2] == "recipe.tune: not stated | 0"
 
 
-def test_a_second_model_before_the_prompt_is_told_of_compare():
-    assert "--compare MODEL" in for_extra(["Explain json."], "generate")
-    assert for_extra(["out"], "quantize") == "the result is an option: -o out"
+def test_words_too_many_are_answered_with_an_option(capsys):
+    assert "--compare MODEL" in command(capsys, "generate", DEMO, "Explain", "json.").err
+    assert "the result is an option: -o" in command(capsys, "quantize", DEMO, "out").err
 
 
 def test_every_field_that_differs_has_its_line(capsys):
