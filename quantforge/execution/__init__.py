@@ -16,7 +16,6 @@ In this folder:
     handed_states       Hidden states that processes hand on: a file for every micro-batch in front of every block
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
-    learning            Tuning of a run: units behind its blocks
     linear_errors       Linears and experts of one block, rounded under each candidate scheme for `candidate_errors`
     lockstep            Runs of one source in lock step: calibration rows pass each block once
     observers           Observers of a block: each says what it wants to see while the calibration rows pass, and when
@@ -27,13 +26,12 @@ In this folder:
     relayout            A planned conversion carried out: every tensor settled before the first byte is written
     resumption          Going on with an interrupted run: what it has to agree in, its journal, and what it had finished
     rounding            Rounding of the matrices that read one shared input, and their way into the files of the format
-    row_strips          Strips of rows of matrices that are rounded under a Hessian of their own
     row_wise            Rounding without statistics, a strip of rows at a time
     self_calibration    Calibration rows that the model writes itself: no text is needed
     shared_run          A run that several processes share: each does units that no other does
     source_tensors      Tensors of the source as a run reads them: by their plans, looked through for what is not finite
     transforming        Transforms of a method, one after the other, on a part of the model: a block
-    tuned_run           Tuning within a run: of each block behind its rounding, while the rows are there
+    tuning              Tuning of a run: units after its blocks
     unit_output         Output of a unit of work: stored tensors on their way into weight files and back
     units               Units of work: the list that a run works off
 """

@@ -1,7 +1,7 @@
 """Errors of candidate schemes: what each would cost at the output of the model, linear by linear, in nats per token.
 
 To second order the divergence that an error ``E`` of a weight causes is ``1/2 sum_t g_t^T E x_t x_t^T E^T g_t``, with
-``x`` the input of the linear and ``g`` the gradient of its output (`quantforge.model.backward`). With the mean square
+``x`` the input of the linear and ``g`` the gradient of its output (`guidance.backward`). With the mean square
 of the gradient over the rows in place of each row's own, that is ``1/2 tr(E H E^T)`` under the guided Hessian ``H``.
 The weights are rounded by the solver that will round them in the run, under the plain Hessian and with one
 factorization for all candidates; nothing is written.
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
+from quantforge.execution.guide import observe_gradients, token_weights
 from quantforge.execution.linear_errors import LinearErrors
 from quantforge.execution.passing_rows import stream_of
 from quantforge.execution.progress import phase
-from quantforge.model.token_weights import TokenWeights
 from quantforge.planning.guidance import guided
 from quantforge.planning.run_work import GRADIENT_ROWS
 from quantforge.quantizers import rounder_of
+from quantforge.quantizers.guidance.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -74,13 +74,11 @@ def candidate_errors(
     if all(unit in work.done for unit in units):
         return _joined(work.done[unit] for unit in units)
     directory, made = work.directory, work.done.get(GRADIENTS)
-    with opened_weights(first, directory, weighed.ids.shape, 1, made) as weights:
+    with token_weights(first, directory, weighed.ids.shape, 1, made) as weights:
         if made is None:
             with phase("", 0.5):
                 made = observe_gradients(weights, checkpoint, first, weighed, settings, directory)
                 work.commit(GRADIENTS, made)
-        else:
-            check_weights(weights, made, directory)
         errors = LinearErrors(
             partial(_masses, weights, sample.ids.shape, few),
             weighed.ids.numel(),

@@ -23,17 +23,16 @@ from quantforge.events import Event
 from quantforge.execution.block_tensors import BlockTensors
 from quantforge.execution.calibrated_block import CalibratedBlock
 from quantforge.execution.data_free import DataFree
-from quantforge.execution.guide import check_weights, observe_gradients, opened_weights
+from quantforge.execution.guide import observe_gradients, token_weights
 from quantforge.execution.guided_rounding import GuidedRounding
 from quantforge.execution.journal import Workspace
-from quantforge.execution.learning import Tuning
 from quantforge.execution.lockstep import execute_together
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
 from quantforge.execution.record import Record, events_of, figures_of, progress_of, scaled_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
-from quantforge.execution.tuned_run import TunedRun
+from quantforge.execution.tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import (
     GUIDE,
@@ -97,8 +96,9 @@ class Run:
         self._rounding = rounding
         self._data_free = DataFree(plan, rounding)
         tensors = BlockTensors(plan, self._output)
-        tuning = Tuning(planned, self._output, tensors, work)
-        self.tuned = TunedRun(planned, tuning, checkpoint, settings, self._tuned, self._share)
+        self.tuned = Tuning(
+            planned, checkpoint, self._output, tensors, work, settings, self._tuned, self._share
+        )
         self._block = CalibratedBlock(planned, rounding, self._data_free, tensors)
 
     def execute(self, sample: Sample | None) -> None:
@@ -167,9 +167,7 @@ class Run:
             yield
             return
         directory, record = self._work.directory, self._work.done.get(GUIDE)
-        with opened_weights(self._planned, directory, sample.ids.shape, strips, record) as weights:
-            if record is not None:
-                check_weights(weights, record, directory)
+        with token_weights(self._planned, directory, sample.ids.shape, strips, record) as weights:
             given = (weights, self._checkpoint, self._planned, sample, self._settings, directory)
             self._do(self._units[GUIDE], partial(observe_gradients, *given))
             self._block.guided = GuidedRounding(strips, self._rounding, weights)

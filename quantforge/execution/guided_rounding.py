@@ -8,8 +8,8 @@ parameters are rounded as one, under the mean of the weights of all their rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.execution.progress import tell
 from quantforge.execution.record import Record, merge
-from quantforge.execution.row_strips import RoundedStrip, Strip, joined, passes_of
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.model.token_weights import TokenWeights, clipped
 from quantforge.numerics.allocator import trim
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers import Rounded
+from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
@@ -35,6 +36,30 @@ HESSIAN = frozenset({Statistic.HESSIAN})
 
 # Returns the statistics that are wanted; the second: whether it is the last pass.
 See = Callable[[Sequence[Weighed], bool], list[Statistics]]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Rows that are rounded under one Hessian.
+
+    Attributes:
+        key: of the shared input.
+        linears: names inside of the block; several only where their rows share parameters.
+        index: which of ``count`` strips of the rows.
+        count: 1 for all rows.
+    """
+
+    key: str
+    linears: tuple[str, ...]
+    index: int = 0
+    count: int = 1
+
+
+class RoundedStrip(NamedTuple):
+    """Rows of matrices that were rounded, with what their errors are relative to."""
+
+    rounded: dict[str, Rounded]
+    sizes: dict[str, float]
 
 
 class GuidedRounding:
@@ -104,7 +129,7 @@ class GuidedRounding:
     ) -> Record:
         record: Record = {}
         done: dict[tuple[str, ...], list[RoundedStrip]] = {}
-        passes = [*passes_of(part, [*self._all(inputs, targets)])]
+        passes = [*_passes(part, [*self._all(inputs, targets)])]
         for index, strips in enumerate(passes):
             tell(f"block {part.index}: observing", share=index / len(passes))
             weights = [self._of(part, strip, targets, record) for strip in strips]
@@ -123,7 +148,7 @@ class GuidedRounding:
                 strips_done.append(self._rounded(part, strip, statistics, targets))
                 if len(strips_done) == strip.count:
                     whole = {targets[name].name: part.weight(name) for name in strip.linears}
-                    rounded = joined(done.pop(strip.linears))
+                    rounded = _joined(done.pop(strip.linears))
                     merge(record, self._rounding.write(rounded, whole, statistics))
                 trim()
         return record
@@ -180,6 +205,44 @@ class GuidedRounding:
             for name, weight in weights.items()
         }
         return RoundedStrip(self._rounding.rounded(weights, statistics), sizes)
+
+
+def _passes(part: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
+    """Yield strips together whose Hessians take no more than those of the shared inputs; one at least."""
+    widths = {shared.key: part.weight(shared.linears[0]).shape[1] for shared in part.inputs}
+    limit = sum(widths[key] ** 2 for key in {strip.key for strip in strips})
+    together: list[Strip] = []
+    for strip in strips:
+        if together and sum(widths[one.key] ** 2 for one in [*together, strip]) > limit:
+            yield together
+            together = []
+        together.append(strip)
+    if together:
+        yield together
+
+
+def _joined(strips: Sequence[RoundedStrip]) -> dict[str, Rounded]:
+    """Return matrices whose strips were rounded one by one; their errors count by what they are relative to."""
+    if len(strips) == 1:
+        return strips[0].rounded
+    found = {}
+    for name, first in strips[0].rounded.items():
+        parts = [strip.rounded[name] for strip in strips]
+        tensors = [part.tensor for part in parts]
+        parameters = {
+            key: torch.cat([tensor.parameters[key] for tensor in tensors])
+            for key in first.tensor.parameters
+        }
+        codes = torch.cat([tensor.codes for tensor in tensors])
+        events = dict.fromkeys(event for part in parts for event in part.events)
+        figures = dict.fromkeys((key for part in parts for key in part.figures), 0.0)
+        whole = sum(strip.sizes[name] for strip in strips) or 1.0
+        for part, strip in zip(parts, strips, strict=True):
+            for key, value in part.figures.items():
+                figures[key] += value * strip.sizes[name] / whole if key == "error" else value
+        tensor = QuantizedTensor(codes, parameters, first.tensor.scheme)
+        found[name] = Rounded(tensor, tuple(events), figures)
+    return found
 
 
 def _scheme(tensor: TensorPlan) -> Scheme:

@@ -4,10 +4,8 @@ In this folder:
 
     absorbers             Find which tensor can absorb a per-channel scale of an activation, and prove it by trial
     around_blocks         A model with weights around stand-ins for its blocks: it embeds rows, hands them to blocks
-    backward              A backward pass, one block at a time: the gradient of the loss at the output of every linear
     block                 One decoder block with weights and the activations that reach it: observed, captured, advanced
     block_rows            One decoder block that rows pass: as a micro-batch is run, row by row
-    block_tuning          Tuning block after block: scales of groups
     block_weights         The weights of one decoder block: its matrices by name, in one orientation
     conversion            Conversion of stored tensors into parameters
     converted_tensors     Declare tensors as files hold them
@@ -19,7 +17,6 @@ In this folder:
     derive_kind           Derive the declaration of one kind of layer from one block: tensors, shared inputs
     embedding_rows        Embeddings of which only the rows of tokens that occur are held
     expert_calls          How a block calls its experts: with the routing of its tokens
-    expert_gradients      Gradients of the experts of one block: the backward pass of a mixture, one expert at a time
     expert_routing        The experts of one block stood in for while rows pass: what reaches them is kept
     expert_statistics     Statistics of what single experts read: of their own tokens
     expert_weights        The weights of the experts of one block, read from the checkpoint one expert at a time
@@ -28,13 +25,10 @@ In this folder:
     hidden_states         Store for the hidden states of all calibration rows between two blocks: in memory
     inner                 The part of a model that makes final hidden states: all of it but the output layer
     kept_leaves           Tensors that single rows keep between blocks: in memory
-    learned_codes         Codes that are learned: each has an offset, in steps of its grid
-    learned_scales        Scales and gains that are learned: each times a factor that Adam fits
     loading               Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class           Class of transformers that a configuration names: a decoder of text
     names                 Names of tensors in files, and in the running model: one bridge, by transformers' own rules
     observe               Statistics of an activation
-    output_gradients      Gradients at the output of linears, and their squares by token and strip of rows
     outside               A model of transformers around its blocks: which modules these are
     passage               Passage of rows into a block: what reaches it
     routed_tokens         Input of the experts of one block, kept once for all calibration rows: hidden states
@@ -47,14 +41,7 @@ In this folder:
     state_layout          Layout of hidden states: which of their axes count rows and tokens
     statistics            Statistics of what shared inputs read: which a method may ask for, and what was observed
     stream                The model, one block at a time: stock transformers code around weights that come and go
-    token_weights         Weights of calibration tokens: how much the loss minds an error at the output of a linear
     transformers_loading  Whether transformers finds every parameter of a model in its files: its own loader
     trial_block           Run a block of a skeleton with random weights in float64, observe its linears
-    tuned_block           A block whose linears are codes under scales that are learned
-    tuned_experts         Experts of a block under scales that are learned: each is decoded when its turn comes
-    tuned_linears         Linears of a module that are codes under scales that are learned: decoded before a pass
-    tuned_matrix          A linear whose scales are learned, and maybe its codes
-    tuning                Tuning of the whole model: scales of groups
-    tuning_bounds         Bounds of tuning, which plans, forecasts and `verify` go by
     whole_checkpoint      Check that a checkpoint of a family without declarations is whole
 """

@@ -1,6 +1,6 @@
 """Guided statistics in a plan: which models and methods they are for, how many strips fit, and what they take.
 
-The weights of all calibration tokens (`quantforge.model.token_weights`) are in one file, in the order of the linears
+The weights of all calibration tokens (`guidance.token_weights`) are in one file, in the order of the linears
 that are listed here.
 """
 
@@ -31,9 +31,29 @@ def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, Tens
     }
 
 
-def unstacked(tensors: Iterable[TensorPlan], matched: Matched) -> bool:
-    """Return whether experts among tensors are in blocks that do not compute them as one stack."""
-    return any(one.expert >= 0 and not matched.layers[one.part].stacks for one in tensors)
+def learnable(
+    said: str, hint: str, tensors: Iterable[TensorPlan], matched: Matched
+) -> Mapping[str, TensorPlan]:
+    """Return what `guided` does for an option that takes gradients.
+
+    Args:
+        said: the option, in messages.
+        hint: what to type instead.
+        tensors: of the draft.
+        matched: the model.
+
+    Raises:
+        UsageError: there is none.
+        RefusedError: some are of experts that the model does not compute in stacks.
+    """
+    linears = guided(tensors, matched)
+    if not linears:
+        raise UsageError(f"{said}: no matrix of a block is quantized", hint)
+    if any(one.expert >= 0 and not matched.layers[one.part].stacks for one in linears.values()):
+        raise RefusedError(
+            f"{said}: the model has experts, which it computes otherwise than as one stack", hint
+        )
+    return linears
 
 
 def disk_bytes(
@@ -44,7 +64,7 @@ def disk_bytes(
 ) -> int:
     """Return the bytes that the backward pass takes on the disk, 0 without a guide.
 
-    These are the file of weights, the hidden states in front of some blocks (`quantforge.model.backward`) and of one
+    These are the file of weights, the hidden states in front of some blocks (`guidance.backward`) and of one
     run of blocks between two of these, and the gradients.
     """
     if not strips or matched.dimensions is None:
@@ -110,21 +130,14 @@ def refuse_guide(
             f"{said}: --method {'+'.join(words)} does not take guided statistics",
             f"--method {ERROR_FEEDBACK}, or {hint}",
         )
-    linears = guided(tensors, matched)
-    if not linears:
-        raise UsageError(f"{said}: no matrix of a block is quantized", hint)
-    if unstacked(linears.values(), matched):
-        raise RefusedError(
-            f"{said}: the model has experts, which it computes otherwise than as one stack", hint
-        )
+    linears = learnable(said, hint, tensors, matched)
     if everyone and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
             f"{said}: --experts all sends every token through every expert, and only those that the router"
             " sends have gradients",
             f"leave --experts out, or {hint}",
         )
-    name, least = min(
-        ((name, tensor.matrix[0]) for name, tensor in linears.items()), key=lambda found: found[1]
-    )
+    name = min(linears, key=lambda name: linears[name].matrix[0])
+    least = linears[name].matrix[0]
     if strips > least:
         raise UsageError(f"--guide {strips}: {name} has {least} rows", f"--guide {least} at most")

@@ -29,10 +29,10 @@ from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.matched import MatchedTensor
 from quantforge.architectures.sequence_state import KEYS
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
-from quantforge.model.tuning_bounds import ROWS, whole_epochs
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
+from quantforge.quantizers.tuning.bounds import ROWS, whole_epochs
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
-from quantforge.model.tuning_bounds import whole_epochs
-from quantforge.planning.guidance import guided, unstacked
+from quantforge.planning.guidance import learnable
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import BEST, ERROR_FEEDBACK
+from quantforge.quantizers.tuning.bounds import whole_epochs
 from quantforge.recipe import CalibrationOptions
 
 HINT = "leave --tune out"
@@ -74,14 +74,7 @@ def refuse_tune(
         )
     if rows == 1:
         raise UsageError(f"{said}: one calibration row", "--samples 8, or more")
-    linears = guided(tensors, matched)
-    if not linears:
-        raise UsageError(f"{said}: no matrix of a block is quantized", HINT)
-    if unstacked(linears.values(), matched):
-        raise RefusedError(
-            f"{said}: the model has experts, which it computes otherwise than as one stack", HINT
-        )
-    for name, tensor in linears.items():
+    for name, tensor in learnable(said, HINT, tensors, matched).items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:

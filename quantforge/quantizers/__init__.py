@@ -26,6 +26,8 @@ In this folder:
     strips           The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
     unknown_methods  Refusals of words that are no method, with what was meant
     vectors          Error feedback and refinement of code vectors: the columns that share a code are a panel
+    guidance/        Guidance: the gradient of the loss at the output of every linear
+    tuning/          Tuning: scales, gains of norms and codes of a rounded model, learned on what its source computes
 """
 
 from __future__ import annotations

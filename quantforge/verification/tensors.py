@@ -21,9 +21,9 @@ from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.grids import GRIDS
-from quantforge.model.tuning_bounds import MOST
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers.tuning.bounds import MOST
 from quantforge.scheme import Scheme
 from quantforge.verification.anomalies import anomalies, fingerprints, gains_off_by_one
 from quantforge.verification.findings import Report

@@ -12,8 +12,8 @@ from torch import Tensor
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError, UsageError
-from quantforge.model.backward import backward
 from quantforge.model.stream import ModelStream
+from quantforge.quantizers.guidance.backward import backward
 from scripts import tiny_families
 from tests.conftest import tiny_tokenizer
 from tests.equivalence.test_derived import derived

@@ -279,13 +279,13 @@ def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path)
 
 
 def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch):
-    from quantforge.model import tuning_bounds
-    from quantforge.model.block_tuning import Learning
+    from quantforge.quantizers.tuning import bounds as tuning_bounds
+    from quantforge.quantizers.tuning.stream import TuningStream
     from quantforge.runtime.load import load
 
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps change codes, too
     figures = iter(range(100, 0, -1))  # and the epoch passes for better
-    monkeypatch.setattr(Learning, "_error", lambda *_: float(next(figures)))
+    monkeypatch.setattr(TuningStream, "_error", lambda *_: float(next(figures)))
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = gguf_models.make("llama-tied", tmp_path / "m", **sizes)
     files = {}

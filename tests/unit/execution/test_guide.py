@@ -16,11 +16,11 @@ from quantforge import plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.execution import guide
-from quantforge.model import backward
-from quantforge.model.output_gradients import OutputGradients
 from quantforge.model.statistics import Statistics
-from quantforge.model.token_weights import TokenWeights, clipped
 from quantforge.quantizers import gptq
+from quantforge.quantizers.guidance import backward
+from quantforge.quantizers.guidance.gradients import OutputGradients
+from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree

@@ -13,10 +13,10 @@ from torch import Tensor
 from quantforge import plan
 from quantforge.execution import guide
 from quantforge.model import expert_statistics
-from quantforge.model.output_gradients import OutputGradients
 from quantforge.model.statistics import Statistics
-from quantforge.model.token_weights import TokenWeights
 from quantforge.quantizers import gptq
+from quantforge.quantizers.guidance.gradients import OutputGradients
+from quantforge.quantizers.guidance.token_weights import TokenWeights
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree

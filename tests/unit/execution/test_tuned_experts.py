@@ -16,8 +16,8 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.events import Policy
 from quantforge.model import routed_tokens
-from quantforge.model.tuned_block import TunedBlock
-from quantforge.model.tuning import Tuned, TuningStream
+from quantforge.quantizers.tuning.block import TunedBlock
+from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
@@ -78,7 +78,9 @@ def test_gradients_are_those_of_the_whole_model(
     with torch.no_grad():
         for block in blocks:
             for linear in block.matrices:
-                matrix_of(model, block, linear, gradient=False).copy_(block.weight(linear))
+                matrix_of(model, block, linear, gradient=False).copy_(
+                    block.matrices[linear].weight()
+                )
             for name, gains in block.gains.items():
                 model.get_parameter(f"{block.part.name}.{name}").copy_(gains.stored().float())
     for row in rows.split(1):
@@ -93,7 +95,7 @@ def test_gradients_are_those_of_the_whole_model(
             (scales,) = matrix.scales.values()
             # The factor of a group: the sum over its weights of gradient times weight.
             gradient = matrix_of(model, block, linear, gradient=True) / rows.numel()
-            products = (gradient * block.weight(linear)).reshape(*scales.start.shape, -1)
+            products = (gradient * block.matrices[linear].weight()).reshape(*scales.start.shape, -1)
             nearly(next(compared), products.sum(-1), linear)
             experts += ".experts." in linear
         for name, gains in block.gains.items():

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from quantforge import plan
-from quantforge.execution import learning
+from quantforge.execution import tuning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
 from quantforge.grids import SUPERBLOCKS
-from quantforge.model import tuned_matrix, tuning_bounds
-from quantforge.model.block_tuning import Learning
-from quantforge.model.tuning import Tuned, TuningStream
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
+from quantforge.quantizers.tuning import bounds as tuning_bounds
+from quantforge.quantizers.tuning import matrix as tuned_matrix
+from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.recipe import CalibrationOptions, GptqOptions
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import gguf_models
@@ -40,12 +40,13 @@ def better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every epoch pass for better than the last, and codes go as far as they can in a few steps."""
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)
 
-    def falls(of: Any, *_: Any) -> float:  # from the same figure on in every run
-        of.figures = getattr(of, "figures", None) or itertools.count(100, -1)
-        return float(next(of.figures))
+    def falls(of: Any, blocks: Any, *_: Any) -> float:  # from the same figure on in every run
+        figures = of.__dict__.setdefault("figures", {})
+        key = "all" if isinstance(blocks, list) else blocks.part.index
+        return float(next(figures.setdefault(key, itertools.count(100, -1))))
 
     monkeypatch.setattr(TuningStream, "_divergence", falls)
-    monkeypatch.setattr(Learning, "_error", falls)
+    monkeypatch.setattr(TuningStream, "_error", falls)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_neither_threads_nor_a_kill_change_a_byte(
     made("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
     with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(tuning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             made("out", **other)
     assert made("out", **other).resumed

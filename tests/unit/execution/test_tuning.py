@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
-from quantforge.execution import learning
-from quantforge.execution.tuned_run import TunedRun
-from quantforge.model import tuned_block, tuned_matrix, tuning_bounds
-from quantforge.model.block_tuning import Learning
-from quantforge.model.tuning import TuningStream
+from quantforge.execution import tuning
+from quantforge.model.block import BlockPart
 from quantforge.numerics import linear_gradients, products
+from quantforge.quantizers.tuning import block as tuned_block
+from quantforge.quantizers.tuning import bounds as tuning_bounds
+from quantforge.quantizers.tuning import matrix as tuned_matrix
+from quantforge.quantizers.tuning.stream import TuningStream
 from quantforge.runtime.load import load
 from quantforge.verification.verify import VerificationOptions, verify
 from quantforge_files import Opener
@@ -84,7 +85,7 @@ def behind_awq(short: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def every_epoch_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what was learned be kept, whatever it did."""
     better = itertools.count(1000, -1)
-    monkeypatch.setattr(Learning, "_error", lambda *_: float(next(better)))
+    monkeypatch.setattr(TuningStream, "_error", lambda *_: float(next(better)))
     monkeypatch.setattr(TuningStream, "_divergence", lambda *_: float(next(better)))
 
 
@@ -125,21 +126,16 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, method: str
 ) -> None:
     reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
-    learn, tune = Learning.learn, TuningStream.tune_block
+    tune = TuningStream.tune_block
 
-    def noted(self: Learning, *arguments: Any) -> Any:
-        index = self._block.part.index
-        reached[index] = self._passing(3).states.clone()
-        wanted[index] = self._targets.read(3, 4).clone()
-        return learn(self, *arguments)
-
-    def begun(self: TuningStream, *arguments: Any) -> Any:
+    def noted(self: TuningStream, part: BlockPart, *arguments: Any) -> Any:
+        reached[part.index] = self._passing(part.index)(3).states.clone()
+        wanted[part.index] = self._states.read(3, 4).clone()
         rows.append(self._rows[3:4])
-        return tune(self, *arguments)
+        return tune(self, part, *arguments)
 
     every_epoch_is_better(monkeypatch)
-    monkeypatch.setattr(Learning, "learn", noted)
-    monkeypatch.setattr(TuningStream, "tune_block", begun)
+    monkeypatch.setattr(TuningStream, "tune_block", noted)
     quantize(tiny(family), tmp_path / "out", tuned(method, tune=1))
     states = []
     for path in (tmp_path / "out", tiny(family)):
@@ -163,7 +159,7 @@ def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
     )
     quantize(short("llama"), tmp_path / "each", tuned(method, tune=1))
     assert not passes  # through the source once more
-    monkeypatch.setattr(TunedRun, "follows", lambda *_: False)
+    monkeypatch.setattr(tuning.Tuning, "follows", lambda *_: False)
     quantize(short("llama"), tmp_path / "later", tuned(method, tune=1))
     assert len(passes) == 2
     assert tree(tmp_path / "each") == tree(tmp_path / "later")
@@ -252,15 +248,15 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     learned: list[str] = []
-    kept = learning.Tuning._kept
+    kept = tuning.Tuning._kept
 
     def noted(self: Any, unit: str, *arguments: Any) -> Any:
         learned.append(unit)
         return kept(self, unit, *arguments)
 
-    monkeypatch.setattr(learning.Tuning, "_kept", noted)
+    monkeypatch.setattr(tuning.Tuning, "_kept", noted)
     with monkeypatch.context() as patched:
-        patched.setattr(learning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(tuning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
             quantize(short("llama"), tmp_path / "out", tuned())
     quantize(short("llama"), tmp_path / "out", tuned())

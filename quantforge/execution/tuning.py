@@ -1,14 +1,15 @@
-"""Tuning of a run: units behind its blocks, which learn block after block and write that over what was written.
+"""Tuning of a run: units after its blocks, which learn on calibration rows and overwrite what was written.
 
 A run of its own tunes a block as soon as it is rounded, while the rows are there; else the rows pass the source once
 more when all blocks are done. The results are the same, to the bit.
 
-What was learned of a block lies in a file beside the journal before the journal says that it is done, and is only then
-written into the weight files. A run that goes on later writes it again: a kill in between loses nothing.
+What was learned of a block is kept in a file beside the journal before the journal says that the unit is done, and is
+only then written into the weight files. A run that is resumed later writes it again: a kill in between loses nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -23,24 +24,25 @@ from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import IntegrityError
 from quantforge.events import Event
 from quantforge.execution.journal import write_durably
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import phase, tell
 from quantforge.execution.record import Record, checksum, merge
 from quantforge.execution.units import TUNE, tune_unit
-from quantforge.model.tuned_matrix import CODES
-from quantforge.model.tuning_bounds import whole_epochs
+from quantforge.quantizers.tuning.bounds import whole_epochs
+from quantforge.quantizers.tuning.matrix import CODES
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.block_tensors import BlockTensors
     from quantforge.execution.journal import Workspace
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
-    from quantforge.model.block_tuning import BlockTuned
-    from quantforge.model.tuned_block import TunedBlock, Written
-    from quantforge.model.tuning import TuningStream
     from quantforge.planning.planner import Planned
+    from quantforge.quantizers.tuning.block import TunedBlock, Written
+    from quantforge.quantizers.tuning.stream import Tuned, TuningStream
+    from quantforge.settings import Settings
+    from quantforge_calibration.sampler import Sample
 
-After = Callable[[str, Record], None]
 LISTED = 8  # experts that an event names
 
 
@@ -48,16 +50,37 @@ class Tuning:
     """Tuning of what the blocks of a run have written."""
 
     def __init__(
-        self, planned: Planned, output: UnitOutput, tensors: BlockTensors, work: Workspace
+        self,
+        planned: Planned,
+        checkpoint: Checkpoint,
+        output: UnitOutput,
+        tensors: BlockTensors,
+        work: Workspace,
+        settings: Settings,
+        tell: Callable[[str, Record, float], None],
+        share: Callable[[str], float],
     ) -> None:
-        """Tune under a plan, into a journal."""
-        self._planned, self._output, self._tensors = planned, output, tensors
-        self._work = work
+        """Tune under a plan, into a journal.
+
+        Args:
+            planned: of the run.
+            checkpoint: the source.
+            output: of the run's units.
+            tensors: of the blocks.
+            work: the journal.
+            settings: of the run.
+            tell: is told the name of every unit that was tuned, its record, and when its tuning began.
+            share: returns which share of the work a unit is.
+        """
+        self._planned, self._checkpoint, self._output = planned, checkpoint, output
+        self._tensors, self._work, self._settings = tensors, work, settings
+        self._tell, self._share = tell, share
+        self._alone = False
 
     @property
-    def place(self) -> Path:
-        """Return the directory of its files."""
-        return self._work.directory
+    def any(self) -> bool:
+        """Return whether anything is tuned, so that gradients are taken."""
+        return bool(self._planned.plan.tune)
 
     @property
     def names(self) -> list[str]:
@@ -71,59 +94,93 @@ class Tuning:
         """Return the names of those that are not done yet."""
         return [name for name in self.names if name not in self._work.done]
 
-    def block(self, stream: TuningStream, part: BlockPart, after: After) -> None:
-        """Tune a block that the rows have just passed in the source, unless that is done; errors as `learn`.
+    def begin(self, *, alone: bool) -> None:
+        """Write what was learned before the run was interrupted; ``alone``: no other run shares its pass.
 
-        The rows of the result go on behind it. All earlier blocks were handed over, too.
+        Raises:
+            IntegrityError: what was learned is damaged.
         """
-        name, seed = tune_unit(part.index), self._planned.recipe.calibration.seed
-        if self._planned.plan.transforms:
-            part.restore()
-        if name not in self._work.done:
-            one = stream.tune_block(part, self._read, 1, seed, _told)
-            self._done(name, [one.block], _errors(one), after)
-        stream.pass_result(part, self._read)
+        self._alone = alone
+        for name in self.names:
+            if name in self._work.done:
+                self._write(name, self._work.done[name])
 
-    def learn(self, streaming: Callable[[], TuningStream], after: After) -> None:
-        """Learn what is missing, one unit after the other, write it, and tell ``after`` its name and record.
+    def follows(self, index: int) -> bool:
+        """Return whether a block is to be tuned right after its rounding.
 
-        ``streaming`` returns the blocks with the rows that reach them.
+        Where products are in float32, the rows pass the source only once so. Experts run their tokens in other parts
+        while they are rounded.
+        """
+        plain = self._planned.recipe.calibration.precision == "float32"
+        mixed = any(kind.stacks for kind in self._planned.matched.layers)
+        return self._alone and plain and not mixed and tune_unit(index) in self.missing
 
-        What was learned of a unit is kept beside the journal, then the journal says that it is done, and then it is
-        written. The record has checksums of what was learned.
+    @property
+    def follows_any(self) -> bool:
+        """Return whether blocks are to be tuned, each right after its rounding."""
+        return any(map(self.follows, range(self._planned.matched.blocks)))
+
+    def streaming(self, sample: Sample) -> TuningStream:
+        """Return the blocks with the rows that reach them, in the source and in the result."""
+        # With transformers, which takes seconds.
+        from quantforge.quantizers.tuning.stream import TuningStream
+
+        settings = self._settings
+        return TuningStream(
+            self._checkpoint, self._planned.matched, sample, device=settings.device,
+            micro_batch=self._planned.recipe.calibration.micro_batch,
+            activations=self._work.directory if settings.activations == "disk" else None,
+        )  # fmt: skip
+
+    def block(self, stream: TuningStream, part: BlockPart) -> None:
+        """Tune a block that the rows have just passed in the source, unless that is done; errors as `rest`.
+
+        The rows of the result pass it then. All earlier blocks were handed over, too.
+        """
+        name, start = tune_unit(part.index), time.monotonic()
+        with phase("", self._share(name), TUNE):
+            if self._planned.plan.transforms:
+                part.restore()
+            if name not in self._work.done:
+                seed = self._planned.recipe.calibration.seed
+                self._block_done(stream.tune_block(part, self._read, seed, _told), start)
+            stream.pass_result(part, self._read)
+
+    def rest(self, sample: Sample) -> None:
+        """Learn what is missing, one unit after the other.
 
         Raises:
             InputError: a weight, an activation or a gradient is not finite, or there is one row only.
             RefusedError: the model is one that cannot be tuned.
         """
+        missing, start = self.missing, time.monotonic()
+        if not missing:
+            return
         seed = self._planned.recipe.calibration.seed
-
-        def has(index: int) -> bool:
-            return tune_unit(index) in self._work.done
-
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if self.missing != [TUNE]:
-                with streaming() as stream:
-                    for one in stream.tune_blocks(self._read, has, 1, seed, _told):
-                        name = tune_unit(one.block.part.index)
-                        self._done(name, [one.block], _errors(one), after)
+        with phase("", sum(map(self._share, missing)), TUNE):
+            if missing != [TUNE]:
+                with self.streaming(sample) as stream:
+                    for tuned in stream.tune_blocks(self._read, self._has, seed, _told):
+                        self._block_done(tuned, start)
             if whole := whole_epochs(self._planned.plan.tune):
-                with streaming() as stream:
+                with self.streaming(sample) as stream:
                     tuned = stream.tune(self._read, whole, seed, _told)
                     about = {"divergence": {"before": tuned.before, "after": tuned.after}}
-                    self._done(TUNE, tuned.blocks, about, after)
+                    self._done(TUNE, tuned.blocks, about, start)
 
-    def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, after: After) -> None:
+    def _has(self, index: int) -> bool:
+        return tune_unit(index) in self._work.done
+
+    def _block_done(self, tuned: Tuned, start: float) -> None:
+        about = {"error": {"before": tuned.before, "after": tuned.after}}
+        self._done(tune_unit(tuned.blocks[0].part.index), tuned.blocks, about, start)
+
+    def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, start: float) -> None:
+        """Keep what was learned in a unit, say in the journal that it is done, and write it."""
         record = self._kept(name, blocks, about)
         self._work.commit(name, record)
         self._write(name, record)
-        after(name, record)
-
-    def write_again(self) -> None:
-        """Write what was learned before the run was interrupted; errors as `IntegrityError` of damaged results."""
-        for name in self.names:
-            if name in self._work.done:
-                self._write(name, self._work.done[name])
+        self._tell(name, record, start)
 
     def _kept(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
         """Keep what was learned of blocks beside the journal, and return the record of that."""
@@ -169,7 +226,8 @@ class Tuning:
         self._output.finish()
 
     def _read(self, part: BlockPart) -> Written:
-        from quantforge.model.tuned_block import Written
+        """Return what was written of a block."""
+        from quantforge.quantizers.tuning.block import Written
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
@@ -215,10 +273,6 @@ class Tuning:
 
 def _told(share: float, what: str) -> None:
     tell(f"tuning, {what}", share=share)
-
-
-def _errors(one: BlockTuned) -> Record:
-    return {"error": {"before": one.before, "after": one.after}}
 
 
 def _blind(block: TunedBlock) -> list[Event]:

@@ -1,6 +1,6 @@
 """Weights of calibration tokens: how much the loss minds an error at the output of a linear, strip by strip.
 
-The weight of a token is the mean square of the loss's gradient (`quantforge.model.backward`) over a strip of output
+The weight of a token is the mean square of the loss's gradient (`guidance.backward`) over a strip of output
 rows. With the weights ``s`` the Hessian ``sum_t s_t x_t x_t^T`` of a strip holds, up to a factor, what an error of its
 rows costs at the output of the model, where the plain one holds what it costs at the output of the linear (GuidedQuant,
 arXiv 2505.07004, with labels of the model's own instead of the text's).
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantforge.checkpoint.disk import existing, fresh, no_space, writing
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.model.output_gradients import OutputGradients, strip_weights
+from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
 Runs = Mapping[str, Sequence[Sequence[int]]]  # by linear: offsets and numbers of tokens

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.model.backward import backward
-from quantforge.model.output_gradients import OutputGradients, strip_weights
-from quantforge.model.token_weights import TokenWeights
 from quantforge.numerics.team import reproducible
+from quantforge.quantizers.guidance.backward import backward
+from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
+from quantforge.quantizers.guidance.token_weights import TokenWeights
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.equivalence.test_mixtures import opened
 from tests.thorough import usual

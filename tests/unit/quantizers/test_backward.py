@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.backward import backward, draw_labels
-from quantforge.model.output_gradients import OutputGradients, strip_weights
 from quantforge.numerics.team import reproducible
+from quantforge.quantizers.guidance.backward import backward, draw_labels
+from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))

@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantforge.model.learned_codes import ALL, LearnedCodes, LearnedPlaces
-from quantforge.model.learned_scales import Learned
 from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
+from quantforge.quantizers.tuning.learned import ALL, Learned, LearnedCodes, LearnedPlaces
 from quantforge.scheme import Scheme
 
 CODES = "codes"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from quantforge.grids import ScaleType
 from quantforge.model.block_rows import Batch
-from quantforge.model.tuned_block import TunedBlock, Written
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers.tuning.block import TunedBlock, Written
 
 ELSEWHERE = torch.device("meta")  # a device whose tensors do not mix with those of the CPU
 
@@ -90,7 +90,7 @@ def test_gradients_of_a_step_are_those_of_the_loss() -> None:
     block = block_of(module, "int3:g32:sym", torch.device("cpu"))
     states, behind = torch.randn(1, 8, 64), torch.randn(1, 8, 64)
     scales = {name: block.matrices[name].scales["scales"].start for name in block.linears.matrices}
-    decoded = {name: block.weight(name) for name in block.linears.matrices}
+    decoded = {name: block.matrices[name].weight() for name in block.linears.matrices}
     (first,), factors = block.backward([row(states)], lambda *_: behind, 0.0)
     asked = [torch.zeros_like(one, requires_grad=True) for one in scales.values()]
     gain, given = torch.ones(64, requires_grad=True), states.clone().requires_grad_()

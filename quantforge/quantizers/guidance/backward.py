@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,14 +36,18 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block import BlockPart, refuse_experts
 from quantforge.model.block_rows import Batch
-from quantforge.model.expert_gradients import MixtureGradients
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource
-from quantforge.model.output_gradients import OutputGradients, OutputListener, Passed
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
+from quantforge.quantizers.guidance.gradients import (
+    MixtureGradients,
+    OutputGradients,
+    OutputListener,
+    Passed,
+)
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
@@ -55,14 +59,6 @@ DRAWN = 1 << 22  # logits of which labels are drawn at a time, in float64
 Visit = Callable[[OutputGradients], None]
 
 
-class StreamOptions(TypedDict, total=False):
-    """Keyword arguments of `ModelStream` that a backward pass takes as well."""
-
-    micro_batch: int
-    device: str | torch.device
-    activations: Path | None
-
-
 def backward(
     checkpoint: TensorSource,
     matched: Matched,
@@ -70,7 +66,9 @@ def backward(
     visit: Visit,
     *,
     seed: int = 0,
-    **options: Unpack[StreamOptions],
+    micro_batch: int = 8,
+    device: str | torch.device = "cpu",
+    activations: Path | None = None,
 ) -> Tensor:
     """Hand the output gradients of all linears to ``visit``, the head first and the first block last.
 
@@ -80,7 +78,9 @@ def backward(
         rows: as of `ModelStream`.
         visit: called for each linear and micro-batch, on the calling thread, with torch on one thread.
         seed: decides the labels, with the number of the row and the position in it.
-        options: as of `ModelStream`.
+        micro_batch: as of `ModelStream`.
+        device: likewise.
+        activations: likewise.
 
     Returns:
         The labels that were drawn, int64 ``[rows, length]``.
@@ -91,7 +91,14 @@ def backward(
             the last.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
-        stream = _BackwardStream(checkpoint, matched, rows, **options)
+        stream = _BackwardStream(
+            checkpoint,
+            matched,
+            rows,
+            micro_batch=micro_batch,
+            device=device,
+            activations=activations,
+        )
         with stream, one_thread():
             return stream.run(visit, seed)
 

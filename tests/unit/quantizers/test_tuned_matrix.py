@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from quantforge.grids import SUPERBLOCKS, ScaleType
-from quantforge.model.learned_codes import UNIT
-from quantforge.model.learned_scales import Learned
-from quantforge.model.tuned_matrix import CODES, TunedMatrix
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.quantizers.tuning.learned import UNIT, Learned
+from quantforge.quantizers.tuning.matrix import CODES, TunedMatrix
 from tests.thorough import usual
 
 SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]

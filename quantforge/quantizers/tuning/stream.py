@@ -1,0 +1,387 @@
+"""Tuning of a rounded model on calibration rows: block after block, then as a whole.
+
+Every scale and gain is multiplied with a factor that Adam fits; the product is rounded to the stored type before it is
+used, and its gradient taken as if it were not (straight through). Codes are learned as `tuning.learned` says. Rows that
+nothing is learned on decide which epoch is kept, the start among them.
+
+*Block after block.* A block of the result reads what the blocks before it make of the calibration rows, as they are
+after their own tuning. It learns to return what the source's block returns in the source, so that it makes up for what
+was lost before it. The loss is the squared distance, all tokens alike. A step takes one row through the block and back.
+One block is in memory at a time, with the states of all rows twice: what leaves the source's block, and what reaches
+the result's.
+
+*The whole model.* The loss is the divergence of the result from its source at every position of some rows, in nats.
+Codes are learned from two epochs on; in one there are too few steps to tell a gradient from its noise. A step takes a
+few rows forward through all blocks and back again. Only what reaches each block is kept on the way forward; on the way
+back a block is computed once more with gradients. The weights of linears exist in floating point in one block at a
+time: of the others there are codes and scales.
+
+Of the experts of a block one is in floating point at a time. Nothing of an expert moves in a step that has no token for
+it, nor what Adam remembers of its gradients.
+
+Each row passes by itself, on a CPU on one thread but for the products of a block's linears, which are cut into tiles,
+and gradients of rows are added in their order, so that the result does not depend on the number of threads. Runs of
+rows of the matrices are learned side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import cos, pi
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import InputError, RefusedError, without
+from quantforge.model.block import BlockPart, refuse_experts
+from quantforge.model.block_rows import Batch
+from quantforge.model.hidden_states import HiddenStates
+from quantforge.model.stream import ModelStream
+from quantforge.numerics.finite import finite
+from quantforge.numerics.team import side_by_side
+from quantforge.numerics.threads import one_thread
+from quantforge.quantizers.tuning.block import TunedBlock, Written
+from quantforge.quantizers.tuning.bounds import HELD, ROWS, rate_of
+
+LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
+
+Read = Callable[[BlockPart], Written]
+Tell = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """Blocks as they were tuned, and the loss on rows held out, before and after.
+
+    The loss of one block is its error relative to the square of what it returns; that of all is the divergence in nats
+    per token.
+    """
+
+    blocks: list[TunedBlock]
+    before: float
+    after: float
+
+
+class TuningStream(ModelStream):
+    """A stream that carries the states of the result beside those of the source, and goes back through the result."""
+
+    _ahead: HiddenStates | None = None  # of the result
+
+    def tune_blocks(
+        self, read: Read, has: Callable[[int], bool], seed: int, told: Tell
+    ) -> Iterator[Tuned]:
+        """Learn block after block in one epoch, and yield each.
+
+        Args:
+            read: returns what was written of a block.
+            has: returns whether a block is tuned already, so that rows only pass what was written of it.
+            seed: of the order of the rows.
+            told: is told the share that is done, and what is going on.
+
+        Raises:
+            InputError: an output or a gradient is not finite, or there is one row only.
+            RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states
+                behind the last.
+        """
+        blocks = len(self._blocks)
+        for part in self:
+            self.begin_result()
+            self.pass_source(part)
+            index = part.index
+            if not has(index):
+
+                def tell(share: float, what: str, index: int = index) -> None:
+                    told((index + share) / blocks, what)
+
+                yield self.tune_block(part, read, seed, tell)
+            self.pass_result(part, read)
+
+    def begin_result(self) -> None:
+        """Keep the states in front of the first block, from which those of the result go on."""
+        if self._ahead is None:
+            self._ahead = self._copy()
+
+    def tune_block(self, part: BlockPart, read: Read, seed: int, told: Tell) -> Tuned:
+        """Learn a block of which the states after it are the source's; arguments and errors as of `tune_blocks`."""
+        self._refuse_memory(part)
+        count = len(self._rows)
+        learned = count - max(1, count // HELD)
+        if not learned:
+            raise InputError("tuning: one calibration row", "--samples 8, or more")
+        with one_thread():
+            block = TunedBlock.of(part, read(part), rate_of(learned), self._device)
+            held = [range(*span) for span in self._spans(first=learned)]
+            passing = self._passing(part.index)
+            size = sum(
+                float(self._states.read(row, row + 1).square().sum())
+                for row in range(learned, count)
+            )
+            shown = 1 / (size or 1.0)
+            before = self._error(block, passing, held)
+            norm = (count - learned) / before if before else 0.0
+
+            def gradients(rows: list[int], share: float) -> list[Tensor | None]:
+                def aim(row: int, outputs: Tensor) -> Tensor:
+                    return self._distance(part, row, outputs) * (2 * norm)
+
+                return block.backward([*map(passing, rows)], aim, share)[1]
+
+            after = descend(
+                [block], (learned, 1), 1 if before else 0, seed, before,
+                gradients=gradients,
+                loss=lambda: self._error(block, passing, held),
+                told=lambda share, best: told(share, f"block {part.index}, error {best * shown:.5f}"),
+            )  # fmt: skip
+        return Tuned([block], before * shown, after * shown)
+
+    def _error(
+        self, block: TunedBlock, passing: Callable[[int], Batch], held: Sequence[range]
+    ) -> float:
+        """Return the squared distance from the source's block over the rows held out, of which some pass together."""
+        total = 0.0
+        for span in held:
+            passed = block.forward([*map(passing, span)])
+            for row, outputs in zip(span, passed, strict=True):
+                total += float(self._distance(block.part, row, outputs).square().sum())
+        return total
+
+    def _distance(self, part: BlockPart, row: int, outputs: Tensor) -> Tensor:
+        """Return what a block makes of a row less what the source's does."""
+        if not finite(outputs):
+            raise InputError(
+                f"{part.name}: what it returns with learned scales is not finite in calibration row {row}",
+                f"the model overflows on this text, or {without('--tune')}",
+                tensor=part.name,
+            )
+        return outputs - self._states.read(row, row + 1).to(outputs)
+
+    def pass_result(self, part: BlockPart, read: Read) -> None:
+        """Let the states of the result pass a block as it was written, whenever that was; nothing behind the last."""
+        if part.index + 1 == len(self._blocks):
+            return
+        assert self._ahead is not None
+        passing = self._passing(part.index)
+        with one_thread():
+            block = TunedBlock.of(part, read(part), 0.0, self._device)
+            for start, stop in self._spans():
+                some = block.forward([passing(row) for row in range(start, stop)])
+                self._ahead.write(start, torch.cat(some))
+
+    def pass_source(self, part: BlockPart) -> None:
+        """Let all rows pass a block of the source; errors as `tune_blocks`."""
+        if part.experts is None:
+            refuse_experts(part)
+        part.advance()
+        if part.experts is not None:
+            part.experts.forget_tokens()
+        self._refuse_memory(part)
+
+    def _refuse_memory(self, part: BlockPart) -> None:
+        replay = self._around.replay
+        if replay is not None and replay.at(part.index + 1).remembers:
+            raise RefusedError(
+                f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
+                without("--tune"),
+                tensor=part.name,
+            )
+
+    def _passing(self, index: int) -> Callable[[int], Batch]:
+        """Return what gives a single row of the result on its way into a block."""
+        passage, ahead = self._around.passage(index), self._ahead
+        assert ahead is not None
+        return lambda row: Batch(row, ahead.read(row, row + 1).to(self._device), passage)
+
+    def tune(self, read: Read, epochs: int, seed: int, told: Tell) -> Tuned:
+        """Learn the whole model.
+
+        Args:
+            read: returns what was written of a block.
+            epochs: times that the rows are gone through.
+            seed: of the order of the rows.
+            told: is told the share that is done, and the divergence on rows held out.
+
+        Raises:
+            InputError: a gradient is not finite. Others as `tune_blocks`.
+        """
+        count = len(self._rows)
+        held = range(count - max(1, count // HELD), count)
+        steps = epochs * -(-held.start // ROWS)
+        rate = rate_of(steps) if epochs > 1 else 0.0
+        with one_thread():
+            states = self._source()
+            blocks = [
+                TunedBlock.of(part := self.block(index), read(part), rate, self._device)
+                for index in range(len(self._blocks))
+            ]
+            with self._filled_head():
+                before = self._divergence(blocks, states, held)
+                after = descend(
+                    blocks, (held.start, ROWS), epochs, seed, before,
+                    gradients=lambda rows, share: self._gradients(blocks, states, rows, share),
+                    loss=lambda: self._divergence(blocks, states, held),
+                    told=lambda share, best: told(share, f"divergence {best:.5f}"),
+                )  # fmt: skip
+        return Tuned(blocks, before, after)
+
+    def _source(self) -> tuple[HiddenStates, HiddenStates]:
+        """Return the states in front of the first block, and those behind the last one, of the source."""
+        first: list[HiddenStates] = []
+        for part in self:
+            if not first:
+                first.append(self._copy())
+            self.pass_source(part)
+        return first[0], self._states
+
+    def _forward(
+        self, blocks: list[TunedBlock], start: HiddenStates, rows: list[int]
+    ) -> list[list[Tensor]]:
+        """Return what reaches each block, and what leaves the last one, of single rows."""
+        states = [start.read(row, row + 1).to(self._device) for row in rows]
+        found = [states]
+        for index, block in enumerate(blocks):
+            states = block.forward(self._single(index, rows, states))
+            found.append(states)
+        return found
+
+    def _single(self, index: int, rows: list[int], states: list[Tensor]) -> list[Batch]:
+        passage = self._around.passage(index)
+        return [Batch(row, state, passage) for row, state in zip(rows, states, strict=True)]
+
+    def _divergence(
+        self, blocks: list[TunedBlock], states: tuple[HiddenStates, HiddenStates], rows: range
+    ) -> float:
+        """Return the mean divergence over rows."""
+        start, targets = states
+        total = 0.0
+        for first in range(rows.start, rows.stop, ROWS):
+            some = [*range(first, min(first + ROWS, rows.stop))]
+            last = self._forward(blocks, start, some)[-1]
+            total += sum(value for value, _ in self._behind(some, last, targets))
+        return total / (len(rows) * self._rows.shape[1])
+
+    def _gradients(
+        self,
+        blocks: list[TunedBlock],
+        states: tuple[HiddenStates, HiddenStates],
+        rows: list[int],
+        share: float,
+    ) -> list[Tensor | None]:
+        """Move codes, and return the gradients of all factors for the mean divergence over rows; see `TunedBlock`."""
+        reached = self._forward(blocks, states[0], rows)
+        behind = [gradient for _, gradient in self._behind(rows, reached.pop(), states[1])]
+        scale = 1 / (len(rows) * self._rows.shape[1])
+        found: list[list[Tensor | None]] = []
+        for index in reversed(range(len(blocks))):
+            block = blocks[index]
+            batches = self._single(index, rows, reached.pop())
+            known = dict(zip(rows, behind, strict=True))
+            behind, sums = block.backward(batches, partial(_of_row, known), share)
+            _check(block.part, behind, rows)
+            found.append([one if one is None else one * scale for one in sums])
+        return [gradient for own in reversed(found) for gradient in own]
+
+    def _behind(
+        self, rows: list[int], last: list[Tensor], targets: HiddenStates
+    ) -> list[tuple[float, Tensor]]:
+        """Return of each row the divergence, summed, and its gradient at the states behind the last block."""
+
+        def one(pair: tuple[int, Tensor]) -> tuple[float, Tensor]:
+            row, states = pair
+            wanted = targets.read(row, row + 1).to(self._device)
+            with one_thread(), torch.no_grad():
+                source = self._finish(self._model, row, wanted).logits.float().log_softmax(-1)
+            with one_thread(), torch.enable_grad():
+                states = states.detach().requires_grad_()
+                logits = self._finish(self._model, row, states).logits
+                with torch.no_grad():
+                    own = logits.detach().float().log_softmax(-1)
+                    likely = source.exp()
+                    value = float((likely * (source - own)).sum(dtype=torch.float64))
+                    gradients = own.exp_().sub_(likely).to(logits.dtype)
+                (found,) = torch.autograd.grad(logits, [states], gradients)
+            return value, found
+
+        together = max(1, LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
+        pairs = [*zip(rows, last, strict=True)]
+        found: list[tuple[float, Tensor]] = []
+        for first in range(0, len(pairs), together):
+            found += side_by_side(one, pairs[first : first + together])
+        return found
+
+
+def descend(
+    blocks: Sequence[TunedBlock],
+    rows: tuple[int, int],
+    epochs: int,
+    seed: int,
+    before: float,
+    *,
+    gradients: Callable[[list[int], float], Sequence[Tensor | None]],
+    loss: Callable[[], float],
+    told: Callable[[float, float], None],
+) -> float:
+    """Learn blocks, and leave them as they were best on the rows held out; return the loss of these then.
+
+    Args:
+        blocks: that are learned.
+        rows: how many are learned on, and how many make a step.
+        epochs: times that the rows are gone through.
+        seed: of their order.
+        before: the loss at the start.
+        gradients: moves codes, and returns the gradients of all factors, given rows and the share of the first rate of
+            codes that is left.
+        loss: returns the loss on the rows held out.
+        told: is told the share that is done, and the least loss so far.
+    """
+    learned = [one for block in blocks for one in block.learned]
+    best, kept = before, Snapshot(blocks)
+    count, each = rows
+    generator = torch.Generator().manual_seed(seed)
+    steps, step = epochs * -(-count // each), 0
+    for _ in range(epochs):
+        order = torch.randperm(count, generator=generator).tolist()
+        for first in range(0, count, each):
+            share = 0.5 + 0.5 * cos(pi * step / steps)
+            found = gradients(order[first : first + each], share)
+            for one, gradient in zip(learned, found, strict=True):
+                one.step(gradient, share)
+            step += 1
+            told(step / steps, best)
+        after = loss()
+        if after < best:
+            best, kept = after, Snapshot(blocks)
+        told(step / steps, best)
+    kept.restore()
+    return best
+
+
+class Snapshot:
+    """Everything that is learned of blocks, as it is at one time."""
+
+    def __init__(self, blocks: Sequence[TunedBlock]) -> None:
+        """Take it."""
+        self._learned = [(one, one.factor.clone()) for block in blocks for one in block.learned]
+        self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
+
+    def restore(self) -> None:
+        """Go back to it."""
+        for one, factor in self._learned:
+            one.factor.copy_(factor)
+        for own, steps in self._codes:
+            own.restore(steps)
+
+
+def _of_row(gradients: Mapping[int, Tensor], row: int, _: Tensor) -> Tensor:
+    return gradients[row]
+
+
+def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:
+    for row, gradient in zip(rows, gradients, strict=True):
+        if not finite(gradient):
+            raise InputError(
+                f"{part.name}: the gradients of what reaches it are not finite in calibration row {row}",
+                f"the model overflows on this text, or {without('--tune')}",
+                tensor=part.name,
+            )
