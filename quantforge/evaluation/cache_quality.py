@@ -11,29 +11,29 @@ measurement.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.architectures.cache_kinds import PLAIN
-from quantforge.evaluation.cache_trial import MOST_TOKENS, REQUESTS, CacheTrial, none_of_ours
+from quantforge.evaluation.cache_trial import EDGES, REQUESTS, CacheTrial, not_ours
 from quantforge.evaluation.divergence import compared_rows
 from quantforge.evaluation.head import Head, summed
 from quantforge.evaluation.perplexity import Estimate, finite, forward_tokens
 from quantforge.evaluation.planted_key import KEY
 from quantforge.execution.progress import tell
 from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheLayout, CacheShape
+from quantforge.runtime.cache_layout import CacheLayout
 from quantforge.runtime.computed import supports
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import decoded_once
 from quantforge.runtime.load import Loaded
 from quantforge.runtime.serving.engine_options import EngineOptions
 
-FIRST_EDGE = 64  # tokens of the first range of positions; the others end at powers of two
+OTHER = ""  # the cache of 16 bits where another key was planted
 _OF_KEYS = ("keys_found", "key_nats", "key_gain", "key_gain_se", "key_change", "key_change_se")
 
 
@@ -47,7 +47,7 @@ def tried(loaded: Loaded, trial: CacheTrial) -> list[dict[str, Any]]:
     """
     model = loaded.model
     if not supports(model):
-        raise none_of_ours(model.config.model_type)
+        raise not_ours(model.config.model_type)
     trials = _Trials(loaded, trial)
     with decoded_once(model):
         divergence = trials.divergence()
@@ -61,19 +61,10 @@ def tried(loaded: Loaded, trial: CacheTrial) -> list[dict[str, Any]]:
                 **trials.room(kind),
                 **_estimated("kl", None if kl is None else kl.double().mean(1)),
                 "by_position": [] if kl is None else [*_by_position(kl)],
-                **_of_keys(kind, scores),
+                **_of_keys(kind, scores, trial),
             }
         )
     return rows
-
-
-@dataclass(frozen=True, slots=True)
-class KeyScores:
-    """Keys of one distance: log-probability of a token, float64 ``[prompts]``, and share of tokens found."""
-
-    distance: int
-    nats: Tensor
-    found: Tensor
 
 
 class _Trials:
@@ -99,37 +90,39 @@ class _Trials:
             tell("windows of caches", number + 1, len(windows.ids))
         return {kind: finite(kl, f"KL divergence of cache {kind}") for kind, kl in found.items()}
 
-    def keys(self) -> dict[str, list[KeyScores]]:
-        """Return the scores of planted keys by kind, one of every distance.
+    def keys(self) -> dict[str, Tensor]:
+        """Return the scores of planted keys by kind and `OTHER`, float64 ``[distances, prompts, 2]``.
 
-        "" is the cache of 16 bits where another key was planted.
+        They are the mean log-probability of a key's tokens, and the share of those that are the most likely.
         """
-        found: dict[str, list[KeyScores]] = {kind: [] for kind in (PLAIN, *self._trial.kinds, "")}
+        found: dict[str, list[Tensor]] = {kind: [] for kind in (PLAIN, *self._trial.kinds, OTHER)}
         for number, planted in enumerate(self._trial.keys):
-            for name, told in found.items():
-                prompts = planted.ids if name else planted.others
-                scores = [self._key(ids, name or PLAIN) for ids in prompts]
-                nats, hits = (torch.stack(part) for part in zip(*scores, strict=True))
-                told.append(KeyScores(planted.distance, nats, hits))
+            for kind, scores in found.items():
+                prompts = planted.others if kind == OTHER else planted.ids
+                scores.append(torch.stack([self._key(ids, kind or PLAIN) for ids in prompts]))
             tell("planted keys", number + 1, len(self._trial.keys))
-        return found
+        return {kind: torch.stack(scores) for kind, scores in found.items() if scores}
 
     def room(self, kind: str) -> dict[str, Any]:
         """Return the bytes of a token, and how many requests as long as a window fit; entries are of 16 bits."""
         length = self._trial.windows.ids.shape[1]
         plain, own = (
-            CacheLayout(self._shape(name), length, EngineOptions().chunk) for name in (PLAIN, kind)
+            CacheLayout(
+                replace(self._decoder.cache_shape(name), dtype=torch.bfloat16),
+                length,
+                EngineOptions().chunk,
+            )
+            for name in (PLAIN, kind)
         )
         memory = REQUESTS * plain.sequence_bytes(length)
         requests = memory // own.sequence_bytes(length)
         return {"token_bytes": own.shape.token_bytes, "requests": requests}
 
-    def _key(self, ids: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Return the mean log-probability of a key's tokens, and the share of those that are the most likely."""
+    def _key(self, ids: Tensor, kind: str) -> Tensor:
         rows, key = self._hidden(ids, kind)[-KEY - 1 : -1], ids[-KEY:].to(self._decoder.device)
         sums = summed(self._head, rows, key, places=True)
         assert sums.best is not None
-        return -sums.nll.mean().cpu(), (sums.best == key).double().mean().cpu()
+        return torch.stack((-sums.nll.mean(), (sums.best == key).double().mean())).cpu()
 
     def _hidden(self, ids: Tensor, kind: str) -> Tensor:
         """Return the final hidden states ``[tokens, hidden]`` of one sequence."""
@@ -141,10 +134,6 @@ class _Trials:
             found.append(self._decoder.hidden(part[None], cache)[0])
             cache.count(len(part))
         return torch.cat(found)
-
-    def _shape(self, kind: str) -> CacheShape:
-        shape = self._decoder.cache_shape(kind)
-        return replace(shape, dtype=torch.bfloat16)
 
 
 class _Handed(PagedCache):
@@ -159,7 +148,7 @@ class _Handed(PagedCache):
 def _by_position(kl: Tensor) -> Iterator[dict[str, Any]]:
     """Yield the divergence of ranges of positions; a position is the number of tokens that are attended to."""
     last = kl.shape[1]
-    edges = [edge for edge in _powers() if edge < last]
+    edges = [edge for edge in EDGES if edge < last]
     for first, end in zip([0, *edges], [*edges, last], strict=True):
         yield {
             "first": first + 1,
@@ -168,42 +157,28 @@ def _by_position(kl: Tensor) -> Iterator[dict[str, Any]]:
         }
 
 
-def _powers() -> Iterator[int]:
-    edge = FIRST_EDGE
-    while edge < MOST_TOKENS:
-        yield edge
-        edge *= 2
+def _of_keys(kind: str, scores: Mapping[str, Tensor], trial: CacheTrial) -> dict[str, Any]:
+    """Return the figures of planted keys, over all distances and by distance; None where no prompt had room."""
+    if not scores:
+        return {**dict.fromkeys(_OF_KEYS), "by_distance": []}
+    by_distance = [
+        {
+            "distance": planted.distance,
+            **_key_figures(kind, {name: part[at] for name, part in scores.items()}),
+        }
+        for at, planted in enumerate(trial.keys)
+    ]
+    every = {name: part.flatten(0, 1) for name, part in scores.items()}
+    return {**_key_figures(kind, every), "by_distance": by_distance}
 
 
-def _of_keys(kind: str, scores: Mapping[str, Sequence[KeyScores]]) -> dict[str, Any]:
-    """Return the figures of planted keys: what was found, and how likely they are."""
-    figures = _key_figures(kind, scores, slice(None)) if scores[PLAIN] else dict.fromkeys(_OF_KEYS)
-    ranges = range(len(scores[PLAIN]))
-    return {
-        **figures,
-        "by_distance": [
-            {
-                "distance": scores[PLAIN][at].distance,
-                **_key_figures(kind, scores, slice(at, at + 1)),
-            }
-            for at in ranges
-        ],
-    }
-
-
-def _key_figures(
-    kind: str, scores: Mapping[str, Sequence[KeyScores]], part: slice
-) -> dict[str, Any]:
-    """Return the figures over some distances."""
-
-    def nats(name: str) -> Tensor:
-        return torch.cat([one.nats for one in scores[name][part]])
-
-    gain = _estimated("key_gain", nats(kind) - nats(""))
-    change = _estimated("key_change", None if kind == PLAIN else nats(kind) - nats(PLAIN))
-    found = torch.cat([one.found for one in scores[kind][part]])
-    values = found.mean().item(), nats(kind).mean().item(), *gain.values(), *change.values()
-    return dict(zip(_OF_KEYS, values, strict=True))
+def _key_figures(kind: str, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the figures over some prompts: what was found, and how likely it is; scores ``[prompts, 2]``."""
+    nats = {name: part[:, 0].contiguous() for name, part in scores.items()}
+    gain = _estimated("key_gain", nats[kind] - nats[OTHER])
+    change = _estimated("key_change", None if kind == PLAIN else nats[kind] - nats[PLAIN])
+    found = scores[kind][:, 1].contiguous().mean().item(), nats[kind].mean().item()
+    return dict(zip(_OF_KEYS, (*found, *gain.values(), *change.values()), strict=True))
 
 
 def _estimated(name: str, values: Tensor | None) -> dict[str, float | None]:

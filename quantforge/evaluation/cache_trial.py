@@ -20,7 +20,8 @@ from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.text_side import tokenizer_of
 
-MOST_TOKENS = 8192  # of a window
+EDGES = tuple(2**n for n in range(6, 13))  # of ranges of positions
+MOST_TOKENS = 2 * EDGES[-1]  # of a window
 REQUESTS = 16  # with a cache of 16 bits: the memory that others are counted in
 
 
@@ -52,22 +53,6 @@ class CacheTrial:
         }
 
 
-def check_caches(path: Path, kinds: Sequence[str]) -> None:
-    """Refuse a model that has no such caches, by its configuration, before any work.
-
-    Raises:
-        RefusedError: the own decoder, whose caches these are, does not compute its family.
-        InputError: heads that a kind cannot hold.
-    """
-    config = readable(open_model(path)).config
-    family = architecture_of(config)
-    if family is None or family.own_graph is None:
-        raise none_of_ours(config.get("model_type"))
-    head = family.dimensions(text_config(config)).head
-    for kind in kinds:
-        CacheShape(1, 1, head, kind, torch.bfloat16)
-
-
 def trial_of(
     paths: Sequence[Path], text: str, kinds: Sequence[str], tokens: int
 ) -> CacheTrial | None:
@@ -76,12 +61,18 @@ def trial_of(
     A text that has fewer tokens than such a window gives shorter ones; without ``kinds`` nothing is tried.
 
     Raises:
-        InputError: the text has no window of two tokens; others as `check_caches`.
+        InputError: the text has no window of two tokens, or a model heads that a kind cannot hold.
+        RefusedError: the own decoder, whose caches these are, does not compute a model's family.
     """
     if not kinds:
         return None
     for path in paths:
-        check_caches(path, kinds)
+        config = readable(open_model(path)).config
+        family = architecture_of(config)
+        if family is None or family.own_graph is None:
+            raise not_ours(config.get("model_type"))
+        for kind in kinds:  # which refuses heads that it cannot hold
+            CacheShape(1, 1, family.dimensions(text_config(config)).head, kind, torch.bfloat16)
     tokenizer = tokenizer_of(paths[0])
     length = min(MOST_TOKENS, *map(positions_of, paths))
     there = len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
@@ -92,7 +83,7 @@ def trial_of(
     return CacheTrial(asked, windows, plant(windows))
 
 
-def none_of_ours(model_type: object) -> RefusedError:
+def not_ours(model_type: object) -> RefusedError:
     """Return the error for a model without such caches."""
     return RefusedError(
         f"--cache: model_type {model_type!r} is not computed by the own decoder, whose caches are measured",

@@ -8,7 +8,6 @@ looking; a model too small to look back so far shows as one, since both figures 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from quantforge.evaluation.windows import Windows
 
 CUE, KEY = 8, 16  # tokens
 BEFORE = 32  # tokens of text before the first cue
-SHORTEST = 32  # distance in tokens, from the key to the second cue; the others are powers of two
+DISTANCES = tuple(2**n for n in range(5, 13))  # in tokens, from the key to the second cue
 MOST_WINDOWS = 8  # from which prompts are made, one of every distance
 
 
@@ -37,7 +36,8 @@ def plant(windows: Windows) -> tuple[PlantedKeys, ...]:
     known = torch.tensor(sorted({*windows.ids[:, first:].flatten().tolist()}))
     drawn = torch.Generator().manual_seed(0)
     found = []
-    for distance in _distances(windows.ids.shape[1] - first - BEFORE - 2 * (CUE + KEY)):
+    room = windows.ids.shape[1] - first - BEFORE - 2 * (CUE + KEY)
+    for distance in (d for d in DISTANCES if d <= room):
         prompts: list[Tensor] = []
         others: list[Tensor] = []
         for window in windows.ids[:MOST_WINDOWS]:
@@ -48,13 +48,6 @@ def plant(windows: Windows) -> tuple[PlantedKeys, ...]:
                 made.append(torch.cat((before, cue, planted, between, cue, key)))
         found.append(PlantedKeys(distance, torch.stack(prompts), torch.stack(others)))
     return tuple(found)
-
-
-def _distances(most: int) -> Iterator[int]:
-    distance = SHORTEST
-    while distance <= most:
-        yield distance
-        distance *= 2
 
 
 def _random(known: Tensor, count: int, drawn: torch.Generator) -> Tensor:
