@@ -31,7 +31,7 @@ from quantforge.execution.journal import Workspace
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import run_inputs
+from quantforge.verbs import job
 
 ROWS = CalibrationOptions(samples=32, length=256)
 RUNS = {
@@ -41,7 +41,7 @@ RUNS = {
     "awq": Recipe(method="awq", bits=4, calibration=ROWS),
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
-    "digests": ((run_inputs, "taken"), (manifest, "finish")),
+    "digests": ((job, "taken"), (manifest, "finish")),
     "digests of what is read": ((Seal, "read"),),
     "checksums and finiteness": (
         (unit_output, "checksum"),

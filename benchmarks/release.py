@@ -36,8 +36,7 @@ import json, re, sys, tempfile, time
 from pathlib import Path
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Variant
-from quantforge.verbs.quantize_variants import quantize_variants
+from quantforge.verbs.variants import make_variants
 
 model, text, length, samples, variants = sys.argv[1:]
 
@@ -46,14 +45,11 @@ def status(key):
 
 def run(folder, **rows):
     Path(folder).mkdir()
-    made = [
-        Variant(
-            build_recipe(None, calibration=text, **rows, **options),
-            Path(folder, name + ".gguf" * (options.get("format") == "gguf")),
-        )
+    recipes = {
+        name: build_recipe(None, calibration=text, **rows, **options)
         for name, options in json.loads(variants).items()
-    ]
-    quantize_variants(model, made, Settings(threads=1))
+    }
+    make_variants(model, recipes, lambda name, _: Path(folder, name).absolute(), Settings(threads=1))
 
 with tempfile.TemporaryDirectory() as scratch:
     run(scratch + "/warm", samples=2, length=32)

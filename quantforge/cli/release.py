@@ -163,30 +163,27 @@ def _show_plan(
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
     from quantforge.planning.decisions import decisions, decisions_of
-    from quantforge.planning.release_spec import read_release
-    from quantforge.verbs.plan_release import plan_release, within
-    from quantforge.verbs.release_place import check_place, check_variants
+    from quantforge.verbs.release import plan_release
 
-    asked = read_release(spec).only(only)
-    planned, left_out = within(plan_release(asked, output.absolute(), settings), budget)
-    check_place(output.absolute())
-    check_variants(planned, scored=bool(asked.scoring.text))
+    planned = plan_release(spec, output, settings, only, budget)
+    plans = {name: job.planned.plan for name, job in planned.variants.jobs.items()}
+    missing = planned.variants.missing
     rows = [
-        {"name": one.variant.name, "format": one.planned.plan.format, "method": one.planned.plan.method,
-         "bytes": one.planned.plan.output_bytes, "made": one.there, "decisions": decisions(one.planned.plan)}
-        for one in planned
+        {"name": name, "format": plan.format, "method": plan.method, "bytes": plan.output_bytes,
+         "made": name not in missing, "decisions": decisions(plan)}
+        for name, plan in plans.items()
     ]  # fmt: skip
     if console.as_json:
         console.document(
-            {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": left_out}
+            {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": planned.left_out}
         )
         return
     cells = [
-        (one.variant.name, one.planned.plan.format, one.planned.plan.method, size(one.planned.plan.output_bytes),
-         "finished" if one.there else "to be made")
-        for one in planned
+        (name, plan.format, plan.method, size(plan.output_bytes),
+         "to be made" if name in missing else "finished")
+        for name, plan in plans.items()
     ]  # fmt: skip
     console.table(("variant", "format", "method", "files", "state"), cells)
-    for said in decisions_of({one.variant.name: one.planned.plan for one in planned}):
+    for said in decisions_of(plans):
         console.note(said)
-    _say_left_out(console, left_out)
+    _say_left_out(console, planned.left_out)

@@ -89,7 +89,7 @@ def sweep(
     grid, out = _grid(over), output or _place(model)
     with console.watch(), processes.started(jobs, console.note) as failed:
         from quantforge import verbs
-        from quantforge.verbs.sweep_recipes import make_results
+        from quantforge.verbs.sweep import make_results
 
         if processes.silent():
             make_results(model, grid, out, None, settings, given)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge.settings import Settings
-    from quantforge.verbs.run_inputs import RunInputs
+    from quantforge.verbs.job import RunInputs
     from quantforge_calibration.sampler import Sample
 
 Result = TypeVar("Result")

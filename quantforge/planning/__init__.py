@@ -40,18 +40,14 @@ In this folder:
     peak_memory        Predict the peak memory of a run from headers alone: `plan` prints it, and tests hold runs to it
     planned_run        Plan of a run: a recipe on an opened model, with what the settings say of memory
     planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
-    quality_gates      Gates of a release: limits that every variant has to keep, and what is beyond them
     quantities         Quantities as people type them: tokens, bytes, rates and prices, strictly
     recipe_options     Recipes by options: a file, a built-in recipe or the empty one
-    release_directory  A directory that is given where a release file is wanted: which file was meant
-    release_sets       Built-in sets of a release: lists of variants that people publish together
     release_spec       Release file: one model, many recipes, and what has to hold of each result
     rules              Rules: which layers a pattern means, and which pattern decides
     run_work           Work of a run, from headers alone: bytes that it reads and writes, and operations
     single_experts     Experts that files hold stacked: read one by one where any of them is rounded
     size_target        Target of an allocation: a size as it is asked for
     sparse_layers      Sparsity as it is planned: which linears get zeros
-    sweep_grid         Grid of a sweep: values of some choices of a recipe, all combinations of them
     tunable            Tuning in a plan: for which models, methods and formats it is, and what it takes
     undeclared         Declarations for families that have none, where a recipe needs them
     weight_traffic     Count the weights of a planned result in use: bytes in memory

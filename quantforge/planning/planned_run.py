@@ -1,4 +1,8 @@
-"""Plan of a run: a recipe on an opened model, with what the settings say of memory, threads and text."""
+"""Plan of a run: a recipe on an opened model, with what the settings say of memory, threads and text.
+
+Three views of a model follow one another: as it was opened, as a result's files will hold it (`source_of`), and as the
+recipe changes all of it (`changed`); the last is planned and quantized.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from pathlib import Path
 
 from quantforge.architectures.positions import embedding_rows
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.formats.format_choice import settled
+from quantforge.formats.opening import as_read
 from quantforge.planning.beside_towers import with_tower
 from quantforge.planning.calibration_rows import (
     check_source,
@@ -14,10 +20,28 @@ from quantforge.planning.calibration_rows import (
     named_image,
     with_images,
 )
+from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.known_importance import with_known_importance
+from quantforge.planning.loader_form import as_loaded
 from quantforge.planning.planner import Planned, make_plan
+from quantforge.planning.single_experts import single_experts
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
+
+
+def source_of(
+    opened: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
+) -> Checkpoint:
+    """Return a model with its adapter merged, in the form that the engine loads, with experts as files hold them."""
+    key = settled(recipe, out)[0].format
+    loaded = as_loaded(as_read(opened, settings.adapter), key, recipe.engine)
+    return single_experts(loaded, key, recipe.layers)
+
+
+def planned_source(source: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """Return a source (`source_of`) as the recipe changes all of it; errors as `changed`."""
+    source = heads_as_asked(source, recipe.mtp)
+    return changed(source, recipe.method, recipe.prune_experts, recipe.calibration)
 
 
 def planned_of(

@@ -1,14 +1,15 @@
 """Release file: one model, many recipes, and what has to hold of each result, as typed data out of TOML.
 
 A variant is a recipe, by name, file or in place, overridden by choices. Built-in sets are lists of variants that people
-publish together. Whatever can be known from the file alone is refused here, and every fault of a kind is named.
+publish together. Whatever can be known from the file alone is refused here.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,27 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.checkpoint.recipe_toml import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
-from quantforge.planning.quality_gates import QualityGates, checked
-from quantforge.planning.recipe_options import build_recipe
-from quantforge.planning.release_directory import EXAMPLE, is_directory
-from quantforge.planning.release_sets import variants_of
+from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge_files.roles import RECIPE
 
 # No name begins like the files beside NAME.gguf, which lists and uploads take by their first letters.
 NAME = re.compile(r"(?!.*\.gguf(\.|$))[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.IGNORECASE)
 REPORTS = {"md": "markdown", "json": "json", "html": "html"}
+LADDER = "gguf-ladder"
+ALL = "everything"
+_TYPES = (
+    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M",
+    "Q6_K", "Q8_0",
+)  # fmt: skip
+_EXAMPLE = (
+    'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
+)
+_LIMITS = (
+    ("max_kl", "kl_mean", "KL divergence {:.4g}, at most {:.4g}"),
+    ("max_ppl_increase", "perplexity_increase", "perplexity increased by {:.2%}, at most {:.2%}"),
+    ("max_bytes", "weight_bytes", "{} bytes, at most {}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +61,52 @@ class CardFields:
 
 
 @dataclass(frozen=True, slots=True)
+class QualityGates:
+    """``[gates]``: what every variant has to keep; those of a variant override them."""
+
+    max_kl: float | None = None  # nats per token
+    max_ppl_increase: float | None = None  # of the source's: 0.02 is 2 %
+    max_bytes: int | None = None  # of the weights
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Return the names of the limits that need a text to be scored."""
+        return tuple(n for n in ("max_kl", "max_ppl_increase") if getattr(self, n) is not None)
+
+    def failed(self, figures: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the limits that figures are beyond, in words; a figure that is no number keeps none."""
+        rows = ((getattr(self, name), figures.get(key), text) for name, key, text in _LIMITS)
+        return tuple(
+            "not measured" if value is None else text.format(value, limit)
+            for limit, value, text in rows if limit is not None and (value is None or not value <= limit)
+        )  # fmt: skip
+
+    def checked(self, origin: str) -> QualityGates:
+        """Return itself; raise `InputError` for a limit that is no number, or whose unit nobody knows."""
+        for name, value in asdict(self).items():
+            if value is not None and not 0 <= value < float("inf"):
+                raise InputError(f"{origin}: {name} = {value}: no limit", "a number from 0 on")
+        share = self.max_ppl_increase
+        if share is not None and share >= 1:
+            raise InputError(
+                f"{origin}: max_ppl_increase = {share:g}: {share:g}% or {share:.0%}?",
+                f"a share below 1: {share / 100:g} is {share:g}%",
+            )
+        return self
+
+    def over(self, others: QualityGates) -> QualityGates:
+        """Return these limits, and those of others where these say nothing."""
+        own = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(others, **own)
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseVariant:
     """A variant: a name, which becomes that of its file or folder, the recipe, and its limits."""
 
     name: str
     recipe: Recipe
     gates: QualityGates
-
-
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """``[[variant]]`` beside ``recipe`` and ``gates``."""
-
-    name: str = ""
-    method: str | None = None
-    effort: str | None = None
-    bits: int | None = None
-    scheme: str | None = None
-    format: str | None = None
-    type: str | None = None
-    engine: str | None = None
-    scales: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +132,62 @@ class ReleaseSpec:
         return replace(self, variants=chosen)
 
 
-_SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
-_KEYS = ("model", "sets", "variant", "calibration", "evaluation", "gates", "card")
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """``[[variant]]``: a recipe, its choices and limits."""
+
+    name: str = ""
+    recipe: str | dict | None = None  # type: ignore[type-arg]
+    gates: QualityGates = field(default_factory=QualityGates)
+    method: str | None = None
+    effort: str | None = None
+    bits: int | None = None
+    scheme: str | None = None
+    format: str | None = None
+    type: str | None = None
+    engine: str | None = None
+    scales: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The tables of a release file; rows of variants are read one by one."""
+
+    model: str = ""
+    sets: tuple[str, ...] = ()
+    variant: tuple[dict, ...] = ()  # type: ignore[type-arg]
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    evaluation: Scoring = field(default_factory=Scoring)
+    gates: QualityGates = field(default_factory=QualityGates)
+    card: CardFields = field(default_factory=CardFields)
+
+
+def set_names() -> list[str]:
+    """Return the names of all sets: the ladder, each engine that has recipes, everything."""
+    recipes = (load_recipe(name) for name in builtin_recipes())
+    return [LADDER, *sorted({one.engine for one in recipes if one.engine}), ALL]
+
+
+def variants_of(name: str) -> dict[str, Mapping[str, str]]:
+    """Return the choices of each variant of a set, by its name.
+
+    Raises:
+        InputError: there is no such set.
+    """
+    if name not in (known := set_names()):
+        raise InputError(f"no set '{name}'", nearest(name, known))
+    if name == LADDER:
+        return {kind: {"type": kind} for kind in _TYPES}
+    recipes = {one: load_recipe(one) for one in builtin_recipes()}
+    if name != ALL:
+        return {one: {"recipe": one} for one, recipe in recipes.items() if recipe.engine == name}
+    found, seen = variants_of(LADDER), set()
+    for one, recipe in sorted(recipes.items(), key=lambda item: not item[0].startswith("vllm")):
+        alike = replace(recipe, engine=None).to_toml()
+        if recipe.type is None and alike not in seen:  # engines that take the same file share it
+            seen.add(alike)
+            found[one] = {"recipe": one}
+    return found
 
 
 def read_release(path: Path) -> ReleaseSpec:
@@ -108,19 +199,31 @@ def read_release(path: Path) -> ReleaseSpec:
         UsageError: choices of a variant contradict each other.
     """
     if path.is_dir():
-        raise is_directory(path)
+        raise _is_directory(path)
     return release_of(FILES.text(path, RECIPE, None), str(path))
+
+
+def _is_directory(path: Path) -> InputError:
+    """Return the error of a directory, with the release files that may be meant by it."""
+    files = [path / "release.toml"]
+    if not files[0].is_file():
+        files = sorted(path.glob("*.toml"))[:3]
+    named = " or ".join(shlex.quote(str(file)) for file in files)
+    hint = f"name the file: {named}" if named else f"it holds no .toml file; {_EXAMPLE}"
+    if (path / "release.json").is_file():
+        hint = f"to resume the release in it: {named} -o {shlex.quote(str(path))}"
+    return InputError(f"{path}: is a directory", hint)
 
 
 def release_of(text: str, origin: str) -> ReleaseSpec:
     """Return the release that a text states; errors as `read_release`."""
-    data = read_toml(text, origin, EXAMPLE)
-    for key in data:
-        if key not in _KEYS:
-            raise InputError(f"{origin}: unknown key '{key}'", nearest(key, _KEYS))
-    if not isinstance(data.get("model"), str) or not data["model"]:
+    data = read_toml(text, origin, _EXAMPLE)
+    if not isinstance(data.get("variant", []), list):
+        raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
+    file: _File = built(_File, data, origin)
+    if not file.model:
         raise InputError(f"{origin}: 'model' is missing", 'model = "DIR, FILE.gguf or ORG/NAME"')
-    scoring = _table(Scoring, data, "evaluation", origin)
+    scoring = file.evaluation
     for kind in scoring.reports:
         if kind not in REPORTS:
             raise InputError(
@@ -128,58 +231,45 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
             )
     if scoring.windows < 1 or scoring.length < 2:
         raise InputError(f"{origin}: evaluation: nothing to score", "windows from 1, length from 2")
-    limits = checked(_table(QualityGates, data, "gates", origin), f"{origin}: gates")
-    rows = _rows(data, origin)
-    variants = tuple(_variant(row, data.get("calibration", {}), limits, origin) for row in rows)
+    limits = file.gates.checked(f"{origin}: gates")
+    calibration = {key: getattr(file.calibration, key) for key in data.get("calibration", ())}
+    variants = tuple(_variant(row, calibration, limits, origin) for row in _rows(file, origin))
     _check_names(variants, origin)
     if not scoring.text:
-        stated = {n: one.name for one in variants for n in one.gates.scored}
-        if stated or "evaluation" in data:
-            names = ", ".join(stated) or "[evaluation]"
+        unscored = {name: one.name for one in variants for name in one.gates.scored}
+        if unscored or "evaluation" in data:
+            names = ", ".join(unscored) or "[evaluation]"
             raise InputError(
                 f"{origin}: {names}: no text is scored", '[evaluation] text = "builtin", or a file'
             )
-    card = _table(CardFields, data, "card", origin)
-    for key, stated in asdict(card).items():
-        if stated and not is_hub_name(stated):
+    for key, name in asdict(file.card).items():
+        if name and not is_hub_name(name):
             raise InputError(
-                f"{origin}: card: {key} = {stated!a} is no name of the hub", f'{key} = "ORG/NAME"'
+                f"{origin}: card: {key} = {name!a} is no name of the hub", f'{key} = "ORG/NAME"'
             )
-    return ReleaseSpec(data["model"], variants, scoring, card)
+    return ReleaseSpec(file.model, variants, scoring, file.card)
 
 
-def _table(kind: type[Any], data: Mapping[str, Any], name: str, origin: str) -> Any:
-    value = data.get(name, {})
-    if not isinstance(value, Mapping):
-        raise InputError(f"{origin}: {name}: a table is expected", f"[{name}]")
-    return built(kind, value, f"{origin}: {name}")
-
-
-def _rows(data: Mapping[str, Any], origin: str) -> list[Mapping[str, Any]]:
+def _rows(file: _File, origin: str) -> list[Mapping[str, Any]]:
     """Return the tables of all variants, those of the sets first."""
-    sets, own = data.get("sets", []), data.get("variant", [])
-    if not isinstance(sets, list):
-        raise InputError(f"{origin}: sets: a list is expected", 'sets = ["gguf-ladder"]')
-    if not isinstance(own, list) or not all(isinstance(row, Mapping) for row in own):
-        raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
     rows: list[Mapping[str, Any]] = []
-    stem = Path(data["model"].partition("@")[0]).name.removesuffix(".gguf")
-    for name in sets:
+    stem = Path(file.model.partition("@")[0]).name.removesuffix(".gguf")
+    for name in file.sets:
         try:
-            found = variants_of(str(name))
+            found = variants_of(name)
         except InputError as error:
             raise InputError(f"{origin}: sets: {error.message}", error.hint) from error
         rows += [{"name": f"{stem}-{one}", **choices} for one, choices in found.items()]
-    rows += own
+    rows += file.variant
     if not rows:
         raise InputError(f"{origin}: no variants", 'add [[variant]], or sets = ["gguf-ladder"]')
     return rows
 
 
 def _variant(
-    row: Mapping[str, Any], calibration: Mapping[str, Any], limits: QualityGates, origin: str
+    table: Mapping[str, Any], calibration: Mapping[str, Any], limits: QualityGates, origin: str
 ) -> ReleaseVariant:
-    name = row.get("name")
+    name = table.get("name")
     if name is None:
         raise InputError(
             f"{origin}: a variant without a name", 'name = "demo-Q4_K_M", for instance'
@@ -190,51 +280,37 @@ def _variant(
             "letters, digits, . _ - and no .gguf",
         )
     origin = f"{origin}: variant {name}"
-    known = {item.name for item in fields(_Choices)}
-    for key in row:
-        if key not in {*known, "recipe", "gates"}:
-            raise InputError(f"{origin}: unknown key '{key}'", _instead(key, row[key], known))
-    choices = built(_Choices, {key: row[key] for key in row if key in known}, origin)
-    base = row.get("recipe")
-    if isinstance(base, Mapping):
-        given = {"rules" if key == "rule" else key: value for key, value in base.items()}
-        for key in _SIZES & given.keys():
-            raise InputError(
-                f"{origin}: recipe: unknown key '{key}'", _instead(key, given[key], known)
-            )
-        try:
-            base = built(Recipe, given, f"{origin}: recipe")
-        except QuantForgeError as error:
-            said = error.message.removeprefix(f"{origin}: ")
-            raise type(error)(f"{origin}: {said}", error.hint) from error
-    elif base is not None and not isinstance(base, str):
+    _check_keys(table, origin)
+    if not isinstance(table.get("recipe", ""), str | dict):
         raise InputError(f"{origin}: recipe: a name, a file or a table is expected")
-    given = {key: getattr(choices, key) for key in known - {"name"}}
+    row: _Row = built(_Row, table, origin)
+    choices = {item.name: getattr(row, item.name) for item in fields(_Row)[3:]}
     try:
-        recipe = build_recipe(base, **given)
+        base: Recipe | str | None
+        if isinstance(row.recipe, dict):
+            _check_keys({key: 0 for key in row.recipe if key in _SIZES}, "recipe")
+            given = {"rules" if key == "rule" else key: one for key, one in row.recipe.items()}
+            base = built(Recipe, given, "recipe")
+        else:
+            base = row.recipe
+        recipe = build_recipe(base, **choices)
     except QuantForgeError as error:
         raise type(error)(f"{origin}: {error.message}", error.hint) from error
-    if not isinstance(calibration, Mapping):
-        raise InputError(f"{origin}: calibration: a table is expected", "[calibration]")
-    text = built(CalibrationOptions, calibration, "calibration")
-    stated = {key: getattr(text, key) for key in calibration}
-    recipe = replace(recipe, calibration=replace(recipe.calibration, **stated))
-    own = checked(_table(QualityGates, row, "gates", origin), f"{origin}: gates")
-    merged = {
-        item.name: getattr(limits, item.name) if value is None else value
-        for item in fields(QualityGates) for value in [getattr(own, item.name)]
-    }  # fmt: skip
-    return ReleaseVariant(name, recipe, QualityGates(**merged))
+    recipe = replace(recipe, calibration=replace(recipe.calibration, **calibration))
+    return ReleaseVariant(name, recipe, row.gates.checked(f"{origin}: gates").over(limits))
 
 
-def _instead(key: str, value: object, known: Collection[str]) -> str:
-    """Return what is typed instead of a key that a variant has not."""
-    if key in _SIZES:
-        what = f"--{key} {value}" if key != "candidates" else "--target SIZE --candidates ..."
-        return f'quantforge allocate MODEL {what} -o mixture.toml, then recipe = "mixture.toml"'
-    if key in {item.name for item in fields(Recipe)}:
-        return f"{key} is of the recipe: recipe = {{{key} = ...}}"
-    return nearest(key, {*known, "recipe", "gates"})
+_SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
+
+
+def _check_keys(table: Mapping[str, Any], origin: str) -> None:
+    """Refuse keys of a variant that belong to its recipe or to `allocate`, with what to write instead."""
+    for key in table.keys() - {item.name for item in fields(_Row)}:
+        hint = f"{key} is of the recipe: recipe = {{{key} = ...}}"
+        if key in _SIZES:
+            hint = f'quantforge allocate MODEL --{key} ... -o mixture.toml, then recipe = "mixture.toml"'
+        if key in _SIZES or key in {item.name for item in fields(Recipe)}:
+            raise InputError(f"{origin}: unknown key '{key}'", hint)
 
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:

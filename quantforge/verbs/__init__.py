@@ -4,7 +4,6 @@ In this folder:
 
     allocate_bits        Allocate: bits for each group of linears
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
-    asked_result         One result as it is asked for: planned, and refused where headers tell that it cannot be made
     asked_size           A size that is asked for in place of a width, and the recipe beside it
     bench_models         Measure latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
@@ -15,37 +14,31 @@ In this folder:
     evaluate_models      Evaluate: a reference and its descendants, whatever their format, measured on one text
     export               Export: a model in another format, as a proven re-layout or a refusal
     export_recipe        Recipe of an export: plain rounding, in the format that is asked for, that a name states
-    finished_result      A result that is there already: a run was killed after its publication
+    finished_result      A result that lies at the place of a job already
     folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
     generate_text        Generate: a model of any format that is read continues a text or answers a conversation
     given_options        Arguments that a program passes to a verb: unknown names and values of other types are refused
     imatrix              Importance of columns
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
-    join_variants        Join variants: processes that give the same command share them
-    kept_variant         One of several results that an earlier command has finished
+    job                  A job: one result that is to be made, planned from headers
     load_model           Load: a model of any format that is read, ready to compute with its weights still packed
-    make_release         Release: many recipes of one model, made, scored, gated and laid out to be uploaded
-    make_variants        Make variants: in this process, with others that give the same command, or on a cluster
     measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
     mixture_search       Search for a mixture of schemes of a given size, planned from headers
     move_codes           Move a model into the codes of another format, and publish it; an interrupted one starts anew
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
-    plan_release         Plan of a release: every variant planned, those that cannot be made named at once
     quantize             Quantize: a plan carried out and published, or gone on with after any interruption
-    quantize_variants    Quantize variants: several recipes of one model
     ray_variants         Ray: variants made by tasks of a cluster, which places them by the processors
+    release              Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     release_files        Files of a release beside its variants: report, figures in cards, manifest
-    release_place        Place of a release: the directory that its manifest makes known, what may lie there
     reproduce            Making a result again from its manifest, and comparing every byte
     requantize           Quantizing a quantized model again: from the source that its manifest names
-    run_inputs           Inputs of a run beside the weights: whatever decides its bytes, read first
     scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model          Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
     sized_recipe         The recipe of a result of a given size: candidates are measured
-    sweep_recipes        Sweep: all combinations of some choices, quantized and scored; the same call goes on with it
-    upload_script        Finished variants of a release, the repositories of the hub that they go to
+    sweep                Sweep: all combinations of some choices, quantized and scored; the same call resumes it
+    variants             Variants: several results of one model, each a job of its own
     verify_artifact      `verify`: check a quantized model, whoever made it
 """
 
@@ -59,7 +52,6 @@ from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recip
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
 from quantforge.verbs.allocate_bits import allocate
-from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
@@ -68,14 +60,15 @@ from quantforge.verbs.export import export
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
+from quantforge.verbs.job import Outcome
 from quantforge.verbs.load_model import load
-from quantforge.verbs.make_release import Released, release
 from quantforge.verbs.move_codes import Exported
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import quantize
+from quantforge.verbs.release import Released, release
 from quantforge.verbs.reproduce import Reproduced, reproduce
 from quantforge.verbs.serve_model import ListeningServer, serve
-from quantforge.verbs.sweep_recipes import Swept, sweep
+from quantforge.verbs.sweep import Swept, sweep
 from quantforge.verbs.verify_artifact import verify
 
 __all__ = [

@@ -31,11 +31,11 @@ from quantforge.planning.recipe_options import (
 from quantforge.quantizers import PLAIN
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
-from quantforge.verbs.asked_result import Outcome
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
+from quantforge.verbs.job import Outcome
 from quantforge.verbs.move_codes import Exported, move
 from quantforge.verbs.quantize import quantize_opened
 from quantforge.verbs.requantize import quantize_again

@@ -12,7 +12,7 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats import GGUF, format_of
 from quantforge.formats.format_choice import settled
-from quantforge.formats.opening import as_read, open_model
+from quantforge.formats.opening import open_model
 from quantforge.planning import naming
 from quantforge.planning.allocation import Allocated, Allocation
 from quantforge.planning.budgets import Option, Point, solved
@@ -20,14 +20,12 @@ from quantforge.planning.candidates import check_mixed, least_bits, plans_of, us
 from quantforge.planning.changed_source import heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.likeness import format_like, size_like
-from quantforge.planning.loader_form import as_loaded
-from quantforge.planning.planned_run import planned_of
+from quantforge.planning.planned_run import planned_of, source_of
 from quantforge.planning.planner import Planned
 from quantforge.planning.run_work import with_measuring
-from quantforge.planning.single_experts import single_experts
 from quantforge.planning.size_target import SizeTarget, memory_use, parse_target, scale_of
 from quantforge.planning.weight_traffic import expert_share
-from quantforge.recipe import LayerChoices, Recipe, Rule
+from quantforge.recipe import Recipe, Rule
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings
 from quantforge.verbs.asked_size import AskedSize
@@ -149,8 +147,8 @@ def search_of(
         target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
     read, own = cited(settled(recipe, out)[0], settings)
     key = read.format
-    opened = as_read(open_model(resolve(str(model), settings.offline)), own.adapter)
-    source = _as_planned(opened, key, read.engine, read.layers)
+    opened = open_model(resolve(str(model), settings.offline))
+    source = heads_as_asked(source_of(opened, read, None, own), read.mtp)
 
     def planned(scheme: str, *rules: Rule) -> Planned:
         wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
@@ -177,11 +175,3 @@ def search_of(
         source, small_files(source), own, replace(recipe, format=key), target, size, plans, left_out,
         allocation, room, planned,
     )  # fmt: skip
-
-
-def _as_planned(
-    opened: Checkpoint, key: str, engine: str | None, layers: LayerChoices
-) -> Checkpoint:
-    """Return the view of a source that `quantize` takes by the same recipe."""
-    loaded = as_loaded(opened, key, engine)
-    return heads_as_asked(single_experts(loaded, key, layers), layers.mtp)

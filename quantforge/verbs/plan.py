@@ -11,19 +11,15 @@ from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats import detect
-from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import match_quantized
-from quantforge.formats.opening import as_read, open_model
+from quantforge.formats.opening import open_model
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.planning.capacity import capacity as of_plan
-from quantforge.planning.changed_source import changed, heads_as_asked
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import plan_export
-from quantforge.planning.loader_form import as_loaded
-from quantforge.planning.planned_run import planned_of
+from quantforge.planning.planned_run import planned_of, planned_source, source_of
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.single_experts import single_experts
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
@@ -119,11 +115,8 @@ def planned_for(
     wanted, settings = cited(build_recipe(recipe, **options), settings)
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
-    key = settled(wanted, place)[0].format
-    opened = as_loaded(as_read(opened, settings.adapter), key, wanted.engine)
-    opened = heads_as_asked(single_experts(opened, key, wanted.layers), wanted.mtp)
-    opened = changed(opened, wanted.method, wanted.prune_experts, wanted.calibration)
-    return planned_of(opened, wanted, place, settings)
+    source = planned_source(source_of(opened, wanted, place, settings), wanted)
+    return planned_of(source, wanted, place, settings)
 
 
 def _as_it_is(

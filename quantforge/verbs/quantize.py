@@ -11,40 +11,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.resumption import begun, check_journal, done_tensors
-from quantforge.execution.units import claimed_units, units_of
+from quantforge.execution.units import check_shareable, claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, quantized_source
 from quantforge.planning.cited_files import cited
-from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
-from quantforge.settings import Settings
-from quantforge.verbs.asked_result import AskedResult, Outcome, Variant, wanted_of
+from quantforge.settings import Settings, under_torchrun
 from quantforge.verbs.asked_size import asked_size
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.finished_result import forget
+from quantforge.verbs.finished_result import finished, forget
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
+from quantforge.verbs.job import Job, Outcome, RunInputs, plan_job
 from quantforge.verbs.output import placed_in, space
-from quantforge.verbs.run_inputs import RunInputs, read_inputs
 from quantforge.verbs.sized_recipe import sized_recipe
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
-    from quantforge_calibration.sampler import Sample
 
 
 @dataclass(slots=True)
@@ -143,61 +139,64 @@ def quantize_opened(
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
     recipe, settings = cited(recipe, settings)
-    wanted = wanted_of(checkpoint, Variant(recipe, out), settings, *events)
-    return replace(_made(wanted, settings), adapter=settings.adapter)
+    job = plan_job(checkpoint, recipe, out, settings, *events)
+    if settings.join:
+        architecture = job.planned.matched.architecture
+        check_shareable(
+            job.planned.plan, overwrite=settings.overwrite, prunes=recipe.prune_experts is not None,
+            torchrun=under_torchrun(), replayed=architecture is not None and bool(architecture.replayed),
+        )  # fmt: skip
+    outcome = finished(job)
+    if outcome is None:
+        try:
+            outcome = _make(job)
+        except RefusedError:  # the output exists: another process may have published meanwhile
+            outcome = finished(job)
+            if outcome is None:
+                raise
+    return replace(outcome, adapter=settings.adapter)
 
 
-def _made(wanted: AskedResult, settings: Settings) -> Outcome:
-    """Make a result, alone or with other processes, or find it made."""
-    finished = wanted.finished(settings) or wanted.announced(settings)
-    if finished is not None:
-        return finished
-    stage = wanted.stage
-    if not settings.join:
-        with ExitStack() as held:
-            finished = wanted.begun(held, settings)
-            return finished or _carry_out(wanted.read(settings), stage, settings)
-    try:
-        return _join(wanted.source, wanted.before, wanted.planned, stage, settings)
-    except RefusedError:  # the output exists: another process may have published meanwhile
-        finished = wanted.finished(settings)
-        if finished is None:
-            raise
-        return finished
+def _make(job: Job) -> Outcome:
+    """Do a job, alone or with other processes."""
+    job.stage.check()
+    job.announce()
+    if job.settings.join:
+        return _join(job)
+    with job.stage:
+        return carry_out([(job, job.read())])[0]
 
 
-def _carry_out(prepared: RunInputs, stage: Stage, settings: Settings) -> Outcome:
-    """Do what is not done yet, and publish. The caller holds the lock of the output."""
+def carry_out(work: Sequence[tuple[Job, RunInputs]]) -> list[Outcome]:
+    """Do what is left of jobs whose rows pass the blocks together, and publish. The caller holds their locks."""
+    from quantforge.execution.lockstep import execute_together
     from quantforge.numerics.team import reproducible
 
-    with working(prepared, stage, settings) as one, reproducible(), phase("rounding", 0.95):
-        one.run.execute(sample_of(prepared))
-    return one.outcome[0]
-
-
-def sample_of(prepared: RunInputs) -> Sample | None:
-    """Return the calibration rows that a run passes through the blocks."""
-    calibrated = prepared.calibrated
-    return calibrated.sample if calibrated and prepared.planned.plan.needs else None
+    with ExitStack() as files:
+        opened = [files.enter_context(_working(job, inputs)) for job, inputs in work]
+        with reproducible(), phase("rounding", 0.95):
+            execute_together([one.run for one in opened], work[0][1].sample)
+    return [one.outcome[0] for one in opened]
 
 
 @contextmanager
-def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[Working]:
+def _working(job: Job, inputs: RunInputs) -> Iterator[Working]:
     """Open the files of a run, which the body executes; then publish. The caller holds the lock of the output."""
     from quantforge.execution.execute import Run
     from quantforge.execution.shared_run import finished_units
 
-    checkpoint, planned, calibrated = prepared.checkpoint, prepared.planned, prepared.calibrated
-    plan, source = planned.plan, prepared.source
+    stage, settings = job.stage, job.settings
+    checkpoint, planned, calibrated = inputs.checkpoint, inputs.planned, inputs.calibrated
+    plan, source = planned.plan, inputs.source
     units = units_of(plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
-    work = begun(stage, claims, prepared.fingerprint, settings)
+    work = begun(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)
         with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
             run = Run(
-                planned, checkpoint, writer, work, settings, prepared.importance,
+                planned, checkpoint, writer, work, settings, inputs.importance,
                 finished_units(claims, units),
             )  # fmt: skip
             one = Working(run)
@@ -225,52 +224,46 @@ def working(prepared: RunInputs, stage: Stage, settings: Settings) -> Iterator[W
     one.outcome.append(Outcome(stage.out, plan, events, work.resumed, run.scaled()))
 
 
-def _join(
-    checkpoint: Checkpoint,
-    before: Mapping[str, Any],
-    planned: Planned,
-    stage: Stage,
-    settings: Settings,
-) -> Outcome:
+def _join(job: Job) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.shared_run import Worker, finished_alone, locked
     from quantforge.numerics.team import reproducible
 
+    stage, settings, planned = job.stage, job.settings, job.planned
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # ranks hand on hidden states in files
-    needed = planned.plan.output_bytes + space(checkpoint, planned, waiting)
+    needed = planned.plan.output_bytes + space(job.checkpoint, planned, waiting)
     note = settings.note
     locked(stage, lambda: stage.check_space(needed), note, unless=lambda: claims.there)
-    prepared = read_inputs(checkpoint, before, planned, settings, stage.out)
-    sample = sample_of(prepared)
-    if sample is not None and sample.images is not None:
+    inputs = job.read_inputs()
+    if inputs.sample is not None and inputs.sample.images is not None:
         raise UsageError(
             "a run that processes share (torchrun): rows with images pass a model in one process",
             "use one process, without torchrun",
         )
 
     def prepare() -> None:
-        check_journal(stage, prepared.fingerprint)
-        claims.prepare(prepared.fingerprint)
+        check_journal(stage, inputs.fingerprint)
+        claims.prepare(inputs.fingerprint)
 
     locked(stage, prepare, note, unless=lambda: claims.there)
-    claims.check(prepared.fingerprint)
-    if kept := finished_alone(stage, units, prepared.fingerprint):
+    claims.check(inputs.fingerprint)
+    if kept := finished_alone(stage, units, inputs.fingerprint):
         note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, prepared, settings, kept).work_off(sample)
+            Worker(claims, units, inputs, settings, kept).work_off(inputs.sample)
     except DeniedError:
         raise
-    except InputError:  # as in `_carry_out`
+    except InputError:  # as in `_working`
         forget(stage)
         raise
 
     def finish() -> Outcome:
         claims.check_there()
-        claims.check(prepared.fingerprint)
-        return _carry_out(prepared, stage, settings)
+        claims.check(inputs.fingerprint)
+        return carry_out([(job, inputs)])[0]
 
     outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
     assert outcome is not None

@@ -12,72 +12,79 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import BusyError, InputError, QuantForgeError, UsageError
 from quantforge.execution.progress import phase, tell
+from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Variant
-from quantforge.verbs.quantize_variants import AskedVariant, asked_variants, quantize_variants
 
+if TYPE_CHECKING:
+    from quantforge.verbs.job import Job
+    from quantforge.verbs.variants import Variants
+
+Make = Callable[[str, Mapping[str, Recipe], Callable[[str, str], Path], Settings], object]
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
+_TOLD = ("progress", "note", "announce")  # to the process that was typed: tasks are silent
 TRIES = 3  # of a task whose machine has died, or whose variant a dying process still holds
 
 
-def ray_variants(model: str | Path, variants: Sequence[Variant], settings: Settings) -> list[int]:
-    """Make variants on a Ray cluster.
+def ray_variants(variants: Variants, make: Make) -> None:
+    """Make the missing variants on the Ray cluster that the settings name.
 
     Args:
-        model: as of `quantize`, at the same path on all machines.
-        variants: what is wanted, each with an output of its own.
-        settings: how to run; ``ray`` is the address of the cluster.
-
-    Returns:
-        The numbers of those that were made: all.
+        variants: which, and how.
+        make: `quantforge.verbs.variants.make_variants`, which a task calls.
 
     Raises:
         UsageError: Ray is not installed.
         InputError: there is no cluster at the address, or it has no room for a task.
-        QuantForgeError: as `quantize_variants`; the first of a task that failed, once all have ended.
+        QuantForgeError: the first of a task that failed, once all have ended.
     """
-    asked = asked_variants(model, variants, settings)
+    settings = variants.settings
     with _cluster(settings.ray) as ray:
-        own = replace(settings, **{name: getattr(Settings(), name) for name in _TOLD}, ray="")
+        own = replace(settings, ray="", **{name: getattr(Settings(), name) for name in _TOLD})
         room = int(ray.cluster_resources().get("CPU", 1) // (own.threads or 1)) or 1
         tasks = {}
-        for numbers in shares(variants, room):
-            needs = _needs([asked[number] for number in numbers], own)
+        recipes = {name: variants.recipes[name] for name in variants.missing}
+        for names in shares(recipes, room):
+            jobs = [variants.jobs[name] for name in names]
+            needs = _needs(jobs, own)
             _check_room(ray, needs)
             remote = ray.remote(max_retries=TRIES, retry_exceptions=[BusyError], **needs)(_make)
-            chosen = [variants[number] for number in numbers]
-            tasks[remote.remote(Path.cwd(), str(model), chosen, own)] = numbers
+            asked = {name: recipes[name] for name in names}
+            outs = {job.out.name: job.out for job in jobs}
+            tasks[remote.remote(make, Path.cwd(), variants.model, asked, outs, own)] = names
         _follow(ray, tasks)
-    return [*range(len(variants))]
 
 
-_TOLD = ("progress", "note", "announce")  # to the process that asks: tasks are silent
-
-
-def shares(variants: Sequence[Variant], room: int) -> list[list[int]]:
-    """Return the numbers of the variants of each task: those of one calibration, in as many parts as have room."""
-    groups: dict[object, list[int]] = {}
-    for number, variant in enumerate(variants):
-        groups.setdefault(variant.recipe.calibration, []).append(number)
+def shares(recipes: Mapping[str, Recipe], room: int) -> list[list[str]]:
+    """Return the names of the variants of each task: those of one calibration, in as many parts as have room."""
+    groups: dict[object, list[str]] = {}
+    for name, recipe in recipes.items():
+        groups.setdefault(recipe.calibration, []).append(name)
     found = []
-    for numbers in groups.values():
-        parts = min(room, len(numbers))
-        found += [numbers[part::parts] for part in range(parts)]
+    for names in groups.values():
+        parts = min(room, len(names))
+        found += [names[part::parts] for part in range(parts)]
     return found
 
 
-def _make(place: Path, model: str, variants: Sequence[Variant], settings: Settings) -> None:
-    os.chdir(place)  # in which relative paths were typed
-    quantize_variants(model, variants, settings)
+def _make(
+    make: Make,
+    here: Path,
+    model: str,
+    recipes: Mapping[str, Recipe],
+    outs: Mapping[str, Path],
+    settings: Settings,
+) -> None:
+    os.chdir(here)  # in which relative paths were typed
+    make(model, recipes, lambda name, _: outs[name], settings)
 
 
 @contextmanager
@@ -108,9 +115,9 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
-def _needs(asked: Sequence[AskedVariant], settings: Settings) -> Mapping[str, float]:
+def _needs(jobs: Sequence[Job], settings: Settings) -> Mapping[str, float]:
     """Return what a task asks of its machine: processors, planned bytes, GPUs."""
-    memory = max(one.wanted.planned.plan.peak_memory_bytes for one in asked)
+    memory = max(job.planned.plan.peak_memory_bytes for job in jobs)
     gpus = 0 if settings.device == "cpu" else 1
     return {"num_cpus": settings.threads or 1, "num_gpus": gpus, "memory": memory}
 
@@ -126,7 +133,7 @@ def _check_room(ray: Any, needs: Mapping[str, float]) -> None:
     raise InputError(f"--ray: no machine of the cluster has {words}", "add one, or ask for less")
 
 
-def _follow(ray: Any, tasks: Mapping[Any, Sequence[int]]) -> None:
+def _follow(ray: Any, tasks: Mapping[Any, Sequence[str]]) -> None:
     """Wait for all tasks, and raise the first error."""
     total = sum(map(len, tasks.values()))
     waiting, errors, made = [*tasks], [], 0

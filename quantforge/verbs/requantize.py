@@ -16,7 +16,7 @@ from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Outcome
+from quantforge.verbs.job import Outcome
 from quantforge.verbs.quantize import decoded_source, quantize_opened
 
 

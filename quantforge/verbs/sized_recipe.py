@@ -14,8 +14,8 @@ from quantforge.planning.cited_files import cited
 from quantforge.recipe import Recipe
 from quantforge.results.significant import significant
 from quantforge.settings import Settings, check_device
-from quantforge.verbs.asked_result import Variant, check_wanted
 from quantforge.verbs.asked_size import AskedSize
+from quantforge.verbs.job import plan_job
 from quantforge.verbs.measured_candidates import measured
 from quantforge.verbs.mixture_search import search_of
 
@@ -38,7 +38,11 @@ def sized_recipe(
         likely, planned = search.likely()
         out = out or naming.place(planned.plan.name, place)
         likely, own = cited(likely, settings)
-        check_wanted(open_model(place), Variant(likely, out), own)
+        job = plan_job(open_model(place), likely, out, own)
+        if not job.stage.begun:
+            with job.stage:  # refuses what lies there, before anything is measured
+                pass
+        job.announce()
     with measured(search, out.absolute().parent, 0.7) as nats:
         found = search.found(nats, str(asked.target or asked.like))
         settings.note(

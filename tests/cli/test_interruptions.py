@@ -39,7 +39,7 @@ runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep_recipes"])
+@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep"])
 @pytest.mark.parametrize(
     ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
 )

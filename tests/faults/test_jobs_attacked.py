@@ -16,8 +16,9 @@ import pytest
 from quantforge.cli import jobs, stopping
 from quantforge.errors import ResourceError
 from quantforge.settings import Settings
-from quantforge.verbs import make_release, release
+from quantforge.verbs import release
 from quantforge.verbs.release_files import SPEC
+from quantforge.verbs.variants import Variants
 from tests.runs import command
 
 ORPHAN = """
@@ -188,13 +189,13 @@ def test_a_release_holds_the_file_that_it_was_made_by_although_another_began_the
     head = f'model = "{model}"\n[[variant]]\nname = "a"\nformat = "compressed-tensors"\n'
     text = f"{head}recipe = {recipe}\n"
     spec.write_text(text)
-    make = make_release._make
+    make = Variants.make
 
     def other_begins(*given: Any) -> Any:
         (out / SPEC).write_text(text.replace('"a"', '"b"'))
         spec.write_text("edited since")
         return make(*given)
 
-    monkeypatch.setattr(make_release, "_make", other_begins)
+    monkeypatch.setattr(Variants, "make", other_begins)
     release(spec, out, Settings(join=True))
     assert (out / SPEC).read_text() == text

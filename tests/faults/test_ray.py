@@ -8,14 +8,15 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quantforge.errors import InputError, UsageError
 from quantforge.settings import Settings
 from quantforge.verbs import ray_variants, release
-from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.ray_variants import shares
+from quantforge.verbs.variants import make_variants
 from tests.runs import CALIBRATION, recipe, tree
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,12 @@ def cluster(monkeypatch):
     )
     yield found
     found.shutdown()
+
+
+def made(model: Path, out: Path, **settings: Any) -> tuple[str, ...]:
+    """Make one variant as the settings say."""
+    one = {out.name: recipe("gptq", bits=4)}
+    return make_variants(model, one, lambda _, __: out, Settings(**settings))
 
 
 def holders(out: Path) -> set[int]:
@@ -84,28 +91,26 @@ def test_a_machine_dies_and_the_release_has_the_bytes_of_one_process(
     assert json.loads(said)["made"] == ["int2", "int3", "int4", "int8"]
     assert tree(out) == tree(tmp_path / "whole")
 
-    wanted = [Variant(recipe("gptq", bits=4), tmp_path / "other")]
     with pytest.raises(InputError, match="no machine of the cluster has CPU 2"):
-        ray_variants.ray_variants(model, wanted, Settings(ray=cluster.address, threads=2))
+        made(model, tmp_path / "other", ray=cluster.address, threads=2)
     assert not (tmp_path / "other").exists()
 
 
 def test_variants_of_one_calibration_are_dealt_out():
     rtn = recipe(calibration=CALIBRATION)
     other = recipe("gptq", calibration=CALIBRATION.__class__(samples=2))
-    variants = [Variant(one, None) for one in (rtn, rtn, other, rtn, rtn, rtn)]
-    assert shares(variants, 2) == [[0, 3, 5], [1, 4], [2]]
-    assert shares(variants, 99) == [[0], [1], [3], [4], [5], [2]]
+    recipes = dict(zip("abcdef", (rtn, rtn, other, rtn, rtn, rtn), strict=True))
+    assert shares(recipes, 2) == [["a", "d", "f"], ["b", "e"], ["c"]]
+    assert shares(recipes, 99) == [["a"], ["b"], ["d"], ["e"], ["f"], ["c"]]
 
 
 def test_no_cluster_and_no_library_are_told(model, tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    wanted = [Variant(recipe(), tmp_path / "out")]
     with pytest.raises(InputError, match="no Ray cluster answers"):
-        ray_variants.ray_variants(model, wanted, Settings(ray="127.0.0.1:1"))
+        made(model, tmp_path / "out", ray="127.0.0.1:1")
     monkeypatch.setattr(ray_variants.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed"):
-        ray_variants.ray_variants(model, wanted, Settings(ray="auto"))
+        made(model, tmp_path / "out", ray="auto")
     with pytest.raises(UsageError, match="processes that share"):
         Settings(ray="auto", join=True)
 

@@ -12,8 +12,8 @@ import pytest
 
 from quantforge.errors import GateError, RefusedError, ResourceError
 from quantforge.settings import Settings
-from quantforge.verbs import make_release, release, release_files
-from quantforge.verbs.upload_script import ReleasedVariant, repository_of, upload_script
+from quantforge.verbs import release, release_files
+from quantforge.verbs.release_files import SPEC, ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"
@@ -245,7 +245,7 @@ def test_what_is_there_and_something_else_is_kept(model, tmp_path, capsys):
     with pytest.raises(RefusedError, match="differs from what would be made in"):
         release(spec, out)
     assert tree(out) == before
-    assert make_release.SPEC in before
+    assert SPEC in before
 
 
 def test_a_place_where_no_release_can_lie_is_refused_before_anything_is_made(

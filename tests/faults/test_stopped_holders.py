@@ -20,11 +20,13 @@ from quantforge.execution import claims
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import join_variants, make_release, release
+from quantforge.verbs import release, variants
 from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, swift, tree
 from tests.thorough import further
+
+release_module = importlib.import_module("quantforge.verbs.release")
 
 Stopped = Callable[[object, str, Callable[[], object]], int]
 
@@ -92,8 +94,8 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 @pytest.mark.parametrize(
     ("place", "name", "number"),
     [
-        further(make_release, "_lay_out", signal.SIGCONT), (join_variants, "carry_out", signal.SIGKILL),
-        (UnitOutput, "finish", signal.SIGKILL), (make_release, "finish", signal.SIGCONT),
+        further(release_module, "_lay_out", signal.SIGCONT), (variants, "carry_out", signal.SIGKILL),
+        (UnitOutput, "finish", signal.SIGKILL), (release_module, "finish", signal.SIGCONT),
     ],
 )  # fmt: skip
 def test_who_waits_for_a_release_says_who_was_stopped(
@@ -137,13 +139,13 @@ def test_nothing_is_said_of_one_that_works(
     said.touch()
 
     def work() -> None:
-        finish = make_release.finish
+        finish = release_module.finish
 
         def slowly(*given: Any) -> Any:
             time.sleep(3)
             return finish(*given)
 
-        make_release.finish = slowly  # type: ignore[assignment]
+        release_module.finish = slowly  # type: ignore[assignment]
         note = lambda text: said.open("a").write(f"{text}\\n")  # noqa: E731
         release(spec, out, Settings(join=True, note=note))
 

@@ -10,10 +10,10 @@ import pytest
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.errors import InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
-from quantforge.planning.sweep_grid import combinations
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs import quantize, sweep
+from quantforge.verbs.sweep import combinations
 from tests.runs import command, tree
 
 ROWS = {"samples": 4, "length": 16}

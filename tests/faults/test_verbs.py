@@ -178,7 +178,7 @@ def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(model, out.with_name("m"))
-    module = import_module("quantforge.verbs.run_inputs")
+    module = import_module("quantforge.verbs.job")
     taken = module.taken
 
     def then_edited(*arguments: Any) -> Any:

@@ -22,8 +22,8 @@ from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.verbs.asked_result import Variant
-from quantforge.verbs.quantize_variants import quantize_variants
+from quantforge.settings import Settings
+from quantforge.verbs.variants import make_variants
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, command, quantize, recipe, tree
 from tests.thorough import further
@@ -274,7 +274,8 @@ effort = "high"
     spec = release_of(text, "release.toml")
     assert [one.recipe.effort for one in spec.variants] == [MEDIUM, HIGH]
     pairs = [(one.recipe, tmp_path / one.name) for one in spec.variants]
-    quantize_variants(block, [Variant(*pair) for pair in pairs])
+    recipes = {one.name: one.recipe for one in spec.variants}
+    make_variants(block, recipes, lambda name, _: tmp_path / name, Settings())
     for wanted, place in pairs:
         alone = place.with_name(f"{place.name}-alone")
         quantize(block, alone, wanted)

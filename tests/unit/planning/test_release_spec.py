@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantforge.errors import InputError, QuantForgeError, UsageError
-from quantforge.planning.release_sets import set_names, variants_of
-from quantforge.planning.release_spec import release_of
+from quantforge.planning.release_spec import release_of, set_names, variants_of
 
 HEAD = 'model = "m"\n'
 SCORED = '[evaluation]\ntext = "builtin"\n'
@@ -54,7 +53,7 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (VARIANT, "'model' is missing", "model ="),
         (HEAD, "no variants", "gguf-ladder"),
         (HEAD + 'sets = ["mxl"]\n', "no set 'mxl'", "mlx"),
-        (HEAD + "sets = [[1]]\n", "no set", "mlx"),
+        (HEAD + "sets = [[1]]\n", "str is expected", "e.g."),
         (HEAD + "variant = 3\n", "tables are expected", "variant"),
         (HEAD + VARIANT + VARIANT, "several variants are called a", "own name"),
         (HEAD + VARIANT + VARIANT.replace('"a"', '"A"'), "several variants are called a", "own name"),
@@ -71,8 +70,8 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
         (HEAD + VARIANT + "recipe = 3\n", "a name, a file or a table", ""),
         (HEAD + VARIANT + "gates = 3\n", "a table is expected", "gates"),
         (HEAD + VARIANT.replace('"a"', '"a.gguf.b"'), "no name of a file", "no .gguf"),
-        (HEAD + VARIANT + "target = '4bpw'\n", "unknown key 'target'", "allocate MODEL --target 4bpw"),
-        (HEAD + VARIANT + "recipe = {like = 'x.gguf'}\n", "unknown key 'like'", "allocate MODEL --like x.gguf"),
+        (HEAD + VARIANT + "target = '4bpw'\n", "unknown key 'target'", "allocate MODEL --target"),
+        (HEAD + VARIANT + "recipe = {like = 'x.gguf'}\n", "unknown key 'like'", "allocate MODEL --like"),
         (HEAD + VARIANT + "tune = 1\n", "unknown key 'tune'", "recipe = {tune = ...}"),
         (HEAD + VARIANT + "recipe = {tune = -1}\n", "f: variant a: recipe: tune = -1", "from 0"),
         (HEAD + VARIANT + '[card]\nrepository = "--help"\n', "no name of the hub", "ORG/NAME"),

@@ -1,21 +1,22 @@
-"""Sweep: all combinations of some choices, quantized and scored; the same call goes on with it.
+"""Sweep: all combinations of some choices, quantized and scored; the same call resumes it.
 
-Each combination is a result of its own, with the bytes of `quantize`; those that read the same calibration rows share
-their pass as in a release. What a format, a method, an engine or the model does
-not allow is left out and named.
+Each combination is a variant (`quantforge.verbs.variants`) with the bytes of its own `quantize`. What a format, a
+method, an engine or the model does not allow is left out and named.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.stage import check_apart, check_folder
+from quantforge.checkpoint.stage import check_folder
 from quantforge.errors import (
     InputError,
     QuantForgeError,
@@ -25,28 +26,19 @@ from quantforge.errors import (
 )
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
-from quantforge.formats import format_of
-from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import common_adapter
-from quantforge.planning.decisions import decisions_of
-from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.sweep_grid import combinations
-from quantforge.results.source_files import files_of_source
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe, place_of
+from quantforge.recipe import WORDS, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.asked_result import Variant
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.kept_variant import check_whole_file, clear_run, kept
-from quantforge.verbs.make_variants import make_variants, share_of
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
-from quantforge.verbs.plan import planned_for
 from quantforge.verbs.scored_text import check_text, own_text
+from quantforge.verbs.variants import plan_variants
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation
-    from quantforge.planning.planner import Planned
-    from quantforge.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +96,14 @@ def sweep(
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings = settings or Settings()
-    figures = _figures(measured or {})
+    check_measurement(measured or {})
+    figures: MeasurementOptions = {"speed": False, **(measured or {})}
     with followed(settings.progress):
         reference = resolve(str(model), settings.offline)
         text = figures.get("text")
         source = own_text(reference) if text is None else text
         check_text(reference, source, figures.get("length"), offline=settings.offline)
-        results, left_out = make_results(model, over, out, recipe, settings, options)
-        asked = combinations(over, options)
-        recipes = (build_recipe(recipe, **{**options, **asked[name]}) for name in results)
+        results, left_out, recipes = make_results(model, over, out, recipe, settings, options)
         merged = common_adapter(one.adapter for one in recipes)
         own = replace(settings, adapter=merged)
         found = evaluate(model, [*results.values()], own, **figures)
@@ -127,11 +118,11 @@ def make_results(
     recipe: RecipeSource,
     settings: Settings,
     options: Mapping[str, Any],
-) -> tuple[dict[str, Path], dict[str, str]]:
+) -> tuple[dict[str, Path], dict[str, str], list[Recipe]]:
     """Make what a sweep measures; arguments and errors as of `sweep`.
 
     Returns:
-        Where each combination lies, by its name, and why others are left out.
+        Where each combination lies, by its name, why others are left out, and the recipes.
     """
     if settings.join:
         check_new_output(overwrite=settings.overwrite)
@@ -139,69 +130,30 @@ def make_results(
     asked = combinations(over, options)
     _check_values(asked.values())
     check_folder(place)
-    missing: list[tuple[Variant, Planned]] = []
-    undone: dict[str, Plan] = {}
-    results: dict[str, Path] = {}
+    recipes: dict[str, Recipe] = {}
     left_out: dict[str, QuantForgeError] = {}
     with followed(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            source = open_model(resolve(str(model), settings.offline))
-            files = files_of_source(source)
             for name, choices in asked.items():
                 try:
-                    made_by = build_recipe(recipe, **{**options, **choices})
-                    planned = planned_for(model, made_by, settings, None, {})
-                    _check(planned, settings)
-                except UnknownNameError:
-                    raise
+                    recipes[name] = build_recipe(recipe, **{**options, **choices})
                 except (UsageError, InputError, RefusedError) as error:
                     left_out[name] = error
-                    continue
-                results[name] = place / f"{name}{format_of(planned.plan.format).ABOUT.suffix}"
-                check_apart(results[name], source.path)
-                if not kept(results[name], planned, files, settings):
-                    missing.append((Variant(made_by, results[name]), planned))
-                    undone[name] = planned.plan
-        if left_out and (settings.policy.strict or not results):
+            variants, errors = plan_variants(model, recipes, lambda name, _: place / name, settings)
+        left_out = {name: one for name in asked for one in [(left_out | errors).get(name)] if one}
+        for refused in left_out.values():
+            expected = isinstance(refused, UsageError | InputError | RefusedError)
+            if not expected or isinstance(refused, UnknownNameError):
+                raise refused
+        if left_out and (settings.policy.strict or not variants.jobs):
             raise _refusal(left_out, len(asked))
-        for said in decisions_of(undone):
-            settings.note(said)
-        _prepare(place, {*results.values()} - {one.out for one, _ in missing})
-        with phase("variants", share_of(len(missing), 1 + len(results))):
-            _make(model, missing, place, files, settings)
-    return results, {name: error.message for name, error in left_out.items()}
-
-
-def _make(
-    model: str | Path,
-    missing: Sequence[tuple[Variant, Planned]],
-    place: Path,
-    files: Mapping[str, Any],
-    settings: Settings,
-) -> None:
-    """Make results that are not there, with other processes where they take part."""
-
-    def is_there(number: int) -> bool:
-        variant, planned = missing[number]
-        assert variant.out is not None
-        return kept(variant.out, planned, files, settings)
-
-    wanted = [variant for variant, _ in missing]
-    make_variants(model, wanted, is_there, place / "sweep", settings)
-
-
-def _check(planned: Planned, settings: Settings) -> None:
-    """Refuse what the policy does not allow, and what a sweep cannot hold."""
-    settings.policy.check(planned.plan.substitutions)
-    check_whole_file(planned)
-
-
-def _prepare(place: Path, there: Iterable[Path]) -> None:
-    """Make the directory, and remove what runs of results that are kept have left."""
-    with writing(place, 0):
-        folder(place)
-    for result in there:
-        clear_run(result)
+        variants.check_places()
+        with writing(place, 0):
+            folder(place)
+        variants.make(place / "sweep", 1 + len(variants.jobs))
+    results = {name: job.out for name, job in variants.jobs.items()}
+    made = [recipes[name] for name in results]
+    return results, {name: error.message for name, error in left_out.items()}, made
 
 
 def _check_values(asked: Iterable[Mapping[str, Any]]) -> None:
@@ -224,9 +176,83 @@ def _refusal(left_out: Mapping[str, QuantForgeError], asked: int) -> QuantForgeE
     )
 
 
-def _figures(measured: MeasurementOptions) -> MeasurementOptions:
-    """Return how a sweep is measured, without speed unless it says so; errors as `check_measurement`."""
-    check_measurement(measured)
-    figures: MeasurementOptions = {"speed": False, **measured}
-    check_measurement(figures)
-    return figures
+def combinations(
+    grid: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the choices of every combination by its name: ``{"gptq-bits3": {"method": "gptq", "bits": 3}}``.
+
+    Args:
+        grid: values by the names of choices; texts are taken as on the command line.
+        fixed: choices that all combinations have in common.
+
+    Raises:
+        UsageError: no choice has that name, one has no list of values or the same twice, takes a list, or is fixed too.
+        InputError: a value is no number where one is expected.
+    """
+    if not isinstance(grid, Mapping):
+        raise UsageError(f"over = {grid!a:.60}: no choices", 'e.g. over={"bits": [3, 4]}')
+    if not grid:
+        raise UsageError("nothing is varied", "--over bits=3,4")
+    for name in grid:
+        if (fixed or {}).get(name) is not None:
+            option = name.replace("_", "-")
+            raise UsageError(f"--over {name}: --{option} is given too", "leave one of them out")
+    rows = [
+        [(name, _typed(name, value)) for value in _checked(name, values)]
+        for name, values in grid.items()
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for row in itertools.product(*rows):
+        name = "-".join(_word(*one) for one in row)
+        if name in found:
+            raise UsageError(
+                f"two combinations are called {name}", "vary one choice by texts that differ more"
+            )
+        found[name] = dict(row)
+    return found
+
+
+def _checked(name: str, values: Sequence[Any]) -> Sequence[Any]:
+    kind = place_of(name)[1]
+    if any("tuple" in str(one).lower() for one in (kind, *get_args(kind))):
+        raise UsageError(f"--over {name}: takes a list", "vary it by recipes of their own")
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise UsageError(
+            f"over: {name} = {values!a:.60}: a list of values is expected",
+            f'e.g. {{"{name}": [A, B]}}',
+        )
+    if name in WORDS:
+        values = [value.lower() if isinstance(value, str) else value for value in values]
+    if not values or "" in values:
+        raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")
+    if len(set(map(str, values))) < len(values):
+        raise UsageError(f"--over {name}: a value twice", "name each once")
+    return values
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Return a value in the type of its choice."""
+    kinds = {kind for one in [place_of(name)[1]] for kind in (one, *get_args(one))}
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if bool in kinds:
+        if value in {"true", "false"}:
+            return value == "true"
+        raise InputError(f"--over {name}={value}: not understood", "write true or false")
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(value)
+            except ValueError as error:
+                raise InputError(
+                    f"--over {name}={value}: not a number", f"write --over {name}=2,4"
+                ) from error
+    return value
+
+
+def _word(name: str, value: Any) -> str:
+    """Return a value as a part of a name: a text is itself, of a number the choice is said too."""
+    text = re.sub(r"[^\w.+]+", "-", str(value))
+    if not isinstance(value, str):
+        return f"{name}{text}"
+    return text.strip("-.") or name

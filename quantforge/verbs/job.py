@@ -1,0 +1,192 @@
+"""A job: one result that is to be made, planned from headers, with what decides its bytes read before the work.
+
+`quantize` has one job; a release and a sweep have one for each variant. `plan_job` refuses what headers tell to be
+impossible, `Job.stage` what the output's place tells, and `Job.read` the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.stage import Stage
+from quantforge.events import Event
+from quantforge.execution.progress import phase, tell
+from quantforge.execution.resumption import fingerprint_of
+from quantforge.formats import format_of
+from quantforge.formats.matching import settle_tied
+from quantforge.numerics.allocator import return_freed_memory
+from quantforge.planning import naming
+from quantforge.planning.changed_source import changed, heads_as_asked
+from quantforge.planning.planned_run import check_text, planned_of, planned_source, source_of
+from quantforge.planning.planner import Planned
+from quantforge.plans import Plan
+from quantforge.recipe import Recipe
+from quantforge.results.publish import taken
+from quantforge.results.source_files import small_files
+from quantforge.settings import Settings, check_device
+from quantforge.verbs.output import note_memory, space, stage_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantforge.execution.calibration import Calibrated
+    from quantforge_calibration.sampler import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a run.
+
+    Attributes:
+        out: where the result is.
+        plan: what was planned.
+        events: all degradations.
+        resumed: whether an earlier run's work was kept.
+        scaled: for how many activations a transform found factors that are better than none, and for how many it
+            searched; None where none did, or the result was there already.
+        adapter: where the adapter is that was merged into the model; None where none was.
+    """
+
+    out: Path
+    plan: Plan
+    events: tuple[Event, ...]
+    resumed: bool
+    scaled: tuple[int, int] | None = None
+    adapter: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What decides the bytes of a run, read before it begins, so that a resumed run can compare it.
+
+    Attributes:
+        checkpoint: the source as the recipe changes all of it.
+        planned: the run.
+        source: for the manifest.
+        calibrated: calibration text, None where none is needed.
+        importance: of columns, by name of the source's tensor; empty without a file of it.
+        fingerprint: by which a resumed run is compared.
+    """
+
+    checkpoint: Checkpoint
+    planned: Planned
+    source: Mapping[str, Any]
+    calibrated: Calibrated | None
+    importance: Mapping[str, Tensor]
+    fingerprint: Mapping[str, str]
+
+    @property
+    def sample(self) -> Sample | None:
+        """Return the calibration rows that pass through the blocks."""
+        return self.calibrated.sample if self.calibrated and self.planned.plan.needs else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A result that can be made, as far as headers tell.
+
+    Attributes:
+        out: where it goes.
+        settings: how it is made; they know where the files are that its recipe names.
+        source: the model, with its experts as files are to hold them.
+        checkpoint: the source as the recipe changes all of it.
+        before: small files of the checkpoint, see `taken`.
+        planned: the run.
+    """
+
+    out: Path
+    settings: Settings
+    source: Checkpoint
+    checkpoint: Checkpoint
+    before: Mapping[str, Any]
+    planned: Planned
+
+    @cached_property
+    def stage(self) -> Stage:
+        """Return the stage of the output; errors as `stage_for`."""
+        plan, files = self.planned.plan, self.planned.files
+        return stage_for(plan, files, self.out, self.settings, self.checkpoint)
+
+    @property
+    def one_file(self) -> bool:
+        """Return whether the result is a file, not a directory."""
+        return format_of(self.planned.plan.format).ABOUT.one_file
+
+    def announce(self) -> None:
+        """Tell the plan before the work; errors as `check_text`."""
+        check_text(self.planned, self.checkpoint, self.settings)
+        self.settings.announce(self.planned.plan, self.stage.named)
+
+    def read(self) -> RunInputs:
+        """Check the space, and read what decides the bytes. The caller holds the lock of the output."""
+        self.stage.check_space(space(self.checkpoint, self.planned, self.settings))
+        note_memory(self.planned.plan.peak_memory_bytes, self.settings)
+        with phase("reading", 0.05):
+            return self.read_inputs()
+
+    def read_inputs(self) -> RunInputs:
+        """Read what decides the bytes of the run; of the weights, their digests."""
+        planned, settings = self.planned, self.settings
+        check_device(settings.device)
+        tell("libraries")
+        import torch
+
+        from quantforge.execution.calibration import calibrated_for
+        from quantforge.execution.expert_saliency import removed_experts
+        from quantforge.execution.importance import known_importance
+        from quantforge.numerics.team import reproducible
+
+        if planned.matched.architecture is None and not planned.matched.draft:
+            from quantforge.model.whole_checkpoint import check_whole
+
+            check_whole(self.source)
+        # The peak that the plan promises is of what is alive.
+        return_freed_memory(planned.plan.peak_memory_bytes)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        tell("digests of the source")
+        opened, source = taken(self.source, self.before, settings)
+        opened = heads_as_asked(opened, planned.recipe.mtp)
+        share, options = planned.recipe.prune_experts, planned.recipe.calibration
+        if planned.plan.needs or share is not None:
+            tell("calibration text", share=0.5)
+        with reproducible():
+            calibrated = calibrated_for(opened, planned, settings)
+            scratch = self.stage.out.parent
+            removed = removed_experts(opened, share, options, calibrated, settings, scratch)
+        checkpoint = changed(opened, planned.recipe.method, share, options, removed)
+        source = {**source, **checkpoint.facts, "files": source["files"]}
+        planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+        recipe = planned.recipe.to_toml()
+        return RunInputs(
+            checkpoint, planned, source, calibrated, known_importance(planned, settings),
+            fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix),
+        )  # fmt: skip
+
+
+def plan_job(
+    opened: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
+) -> Job:
+    """Plan a result, and refuse what headers tell to be impossible.
+
+    Args:
+        opened: the model.
+        recipe: what is wanted, as `cited` returns it.
+        out: where the result goes; where `naming` says if None.
+        settings: how it is made, as `cited` returns them.
+        events: that are known already.
+    """
+    source = source_of(opened, recipe, out, settings)
+    checkpoint = planned_source(source, recipe)
+    before = small_files(checkpoint)
+    planned = planned_of(checkpoint, recipe, out, settings)
+    known = (*events, *planned.plan.substitutions)
+    planned = replace(planned, plan=replace(planned.plan, substitutions=known))
+    settings.policy.check(known)
+    out = out or naming.place(planned.plan.name, checkpoint.path)
+    return Job(out, settings, source, checkpoint, before, planned)
