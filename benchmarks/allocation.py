@@ -27,7 +27,7 @@ from quantforge import verbs
 from quantforge.execution import candidate_errors
 from quantforge.recipe import Rule
 from quantforge.settings import Settings
-from quantforge.verbs.mixture_search import EVERY
+from quantforge.verbs.allocate import EVERY
 
 
 def main() -> None:

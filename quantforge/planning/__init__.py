@@ -30,7 +30,6 @@ In this folder:
     heads_alone        Checks of a recipe for draft heads alone, which no engine serves without their model
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default
-    likeness           Size of somebody's file as a target: another quantized form of the very same model
     loader_form        A source, and the names of its result, as the loader of a named engine takes them
     method_choice      Choice of the method where none is asked for: the one that measured best
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``

@@ -2,9 +2,9 @@
 
 In this folder:
 
-    allocate_bits        Allocate: bits for each group of linears
+    allocate             Allocate: bits for each group of linears
+    argument_types       Types of the arguments that a program hands over, held against the annotations of a verb
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
-    asked_size           A size that is asked for in place of a width, and the recipe beside it
     bench_models         Measure latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
     declarations         Declarations of a model, derived from the code of transformers: to be read, compared and kept
@@ -22,9 +22,7 @@ In this folder:
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     job                  A job: one result that is to be made, planned from headers
     load_model           Load: a model of any format that is read, ready to compute with its weights still packed
-    measured_candidates  Candidates of an allocation, measured; an interrupted measurement is gone on with
     measurement_options  Choices of an evaluation by their names
-    mixture_search       Search for a mixture of schemes of a given size, planned from headers
     move_codes           Move a model into the codes of another format, and publish it; an interrupted one starts anew
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
@@ -36,7 +34,6 @@ In this folder:
     requantize           Quantizing a quantized model again: from the source that its manifest names
     scored_text          Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model          Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
-    sized_recipe         The recipe of a result of a given size: candidates are measured
     sweep                Sweep: all combinations of some choices, quantized and scored; the same call resumes it
     variants             Variants: several results of one model, each a job of its own
     verify_artifact      `verify`: check a quantized model, whoever made it
@@ -51,7 +48,7 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings
-from quantforge.verbs.allocate_bits import allocate
+from quantforge.verbs.allocate import allocate
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff

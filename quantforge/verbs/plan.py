@@ -23,9 +23,8 @@ from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, buil
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.asked_size import asked_size
+from quantforge.verbs.allocate import asked_size, likely_plan, search_of
 from quantforge.verbs.given_options import checks_options
-from quantforge.verbs.mixture_search import likely_plan, search_of
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 

@@ -30,14 +30,13 @@ from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
 from quantforge.settings import Settings, under_torchrun
-from quantforge.verbs.asked_size import asked_size
+from quantforge.verbs.allocate import asked_size, sized_recipe
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import finished, forget
 from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.job import Job, Outcome, RunInputs, plan_job
 from quantforge.verbs.output import placed_in, space
-from quantforge.verbs.sized_recipe import sized_recipe
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run

@@ -19,7 +19,7 @@ from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.size_target import parse_target
 from quantforge.plans import Serving
 from quantforge.settings import Settings
-from quantforge.verbs import mixture_search
+from quantforge.verbs.allocate import MixtureSearch
 from tests import headers
 from tests.runs import command, copied, first_blocks, stopped_measuring
 
@@ -253,7 +253,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(linear_errors, "OUTPUT_ROWS", outputs)
-        monkeypatch.setattr(mixture_search.MixtureSearch, "found", lambda _, nats, __: nats)
+        monkeypatch.setattr(MixtureSearch, "found", lambda _, nats, __: nats)
         found.append(
             allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])
         )
