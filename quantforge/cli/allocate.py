@@ -13,7 +13,6 @@ from quantforge.cli import choices, options
 from quantforge.cli.console import Console
 from quantforge.cli.quantize import typed_adapter
 from quantforge.cli.request import build_policy, serving_of, takes_choices
-from quantforge.cli.size_options import Size, takes_size
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
@@ -35,12 +34,13 @@ _CHOSEN_HERE = {
 }
 
 
-@takes_size
 @takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))
 def allocate(
     model: options.Model,
     *,
-    size: Size,
+    target: options.Target = None,
+    like: options.Like = None,
+    candidates: options.Candidates = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
     ],
@@ -75,7 +75,15 @@ def allocate(
     with console.watch():
         from quantforge import verbs
 
-        found = verbs.allocate(model, out=output, settings=settings, **size, **given)
+        found = verbs.allocate(
+            model,
+            target,
+            output,
+            settings=settings,
+            like=like,
+            candidates=candidates or (),
+            **given,
+        )
     if as_json:
         console.document(
             {"schema": "quantforge.allocate/1", "path": str(output), **found.document()}

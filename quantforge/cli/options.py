@@ -43,6 +43,10 @@ def _shown(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="What is shown", **more)
 
 
+def _size(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Within a size", **more)
+
+
 def _served(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="Where it is served", **more)
 
@@ -191,6 +195,23 @@ JsonProgress = Annotated[
     bool,
     _shown("--json-progress", help="Progress, notes and errors as lines of JSON on stderr."),
 ]
+Target = Annotated[
+    str | None,
+    _size("--target", metavar="SIZE",
+          help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 4GB/token: what "
+               "a token reads; 24GB@32k (24GB@8x32k): memory, with the cache of one (eight) "
+               "sequences of so many tokens."),
+]  # fmt: skip
+Like = Annotated[
+    str | None,
+    _size("--like", metavar="FILE.gguf",
+          help="In place of --target: as many bytes as this quantized form of the same model, made by anyone."),
+]  # fmt: skip
+Candidates = Annotated[
+    str | None,
+    _size("--candidates", metavar="SCHEME,SCHEME",
+          help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
+]  # fmt: skip
 Context = Annotated[
     str | None,
     _served("--context", metavar="TOKENS", help="Tokens of a sequence: 8192, or 32k for 32,768."),

@@ -13,7 +13,6 @@ from quantforge.cli.console import Console
 from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown
-from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.targets import with_output_path
 from quantforge.planning.decisions import substituted
 from quantforge.plans import Action, Plan, TensorPlan
@@ -25,14 +24,15 @@ EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-@takes_size
 @takes_choices(given=tuple(choices.RECIPE))
 def plan(
     model: options.Model,
     *,
     given: choices.Given,
     output: options.Output = None,
-    size: Size,
+    target: options.Target = None,
+    like: options.Like = None,
+    candidates: options.Candidates = None,
     mmproj: options.Mmproj = False,
     threads: options.Threads = None,
     activations: options.Activations = "memory",
@@ -67,7 +67,7 @@ def plan(
     )
     settings = Settings(threads=threads, activations=activations, offline=offline, mmproj=mmproj,
                         serving=serving_of(context, cache))  # fmt: skip
-    given = {**given, **size}
+    given = {**given, "target": target, "like": like, "candidates": candidates or ()}
     with uncollected():
         if deployment.given:
             load = deployment.load(given.get("tensor_parallel"))

@@ -16,7 +16,6 @@ from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
-from quantforge.cli.size_options import Size, takes_size
 from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.targets import is_engine_note, with_output_path
 from quantforge.results import manifest
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 
 
-@takes_size
 @takes_choices(given=tuple(choices.RECIPE))
 def quantize(
     model: options.Model,
     *,
     given: choices.Given,
     output: options.Output = None,
-    size: Size,
+    target: options.Target = None,
+    like: options.Like = None,
+    candidates: options.Candidates = None,
     imatrix: options.ImatrixFile = None,
     requantize: options.Requantize = False,
     modelfile: options.Modelfile = False,
@@ -71,11 +71,10 @@ def quantize(
         as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
     )
     start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
-    given = {**given, **size}
     settings = Settings(
         device=ranks.own_device(device), threads=threads, activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), join=join or under_torchrun(), **run_log.listeners(),
-        serving=serving_of(context, cache, given["engine"] or ("any" if "@" in str(size["target"]) else None)),
+        serving=serving_of(context, cache, given["engine"] or ("any" if "@" in str(target) else None)),
         modelfile=modelfile, mmproj=mmproj, provenance=provenance, sign=sign, base_model=base_model,
     )  # fmt: skip
 
@@ -83,11 +82,12 @@ def quantize(
         from quantforge import verbs
 
         return verbs.quantize(
-            model, out=output, settings=settings, imatrix=imatrix, requantize=requantize, **given
-        )
+            model, out=output, settings=settings, imatrix=imatrix, requantize=requantize,
+            target=target, like=like, candidates=candidates or (), **given,
+        )  # fmt: skip
 
     if dry_run:
-        show_plan(console, settings, imatrix, run, size["target"] or size["like"])
+        show_plan(console, settings, imatrix, run, target or like)
         return
     with console.watch():
         outcome = run(settings)

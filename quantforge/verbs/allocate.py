@@ -109,7 +109,8 @@ def allocate(
         settings: how it runs; ``overwrite`` replaces ``out``; the type of the cache, for a target of memory.
         like: in place of a target, a GGUF file or another quantized form of the same model: as many bytes as its files
             have. Its format is taken too where none is asked for.
-        candidates: schemes to choose from; those that the format holds in usual widths when left out.
+        candidates: schemes to choose from, as a list or with commas between them; those that the format holds in usual
+            widths when left out.
         options: choices that override the recipe; an ``engine`` leaves the candidates that it loads mixed.
 
     Raises:
@@ -347,7 +348,8 @@ def search_of(
         wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
         return planned_of(source, wanted, None, own)
 
-    given = [(str(one),) for one in listed(asked.candidates, "candidates", '["int4:g128:sym"]')]
+    typed = listed(asked.candidates, "candidates", '["int4:g128:sym"]')
+    given = [(name,) for one in typed for name in str(one).split(",") if name]
     plans, left_out = plans_of(
         source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF
     )  # fmt: skip
