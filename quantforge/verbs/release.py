@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +41,6 @@ from quantforge.verbs.release_files import (
     finish,
     renew,
     reports_of,
-    upload_command,
 )
 from quantforge.verbs.scored_text import check_text
 from quantforge.verbs.variants import Variants, plan_variants, turn
@@ -77,7 +77,8 @@ class Released:
     @property
     def upload(self) -> str:
         """Return the command that uploads the release."""
-        return upload_command(self.out / UPLOAD, self.repository)
+        typed = "" if self.repository else " ORG/NAME"
+        return f"sh {shlex.quote(str(self.out / UPLOAD))}{typed}"
 
     def check_gates(self) -> None:
         """Raise `GateError` where a variant is beyond a limit, naming all of them."""
@@ -179,7 +180,6 @@ def plan_release(
     _check_scored(asked, settings)
     names, left_out = _within(variants, budget)
     asked, variants = asked.only(names), variants.only(names)
-    variants.check_places()
     _check_place(place)
     _check_cards(variants, scored=bool(asked.scoring.text))
     return PlannedRelease(asked, asked_by, place, variants, left_out)

@@ -247,16 +247,6 @@ def repository_of(begun: str, out: Path) -> str:
     return begun and f"{begun}-{_FILES if out.is_file() else named}"
 
 
-def upload_command(script: Path, begun: str) -> str:
-    """Return what a person types to upload a release.
-
-    Args:
-        script: by `upload_script`.
-        begun: as `repository_of`; where it is empty the script is told it.
-    """
-    return f"sh {shlex.quote(str(script))}{'' if begun else ' ORG/NAME'}"
-
-
 def upload_script(begun: str, variants: Sequence[ReleasedVariant]) -> str:
     """Return a script for a shell with one command for each repository; variants that failed are left out.
 

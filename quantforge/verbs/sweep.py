@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -128,7 +127,6 @@ def make_results(
         check_new_output(overwrite=settings.overwrite)
     place = Path(out).absolute()
     asked = combinations(over, options)
-    _check_values(asked.values())
     check_folder(place)
     recipes: dict[str, Recipe] = {}
     left_out: dict[str, QuantForgeError] = {}
@@ -147,20 +145,12 @@ def make_results(
                 raise refused
         if left_out and (settings.policy.strict or not variants.jobs):
             raise _refusal(left_out, len(asked))
-        variants.check_places()
         with writing(place, 0):
             folder(place)
         variants.make(place / "sweep", 1 + len(variants.jobs))
     results = {name: job.out for name, job in variants.jobs.items()}
     made = [recipes[name] for name in results]
     return results, {name: error.message for name, error in left_out.items()}, made
-
-
-def _check_values(asked: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse values that no recipe may have, whatever else is asked for."""
-    for name, value in (one for choices in asked for one in choices.items()):
-        with suppress(UsageError):  # of what else a recipe needs then
-            build_recipe(None, **{name: value})
 
 
 def _refusal(left_out: Mapping[str, QuantForgeError], asked: int) -> QuantForgeError:
@@ -236,18 +226,14 @@ def _typed(name: str, value: Any) -> Any:
     if not isinstance(value, str) or str in kinds:
         return value
     if bool in kinds:
-        if value in {"true", "false"}:
-            return value == "true"
-        raise InputError(f"--over {name}={value}: not understood", "write true or false")
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(value)
-            except ValueError as error:
-                raise InputError(
-                    f"--over {name}={value}: not a number", f"write --over {name}=2,4"
-                ) from error
-    return value
+        if value not in {"true", "false"}:
+            raise InputError(f"--over {name}={value}: not understood", "write true or false")
+        return value == "true"
+    try:
+        return int(value) if int in kinds else float(value)
+    except ValueError as error:
+        hint = f"write --over {name}=2,4"
+        raise InputError(f"--over {name}={value}: not a number", hint) from error
 
 
 def _word(name: str, value: Any) -> str:

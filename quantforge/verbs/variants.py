@@ -73,11 +73,6 @@ class Variants:
         jobs = {name: self.jobs[name] for name in names}
         return replace(self, jobs=jobs, missing=tuple(n for n in self.missing if n in jobs))
 
-    def check_places(self) -> None:
-        """Refuse outputs that would touch the source; errors as `check_apart`."""
-        for job in self.jobs.values():
-            check_apart(job.out, self.source.path)
-
     def make(self, place: Path, scored: int) -> tuple[str, ...]:
         """Make what is missing, and return the names of those that were made for this call.
 
@@ -125,6 +120,7 @@ def plan_variants(
         The variants that can be made, and the errors of the others by name.
 
     Raises:
+        UsageError: a result would touch the model.
         RefusedError: something else lies where a result would go.
     """
     source = open_model(resolve(str(model), settings.offline))
@@ -137,6 +133,8 @@ def plan_variants(
             jobs[name] = _planned(source, name, recipe, place_of, own)
         except QuantForgeError as error:
             errors[name] = error
+    for job in jobs.values():
+        check_apart(job.out, source.path)
     missing = tuple(name for name, job in jobs.items() if not kept(job, files))
     return Variants(str(model), settings, source, files, recipes, jobs, missing), errors
 
