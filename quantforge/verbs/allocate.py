@@ -119,7 +119,7 @@ def allocate(
             are not computed.
     """
     settings = settings or Settings()
-    asked = asked_size(target, like, candidates, recipe, options)
+    asked = asked_size(target, like, candidates if target or like else (), recipe, options)
     if asked is None:
         raise UsageError(
             "no size is asked for: --target and --like",

@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from quantforge.errors import GateError, RefusedError, ResourceError
+from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
-from quantforge.verbs import release, release_files
+from quantforge.verbs import release
 from quantforge.verbs.release_files import SPEC, ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
@@ -80,22 +80,6 @@ def test_a_killed_release_ends_with_the_bytes_of_one_that_was_not(model, tmp_pat
     assert {path: path.stat().st_mtime_ns for path in before} == before
     figures = json.loads((killed / "release.json").read_text())["evaluation"]["figures"]
     assert figures["int2"]["kl_mean"] > figures["int4"]["kl_mean"] > figures["q8"]["kl_mean"] > 0
-
-
-@pytest.mark.parametrize("last", ["_write", "write_figures"])
-def test_what_cannot_be_written_at_the_end_costs_no_figures(model, tmp_path, monkeypatch, last):
-    def full(*_, **__):
-        raise ResourceError("no space")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    spec, place = written(tmp_path, model, INT4), tmp_path / "made"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(release_files, last, full)
-        with pytest.raises(ResourceError):
-            release(spec, place)
-    monkeypatch.setattr("quantforge.evaluation.evaluate.load", full)
-    release(spec, place)
-    assert (place / "release.json").is_file()
 
 
 def test_what_is_no_release_file_is_answered_with_one(tmp_path, capsys):
