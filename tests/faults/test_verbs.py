@@ -25,7 +25,7 @@ from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of
 from quantforge.settings import Settings
-from quantforge.verbs.export_recipe import format_for
+from quantforge.verbs.export_recipe import loaded_format
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
@@ -276,8 +276,8 @@ def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: P
 
 
 def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
-    assert format_for(str(model), "vllm", 1) is None
-    assert format_for(str(quantized), "vllm", 1) == "compressed-tensors"
+    assert loaded_format(str(model), "vllm", 1) is None
+    assert loaded_format(str(quantized), "vllm", 1) == "compressed-tensors"
 
 
 def test_a_quantized_model_is_quantized_again_on_request_only(
