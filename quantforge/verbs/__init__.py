@@ -3,7 +3,6 @@
 In this folder:
 
     allocate             Allocate: bits for each group of linears
-    argument_types       Types of the arguments that a program hands over, held against the annotations of a verb
     asked_prompts        Prompts that an evaluation asks of every model: built-in ones, or those of a file
     bench_models         Measure latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state         State of the program that calls a verb: results do not depend on torch's defaults
