@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quantforge.evaluation.block_errors import DEFINITION
 from quantforge.evaluation.cache_tables import cache_tables
 from quantforge.evaluation.report_page.charts import heat, quantiles, series, with_errors
 from quantforge.evaluation.report_page.drawing import Chart
 from quantforge.evaluation.report_page.front_chart import front_chart
-from quantforge.evaluation.report_page.rendering import rendered
 from quantforge.evaluation.report_page.sections import (
     answers,
     evaluation_command,
@@ -41,7 +44,7 @@ def assemble(evaluation: Evaluation, notes: Sequence[str]) -> str:
     """
     rows, verdict = evaluation.rows, evaluation.verdict
     prompts = evaluation.prompts
-    return rendered(
+    return _rendered(
         TEMPLATE,
         title=f"{verdict.names[0]}: {_count(len(rows) - 1)}",
         made=evaluation.made,
@@ -180,3 +183,25 @@ def _task_charts(named: Sequence[tuple[str, Any]]) -> Iterator[Chart]:
             if metric in figures
         ]
         yield with_errors(f"{task}: {metric}", "Lines: one standard error.", figures)
+
+
+def _rendered(template: str, **values: Any) -> str:
+    """Return a page; whatever is foreign (names, texts, recipes) is escaped, what is drawn is ours.
+
+    Args:
+        template: its file; it extends ``frame.html.jinja``.
+        values: what it names.
+    """
+    environment = Environment(
+        loader=PackageLoader("quantforge.evaluation", "report_page"),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    source = environment.loader
+    assert source is not None
+    style, script = (source.get_source(environment, name)[0] for name in ("page.css", "sort.js"))
+    return environment.get_template(template).render(
+        style=style,
+        script=script,
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **values,
+    )

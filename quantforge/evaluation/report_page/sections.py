@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.evaluation.columns import ABSENT, Column, fitting
-from quantforge.evaluation.report_page.differing_words import Part, marked
 from quantforge.evaluation.tasks import YAML
 from quantforge.evaluation.verdict import MARK, Verdict
 from quantforge.evaluation.windows import Protocol
@@ -18,6 +19,7 @@ from quantforge.results.significant import UNITS, significant
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import EvaluationOptions
 
+Part = tuple[str, bool]  # text, and whether it differs
 Row = Mapping[str, Any]
 SHORT = 20  # letters of a cell that stays on one line
 SHOWN_PROMPTS = 8  # of long lists the first; the document has all
@@ -201,3 +203,15 @@ def origins(rows: Iterable[Row], verdict: Verdict) -> Iterator[Origin]:
 def _file(name: str) -> str:
     """Return a cited source without its digest."""
     return name.partition(" (SHA-256")[0]
+
+
+def marked(text: str, reference: str) -> list[Part]:
+    """Cut a text into parts that it shares with a reference, in order, and parts that differ."""
+    words, others = (re.findall(r"\s+|[^\s]+", item) for item in (text, reference))
+    found: list[Part] = []
+    matcher = SequenceMatcher(None, words, others, autojunk=False)
+    for kind, first, last, _, _ in matcher.get_opcodes():
+        part = "".join(words[first:last])
+        if part:
+            found.append((part, kind != "equal" and not part.isspace()))
+    return found

@@ -20,9 +20,8 @@ from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import notes, render
 from quantforge.evaluation.report_page.charts import quantiles, series
-from quantforge.evaluation.report_page.differing_words import marked
 from quantforge.evaluation.report_page.front_chart import APART, front_chart, shortened, spread
-from quantforge.evaluation.report_page.sections import sort_key
+from quantforge.evaluation.report_page.sections import marked, sort_key
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
