@@ -6,7 +6,7 @@ that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from quantforge.checkpoint.files import FILES
@@ -129,20 +129,6 @@ class Rule:
         check_fields(self)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerChoices:
-    """Part of a recipe that says how each tensor is stored: its keys, see `Recipe`."""
-
-    bits: int | None = None
-    scheme: str | None = None
-    type: str | None = None
-    ignore: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
-    head: str = "keep"
-    embedding: str = ""
-    mtp: str = "keep"
-
-
 @named_fields
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -188,11 +174,6 @@ class Recipe:
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             beside = "recipe: 'type' is given beside 'bits' or 'scheme'"
             raise InputError(beside, "a type decides every tensor")
-
-    @property
-    def layers(self) -> LayerChoices:
-        """Return the keys that say how each tensor is stored."""
-        return LayerChoices(*(getattr(self, item.name) for item in fields(LayerChoices)))
 
     @property
     def zeros(self) -> Sparsity | None:

@@ -16,7 +16,7 @@ from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, fo
 from quantforge.formats.agreement import agreement
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
-from quantforge.recipe import LayerChoices, Recipe
+from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 CHOSEN = "chosen: "  # how a note about what was left open begins
@@ -37,7 +37,7 @@ def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str,
     """
     said: tuple[str, ...] = ()
     if not recipe.format:
-        key, said = _stated(recipe.type, recipe.pre, out) or _chosen(recipe.layers, recipe.engine)
+        key, said = _stated(recipe.type, recipe.pre, out) or _chosen(recipe)
         recipe = replace(recipe, format=key)
     if out is not None:
         _check_name(recipe.format, recipe.engine, out)
@@ -56,7 +56,7 @@ def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "
     return [key for key in FORMATS if _holds(format_of(key), layer, shape, model_dtype)]
 
 
-def base_scheme(form: Format, wanted: LayerChoices) -> str:
+def base_scheme(form: Format, wanted: Recipe) -> str:
     """Return the scheme of linears of which nothing else is said, as text; errors as `Format.default_scheme`."""
     return wanted.scheme or form.default_scheme(wanted.bits or form.OWN_BITS)
 
@@ -73,8 +73,9 @@ def _stated(
     return None
 
 
-def _chosen(wanted: LayerChoices, engine: str | None) -> tuple[str, tuple[str, ...]]:
+def _chosen(wanted: Recipe) -> tuple[str, tuple[str, ...]]:
     """Return the first format that holds what is wanted: of the engine, the default one, then the others."""
+    engine = wanted.engine
     preferred = targets.preferred_formats(engine) if engine else ()
     order = tuple(dict.fromkeys((*preferred, DEFAULT, *FORMATS)))
     key = next((key for key in order if _holds_all(wanted, key)), DEFAULT)
@@ -85,7 +86,7 @@ def _chosen(wanted: LayerChoices, engine: str | None) -> tuple[str, tuple[str, .
     return key, (f"{CHOSEN}--format {key}: {DEFAULT} files do not hold what is asked for",)
 
 
-def _holds_all(wanted: LayerChoices, key: str) -> bool:
+def _holds_all(wanted: Recipe, key: str) -> bool:
     """Return whether a format holds every scheme of a recipe, alone and together."""
     form = format_of(key)
     try:

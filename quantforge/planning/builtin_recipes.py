@@ -13,7 +13,7 @@ from pathlib import Path
 from quantforge.formats.gguf.mixture import BY_BITS
 from quantforge.notation import parse_layer
 from quantforge.planning.recipe_options import builtin_recipes
-from quantforge.recipe import LayerChoices, from_toml
+from quantforge.recipe import Recipe, from_toml
 
 _HEAD = re.compile(r"# (?P<about>.+)\n# quality: (?P<quality>.+)\n# needs: (?P<needs>.+)\n")
 _SEVERAL = "several"
@@ -47,13 +47,13 @@ def _described(name: str, path: Path) -> BuiltinRecipe:
     return BuiltinRecipe(
         head["about"],
         recipe.engine or _SEVERAL,
-        _bits(recipe.layers),
+        _bits(recipe),
         head["quality"],
         head["needs"],
     )
 
 
-def _bits(wanted: LayerChoices) -> int:
+def _bits(wanted: Recipe) -> int:
     if wanted.type is not None:
         return next(bits for bits, mixture in BY_BITS.items() if mixture == wanted.type)
     return wanted.bits or parse_layer(wanted.scheme or "").weight.bits

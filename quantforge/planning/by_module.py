@@ -17,7 +17,7 @@ from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.formats import Format, Verdict, kv_scales
+from quantforge.formats import Format, Verdict, format_of, kv_scales
 from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
 from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.format_choice import CHOSEN
@@ -26,7 +26,7 @@ from quantforge.planning.choice import Choices
 from quantforge.planning.embedding_choice import rounded_words, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -39,24 +39,21 @@ UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
 def draft_by_module(
     checkpoint: Checkpoint,
     matched: Matched,
-    form: Format,
-    choices: LayerChoices,
-    kv_cache: str,
-    max_shard_bytes: int | None,
-    engine: str | None = None,
+    recipe: Recipe,
 ) -> Draft:
-    """Return the draft of a result that is stored module by module; the last four arguments are keys of the recipe.
+    """Return the draft of a result that is stored module by module.
 
     Raises:
         InputError: nothing would be quantized; or as `Choices`.
         UsageError: as `LayerSchemes.check_groups`.
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
-    builder = _ModuleDraft(choices, checkpoint, matched, form)
-    tensors = [*builder.tensors(), *_cache_scales(kv_cache, matched)]
+    form = format_of(recipe.format)
+    builder = _ModuleDraft(recipe, checkpoint, matched, form)
+    tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, matched)]
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         raise _nothing_quantized(form, builder.choices.substitutions)
-    if engine == "transformers":
+    if recipe.engine == "transformers":
         tensors = _turned(form, tensors)
     layers = {
         tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
@@ -81,7 +78,7 @@ def draft_by_module(
     )
     return Draft(
         tensors=tuple(tensors),
-        files=files_of(tensors, max_shard_bytes),
+        files=files_of(tensors, recipe.max_shard_bytes),
         engines=engine_verdicts(form.ABOUT, model),
         substitutions=tuple(builder.choices.substitutions),
         notes=(
@@ -160,7 +157,7 @@ class _ModuleDraft:
     """Builder that gives every tensor its plan, one shared input at a time."""
 
     def __init__(
-        self, wanted: LayerChoices, checkpoint: Checkpoint, matched: Matched, form: Format
+        self, wanted: Recipe, checkpoint: Checkpoint, matched: Matched, form: Format
     ) -> None:
         self.matched, self.form = matched, form
         self._head = _tied_head(matched)

@@ -20,7 +20,7 @@ from quantforge.events import Event
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
 from quantforge.planning.rules import Choice, Rules
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 
 QUANTIZABLE = ("F32", "F16", "BF16")  # types of source tensors
 Form = TypeVar("Form")  # in which a format stores a tensor: a scheme, or a type of ggml
@@ -74,7 +74,7 @@ class Choices(Generic[Form]):
 
     def __init__(
         self,
-        wanted: LayerChoices,
+        wanted: Recipe,
         tensors: Sequence[MatchedTensor],
         terms: Terms[Form],
         *,

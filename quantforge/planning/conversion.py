@@ -51,7 +51,7 @@ from quantforge.planning.loader_form import names_settled
 from quantforge.planning.notes import facts
 from quantforge.planning.omissions import left_behind
 from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
-from quantforge.recipe import LayerChoices, Recipe, Rounding
+from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def plan_export(
         draft = gguf.draft(recipe, checkpoint, matched, observed=False, given=schemes)
     elif target.ABOUT.embedding_tool:
         draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
-    made = naming.first_recipe(checkpoint).layers
+    made = naming.first_recipe(checkpoint)
     draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
     draft = names_settled(recipe.engine, checkpoint, replace(draft, engines=engines))
@@ -323,7 +323,7 @@ def _with_embedding(
     if not counts:
         return draft
     common = counts.most_common(1)[0][0]
-    wanted = LayerChoices(scheme=str(common), embedding=recipe.embedding)
+    wanted = Recipe(scheme=str(common), embedding=recipe.embedding)
     terms = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
     choices = Choices(wanted, matched.tensors, terms, together=False)
     plans = {tensor.name: tensor for tensor in draft.tensors}

@@ -18,7 +18,7 @@ from quantforge.architectures.towers import BLOCK
 from quantforge.events import Event
 from quantforge.planning.rules import matches
 from quantforge.plans import Action, StoredTensor, TensorPlan
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 
 LEAST = 0.95  # of the weights inside blocks; below, it is an event
 MUCH = 0.05  # of the bytes of a result
@@ -113,7 +113,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     return tuple(found)
 
 
-def as_asked(tensors: Iterable[TensorPlan], made: LayerChoices) -> tuple[TensorPlan, ...]:
+def as_asked(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, ...]:
     """Return the tensors of a quantized model; those kept get the rule of its recipe ``made`` that keeps them."""
     wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
     wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]

@@ -15,7 +15,7 @@ from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats import KEEP, Format
 from quantforge.formats.format_choice import CHOSEN
 from quantforge.plans import Draft, StoredTensor, TensorPlan
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 from quantforge.results.significant import size
 
 LARGE = 1 / 3  # of the bytes
@@ -57,7 +57,7 @@ def check_not_quantized(name: str, asked: str) -> None:
 
 def chosen_embedding(
     form: Format,
-    wanted: LayerChoices,
+    wanted: Recipe,
     draft: Draft,
     matched: Matched,
     drafted: Callable[[str], Draft],

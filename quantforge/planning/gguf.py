@@ -39,7 +39,7 @@ from quantforge.planning.choice import QUANTIZABLE, Choices
 from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
 from quantforge.planning.gguf_types import FileTypes, GivenTypes, MixtureTypes, stored_shape
 from quantforge.plans import Action, Draft, TensorPlan
-from quantforge.recipe import LayerChoices, Recipe
+from quantforge.recipe import Recipe
 from quantforge.results.source_changes import adapter_name, experts_word
 from quantforge.scheme import Scheme
 
@@ -78,10 +78,10 @@ def draft(
     named = names(family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
     if given is None:
-        wanted = recipe.layers
+        wanted = recipe
         types: FileTypes = MixtureTypes(wanted, named, kept, shape)
     else:
-        wanted = LayerChoices(embedding=recipe.embedding)
+        wanted = Recipe(embedding=recipe.embedding)
         types = GivenTypes(given, tied=matched.tied)
     choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
@@ -200,7 +200,7 @@ def _left_out(tensor: MatchedTensor) -> str:
     return "of another tower" if tensor.role is Role.FOREIGN else SAME
 
 
-def _tied(wanted: LayerChoices, matched: Matched, kept: Sequence[MatchedTensor]) -> LayerChoices:
+def _tied(wanted: Recipe, matched: Matched, kept: Sequence[MatchedTensor]) -> Recipe:
     """Return what is wanted of the tensors of a file, in which a tied head and the embedding are one.
 
     Raises:

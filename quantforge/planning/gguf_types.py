@@ -24,7 +24,7 @@ from quantforge.packers.lattices import LATTICES
 from quantforge.planning.choice import Decision, Fitted
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
 from quantforge.planning.rules import Choice
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, Scheme
 
 
@@ -75,7 +75,7 @@ class MixtureTypes(FileTypes):
 
     def __init__(
         self,
-        wanted: LayerChoices,
+        wanted: Recipe,
         names: Mapping[str, Named],
         tensors: Sequence[MatchedTensor],
         shape: mixture.Shape,
@@ -170,7 +170,7 @@ def type_of(layer: LayerScheme, where: str) -> str:
     return scheme.grid.upper()
 
 
-def _label(wanted: LayerChoices) -> str:
+def _label(wanted: Recipe) -> str:
     """Return the name of the mixture, or the grid that all linears get."""
     if wanted.type is not None:
         if wanted.type.upper() not in mixture.MIXTURES:

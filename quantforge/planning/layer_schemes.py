@@ -23,7 +23,7 @@ from quantforge.notation import parse_layer
 from quantforge.planning.choice import QUANTIZABLE, Decision, Fitted
 from quantforge.planning.embedding_choice import tied_rule
 from quantforge.planning.rules import Choice
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 Widths = Mapping[int, Sequence[str]]  # names of matrices by their input columns
@@ -41,7 +41,7 @@ class LayerSchemes:
         tied: whether the head is the embedding.
     """
 
-    def __init__(self, form: Format, wanted: LayerChoices, model_dtype: str, *, tied: bool) -> None:
+    def __init__(self, form: Format, wanted: Recipe, model_dtype: str, *, tied: bool) -> None:
         self._form, self._model_dtype = form, model_dtype
         self._rounds_embedding = tied and bool(form.ABOUT.embedding_tool)
         self._rounds_heads = wanted.mtp == "quantize"

@@ -19,7 +19,7 @@ from quantforge.grids import GRIDS, Zero
 from quantforge.notation import parse_layer
 from quantforge.planning.effort import DEFAULTS, PLAINLY
 from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
-from quantforge.recipe import NO_DATA, LayerChoices, Recipe
+from quantforge.recipe import NO_DATA, Recipe
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 
@@ -91,7 +91,7 @@ def _is_integer(scheme: Scheme) -> bool:
     return scheme.integer and scheme.zero is not Zero.MIN
 
 
-def schemes_of(wanted: LayerChoices, form: Format) -> list[Scheme]:
+def schemes_of(wanted: Recipe, form: Format) -> list[Scheme]:
     """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
     if form.KEY == GGUF and wanted.scheme is None:
         label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.OWN_BITS, "")).upper()

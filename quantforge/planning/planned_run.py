@@ -35,7 +35,7 @@ def source_of(
     """Return a model with its adapter merged, in the form that the engine loads, with experts as files hold them."""
     key = settled(recipe, out)[0].format
     loaded = as_loaded(as_read(opened, settings.adapter), key, recipe.engine)
-    return single_experts(loaded, key, recipe.layers)
+    return single_experts(loaded, key, recipe)
 
 
 def planned_source(source: Checkpoint, recipe: Recipe) -> Checkpoint:

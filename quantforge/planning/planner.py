@@ -85,7 +85,7 @@ def make_plan(
     matched = _matched(checkpoint, recipe.format, recipe.engine)
     form = format_of(recipe.format)
     if not recipe.method:
-        grids = schemes_of(recipe.layers, form)
+        grids = schemes_of(recipe, form)
         method, named = chosen_method(grids, recipe, checkpoint, matched)
         recipe, chosen = replace(recipe, method=method), (*chosen, *named)
     weighs, cache = recipe.rounding.weighs, recipe.kv_cache
@@ -98,7 +98,7 @@ def make_plan(
     drafted = partial(_drafted, checkpoint=checkpoint, matched=matched, asked=asked)
     draft, wanted = drafted(recipe)
     embedding, outside = chosen_embedding(
-        form, recipe.layers, draft, matched, lambda scheme: drafted(replace(recipe, embedding=scheme))[0]
+        form, recipe, draft, matched, lambda scheme: drafted(replace(recipe, embedding=scheme))[0]
     )  # fmt: skip
     if embedding != recipe.embedding:
         recipe = replace(recipe, embedding=embedding)
@@ -175,18 +175,14 @@ def _drafted(
     check_heads(recipe.mtp, recipe.format, matched)
     wanted = asked.of_method(matched)
     _check_places(recipe.format, recipe.type or recipe.pre, recipe.kv_cache)
-
-    def drafted(wanted: frozenset[Statistic]) -> Draft:
-        if recipe.format != GGUF:
-            form, shard = format_of(recipe.format), recipe.max_shard_bytes
-            return draft_by_module(
-                checkpoint, matched, form, recipe.layers, recipe.kv_cache, shard, recipe.engine
-            )
+    if recipe.format != GGUF:
+        draft = draft_by_module(checkpoint, matched, recipe)
+    else:
         from quantforge.planning import gguf  # with all that its files hold
 
-        return gguf.draft(recipe, checkpoint, matched, observed=asked.is_known or bool(wanted))
-
-    draft = with_zeros(drafted(wanted), matched, recipe.method, recipe.zeros)
+        observed = asked.is_known or bool(wanted)
+        draft = gguf.draft(recipe, checkpoint, matched, observed=observed)
+    draft = with_zeros(draft, matched, recipe.method, recipe.zeros)
     wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
     asked.refuse_experts(matched, wanted, pruned=recipe.prune_experts is not None)
     return draft, wanted

@@ -21,7 +21,7 @@ from quantforge.errors import InputError, nearest
 from quantforge.formats import KEEP, patterns
 from quantforge.formats.gguf.families import name_here
 from quantforge.notation import parse_layer
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 _INNER = frozenset({Role.LINEAR})
@@ -54,7 +54,7 @@ class Rules:
         InputError: a pattern matches no layer (the nearest name is given) or is malformed, or a scheme is none.
     """
 
-    def __init__(self, wanted: LayerChoices, tensors: Sequence[MatchedTensor]) -> None:
+    def __init__(self, wanted: Recipe, tensors: Sequence[MatchedTensor]) -> None:
         stated = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in wanted.ignore]
         for rule in wanted.rules:
             scheme = None if rule.scheme == KEEP else parse_layer(rule.scheme)

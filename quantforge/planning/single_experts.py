@@ -12,7 +12,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.format_choice import base_scheme
 from quantforge.planning.rules import Rules
-from quantforge.recipe import LayerChoices
+from quantforge.recipe import Recipe
 
 
 def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
@@ -44,7 +44,7 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
     )
 
 
-def single_experts(checkpoint: Checkpoint, key: str, layers: LayerChoices) -> Checkpoint:
+def single_experts(checkpoint: Checkpoint, key: str, layers: Recipe) -> Checkpoint:
     """Return a source with its experts one by one where any of them is rounded or stacked again, else as it is.
 
     Args:

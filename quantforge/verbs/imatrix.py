@@ -58,7 +58,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     recipe, settings = cited(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
     wanted = replace(recipe, method=PLAIN, scales="search")
-    checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted.layers)
+    checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with followed(settings.progress), reproducible():
