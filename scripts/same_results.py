@@ -683,7 +683,13 @@ def differences(
         if name not in before.files or name not in after.files:
             yield name, "is new" if name in after.files else "is missing"
             continue
-        old = _renamed(before.files[name], declared.get("keys", {}), declared.get("values", {}))
+        keys = {
+            old: new
+            for pattern, renamed in declared.get("keys", {}).items()
+            if fnmatchcase(name, pattern)
+            for old, new in renamed.items()
+        }
+        old = _renamed(before.files[name], keys, declared.get("values", {}))
         for place, text in _places(old, after.files[name]):
             yield f"{name}:{place}" if place else name, text
 
