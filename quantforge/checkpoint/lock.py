@@ -143,15 +143,21 @@ class Lock:
 
     def release(self) -> None:
         """Free the lock; its directory goes too when it holds nothing else."""
-        self._ends.set()
         try:
-            if self._is_there() and self._names() == {FILE}:
-                self._path.unlink()
-                self.directory.rmdir()
-        except OSError:
-            pass  # whoever comes next takes it, and cleans up
+            self._remove()
+        except BaseException:  # a signal came in between
+            self._remove()
+            raise
         finally:
             self._close()
+
+    def _remove(self) -> None:
+        """Remove the file and its directory, if this process has the lock and the directory holds nothing else."""
+        self._ends.set()
+        with suppress(OSError):  # whoever comes next takes it, and cleans up
+            if self._is_there() and self._names() == {FILE}:
+                self._path.unlink()
+            self.directory.rmdir()
 
     def _opened(self) -> int:
         """Open the file, made if the directory is empty; what was not made by a run is refused."""
