@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import execute as execution
 from quantforge.execution import record
-from quantforge.execution.execute import Run
 from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
+from quantforge.verbs.job import Job, RunInputs
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, tree
 
@@ -88,13 +88,15 @@ def test_scales_of_a_cache_are_the_peaks_of_the_model(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], scheme: str
 ) -> None:
     rows: list[Tensor] = []
-    execute = Run.execute
+    read = Job.read_inputs
 
-    def noted(run: Run, sample: Any) -> None:
-        rows.append(sample.ids)
-        execute(run, sample)
+    def noted(job: Job) -> RunInputs:
+        inputs = read(job)
+        assert inputs.sample is not None
+        rows.append(inputs.sample.ids)
+        return inputs
 
-    monkeypatch.setattr(Run, "execute", noted)
+    monkeypatch.setattr(Job, "read_inputs", noted)
     quantize(model, out, recipe(**values, scheme=scheme, kv_cache="fp8"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     after = decoded(open_model(out))
@@ -186,18 +188,20 @@ def test_a_head_is_rounded_for_what_it_reads(
     """The states have passed every block, and every expert of it once, whether it is rounded or left alone."""
     model = tiny(family)
     seen: list[Any] = []
-    observe, execute = execution.observe_head, Run.execute
+    observe, read = execution.observe_head, Job.read_inputs
 
     def noted(planned: Any, stream: Any) -> Any:
         seen.append(observe(planned, stream))
         return seen[-1]
 
-    def sampled(run: Run, sample: Any) -> None:
-        seen.append(sample.ids)
-        execute(run, sample)
+    def sampled(job: Job) -> RunInputs:
+        inputs = read(job)
+        assert inputs.sample is not None
+        seen.append(inputs.sample.ids)
+        return inputs
 
     monkeypatch.setattr(execution, "observe_head", noted)
-    monkeypatch.setattr(Run, "execute", sampled)
+    monkeypatch.setattr(Job, "read_inputs", sampled)
     wanted = recipe("gptq", scheme="int8:row:sym", head="int8:row:sym")
     quantize(model, out, replace(wanted, **values))
     rows, found = seen
