@@ -36,7 +36,7 @@ import json, re, sys, tempfile, time
 from pathlib import Path
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-from quantforge.verbs.variants import make_variants
+from quantforge.verbs.variants import plan_variants
 
 model, text, length, samples, variants = sys.argv[1:]
 
@@ -49,7 +49,10 @@ def run(folder, **rows):
         name: build_recipe(None, calibration=text, **rows, **options)
         for name, options in json.loads(variants).items()
     }
-    make_variants(model, recipes, lambda name, _: Path(folder, name).absolute(), Settings(threads=1))
+    place_of = lambda name, _: Path(folder, name).absolute()
+    planned, errors = plan_variants(model, recipes, place_of, Settings(threads=1))
+    assert not errors, errors
+    planned.make(Path(), 0)
 
 with tempfile.TemporaryDirectory() as scratch:
     run(scratch + "/warm", samples=2, length=32)

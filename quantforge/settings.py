@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MOST_WORKERS = 8
 INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
-_CLUSTER = re.compile(r"(\w+://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
 @named_fields
@@ -51,7 +50,6 @@ class Settings:
     mmproj: bool = False  # also write the vision tower beside a GGUF file, as llama.cpp reads it
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
     join: bool = False  # share the work with processes that give the same command
-    ray: str = ""  # the address of a Ray cluster that makes the variants of a release or a sweep
     sign: Path | None = None  # the private key that signs the result
     calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
     adapter: Path | None = None  # where the adapter is that a recipe names
@@ -74,11 +72,6 @@ class Settings:
             raise UsageError(
                 f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
             )
-        named = isinstance(self.ray, str) and self.ray not in {"", "auto"}
-        if named and not _CLUSTER.fullmatch(str(self.ray)):
-            raise UsageError(f"--ray {self.ray}: is no address", "--ray auto, or --ray HOST:PORT")
-        if self.ray and self.join:
-            raise UsageError("--ray, and processes that share the work", "leave one of them out")
         name = self.base_model
         if name and isinstance(name, str) and not is_hub_name(name):
             raise UsageError(f"--base-model {name}: is no name of the hub", "--base-model ORG/NAME")
@@ -107,20 +100,6 @@ def check_threads(threads: int | None) -> int | None:
             f"--threads {threads}: more than {most}", f"this machine has {processors()} processors"
         )
     return threads
-
-
-def check_cluster(address: str | None) -> str:
-    """Return the address of a cluster that was typed, or "" where none was.
-
-    Raises:
-        UsageError: it is empty.
-    """
-    if address is not None and not address.strip():
-        raise UsageError(
-            f"--ray {address!r}: names no cluster",
-            "--ray auto, or --ray HOST:PORT; without --ray there is none",
-        )
-    return address or ""
 
 
 def check_jobs(jobs: int) -> int:

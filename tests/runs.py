@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from quantforge.cli.app import app, main
 from quantforge.execution.progress import Progress
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
+from quantforge.verbs.variants import plan_variants
 
 ALWAYS = {"--help", "--debug", "--version"}
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
@@ -214,3 +215,16 @@ def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(linear_errors.LinearErrors, "of", counted)
     return seen
+
+
+def make_variants(
+    model: str | Path,
+    recipes: Mapping[str, Recipe],
+    place_of: Callable[[str, str], Path],
+    settings: Settings,
+) -> tuple[str, ...]:
+    """Make results of one model, and return the names of those that were not there; as `plan_variants`."""
+    variants, errors = plan_variants(model, recipes, place_of, settings)
+    for error in errors.values():
+        raise error
+    return variants.make(Path(), 0)

@@ -23,7 +23,6 @@ OPTIONAL = {  # by the extra of our package that asks for it
     "datasets": ("datasets", "calibration text of the hub, and parquet"),
     "images": ("pillow", "calibration rows with images"),
     "interop": ("compressed_tensors", "compressed-tensors results in transformers"),
-    "ray": ("ray", "release --ray and sweep --ray"),
     "signing": ("model-signing", "--sign and verify --key"),
 }
 

@@ -14,7 +14,6 @@ from quantforge.events import KINDS
 from quantforge.planning.cards import CARDS
 from quantforge.settings import (
     ACTIVATIONS,
-    check_cluster,
     check_device_name,
     check_jobs,
     check_threads,
@@ -82,10 +81,6 @@ Jobs = Annotated[
     int,
     _run("--jobs", metavar="N", min=1, callback=check_jobs,
          help="Processes that share the results to be made, each in memory of its own."),
-]  # fmt: skip
-Ray = Annotated[
-    str | None,
-    _run("--ray", metavar="ADDRESS", callback=check_cluster, help="Make them on this Ray cluster: auto, or HOST:PORT."),
 ]  # fmt: skip
 Device = Annotated[
     str,

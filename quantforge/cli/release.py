@@ -71,7 +71,6 @@ def release(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
-    ray: options.Ray = None,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
     as_json: options.Json = False,
@@ -89,7 +88,7 @@ def release(
     settings = Settings(
         device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
         offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
-        join=join or jobs > 1 or under_torchrun(), ray=ray or "",
+        join=join or jobs > 1 or under_torchrun(),
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip
     if summary is not None:

@@ -63,7 +63,6 @@ def sweep(
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
     join: options.Join = False,
-    ray: options.Ray = None,
     activations: options.Activations = "memory",
     strict: options.Strict = False,
     allow: options.Allow = None,
@@ -82,7 +81,7 @@ def sweep(
     console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
     check_reports(report or [], summary, overwrite=overwrite)
     settings = Settings(
-        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), ray=ray or "",
+        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs),
         join=join or jobs > 1 or under_torchrun(), activations=activations, offline=offline, overwrite=overwrite,
         policy=build_policy(strict, allow), progress=console.show, note=console.note,
     )  # fmt: skip

@@ -26,7 +26,6 @@ In this folder:
     output               Place of a result, and the room that it asks for: shared by the verbs that write
     plan                 Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize             Quantize: a plan carried out and published, or gone on with after any interruption
-    ray_variants         Ray: variants made by tasks of a cluster, which places them by the processors
     release              Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     release_files        Files of a release beside its variants: report, figures in cards, manifest
     reproduce            Making a result again from its manifest, and comparing every byte

@@ -1,7 +1,7 @@
 """Variants: several results of one model, each a job of its own; a release and a sweep are made of them.
 
 All are planned before any is made. One that is there, whole and by the same recipe, source and versions, is kept; the
-others are made by this process, by all processes that give the same command (``join``), or by tasks of a Ray cluster.
+others are made by this process, or by all processes that give the same command (``join``).
 
 Each job keeps its own stage, lock, journal and writer, so that its bytes and its way of resuming are those of the
 separate command. Jobs that read the same calibration rows share the pass of the rows through the blocks, those whose
@@ -51,20 +51,16 @@ class Variants:
     """Results of one model that can be made, as far as headers tell.
 
     Attributes:
-        model: as of `quantize`.
         settings: how they are made.
         source: the model.
         files: of the source, by `files_of_source`.
-        recipes: what is wanted, by name.
-        jobs: the same, planned.
+        jobs: what is wanted, planned, by name.
         missing: names of those that are not there.
     """
 
-    model: str
     settings: Settings
     source: Checkpoint
     files: Mapping[str, Any]
-    recipes: Mapping[str, Recipe]
     jobs: Mapping[str, Job]
     missing: tuple[str, ...]
 
@@ -93,11 +89,6 @@ class Variants:
             check_text(job.planned, job.checkpoint, job.settings)
         work = 2 * len(wanted)
         with phase("variants", min(0.95, work / (work + scored)) if wanted else 0.0):
-            if self.settings.ray and wanted:
-                from quantforge.verbs.ray_variants import ray_variants
-
-                ray_variants(self, make_variants)
-                return self.missing
             made = _make_all(wanted, self.files, self.settings, place)
         return tuple(name for name in wanted if name in made)
 
@@ -136,20 +127,7 @@ def plan_variants(
     for job in jobs.values():
         check_apart(job.out, source.path)
     missing = tuple(name for name, job in jobs.items() if not kept(job, files))
-    return Variants(str(model), settings, source, files, recipes, jobs, missing), errors
-
-
-def make_variants(
-    model: str | Path,
-    recipes: Mapping[str, Recipe],
-    place_of: Callable[[str, str], Path],
-    settings: Settings,
-) -> tuple[str, ...]:
-    """Make results of one model, and return the names of those that were not there; as `plan_variants`."""
-    variants, errors = plan_variants(model, recipes, place_of, settings)
-    for error in errors.values():
-        raise error
-    return variants.make(Path(), 0)
+    return Variants(settings, source, files, jobs, missing), errors
 
 
 def _planned(

@@ -34,17 +34,6 @@ def written(place, model, *parts):
     return place
 
 
-@pytest.mark.parametrize("verb", ["release", "sweep"])
-@pytest.mark.parametrize("address", ["", " "])
-def test_an_empty_address_is_no_cluster(model, tmp_path, capsys, verb, address):
-    spec = written(tmp_path / "release.toml", model)
-    own = [spec] if verb == "release" else [model, "--over", "bits=4,8"]
-    ended = command(capsys, verb, *own, "-o", "out", "--ray", address)
-    assert (ended.code, "names no cluster" in ended.err) == (2, True), ended.err
-    assert "--ray auto" in ended.err
-    assert not (tmp_path / "out").exists()
-
-
 def typed(capsys, said):
     """Type what a hint says behind its colon."""
     hint = said.partition("hint: ")[2].splitlines()[0]

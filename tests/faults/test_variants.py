@@ -16,8 +16,8 @@ from quantforge.execution import execute, lockstep
 from quantforge.execution.progress import followed
 from quantforge.settings import Settings
 from quantforge.verbs import variants
-from quantforge.verbs.variants import make_variants, plan_variants
-from tests.runs import CALIBRATION, StopError, quantize, swift, tree
+from quantforge.verbs.variants import plan_variants
+from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, tree
 
 
 def _recipes():

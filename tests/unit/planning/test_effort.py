@@ -23,9 +23,8 @@ from quantforge.planning.release_spec import release_of
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs.variants import make_variants
 from tests.conftest import Tiny, make_tiny
-from tests.runs import CALIBRATION, command, quantize, recipe, tree
+from tests.runs import CALIBRATION, command, make_variants, quantize, recipe, tree
 from tests.thorough import further
 
 LOW, MEDIUM, HIGH = VALUES["effort"]
