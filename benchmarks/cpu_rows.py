@@ -52,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     for name, (grid, bits, group) in FORMS.items():
-        problem = Problem(1, 4096, 4096, bits, group, True, torch.bfloat16, "cpu", grid)
+        problem = Problem(4096, 4096, bits, group, True, torch.bfloat16, "cpu", grid)
         for rows, least in packed_times(problem).items():
             print(f"{name}, {rows} rows: {1000 * least:.3f} ms")
     schemes = (parse(name) for name in ("int4:g128:sym:bf16", "int8:row:sym:bf16"))

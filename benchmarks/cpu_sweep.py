@@ -116,7 +116,7 @@ def layer(
         return lambda x: linear(x, weight), DENSE[name]
     bits, group, dtype, more = PACKED[name]
     form: dict[str, Any] = {"symmetric": True} | more
-    problem = Problem(1, *shape, bits, group or shape[1], dtype=dtype, device="cpu", **form)
+    problem = Problem(*shape, bits, group or shape[1], dtype=dtype, device="cpu", **form)
     kernel, groups = select(problem), (shape[0], problem.groups)
     codes = torch.randint(
         0, 3 if problem.grid == "ternary" else 1 << bits, shape, dtype=torch.uint8

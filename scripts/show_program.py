@@ -30,7 +30,7 @@ def weight(
     """Return a problem, and random codes and parameters."""
     generator = torch.Generator().manual_seed(0)
     problem = Problem(
-        rows=1, out_features=ROWS, in_features=COLUMNS, bits=bits, group_size=group,
+        out_features=ROWS, in_features=COLUMNS, bits=bits, group_size=group,
         symmetric=zero == "centre", dtype=torch.bfloat16, device="cpu", minima=zero == "mins",
     )  # fmt: skip
     size = (ROWS, COLUMNS // group)

@@ -61,7 +61,7 @@ def main() -> None:
     entries = parse(path.read_text()) if path.is_file() else {}
     for text, form in itertools.product(options.shape, options.form):
         out_features, in_features = map(int, text.split("x"))
-        task = problem(form, 1, (out_features, in_features), torch.bfloat16)
+        task = problem(form, (out_features, in_features), torch.bfloat16)
         weights = copies(task)
         for kernel in TOKENS:
             if time.monotonic() > deadline:

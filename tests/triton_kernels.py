@@ -10,10 +10,10 @@ from quantforge_kernels.problem import Problem
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def problem(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), rows=1, tile_rows=1,
+def problem(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), tile_rows=1,
             dtype=torch.float32, activation="", minima=False, superblock=0, lower=""):  # fmt: skip
     return Problem(
-        rows, *shape, bits, group, symmetric, dtype, DEVICE, grid, tile_rows, activation, minima,
+        *shape, bits, group, symmetric, dtype, DEVICE, grid, tile_rows, activation, minima,
         superblock, lower,
     )  # fmt: skip
 
@@ -81,9 +81,9 @@ def weights(task: Problem, seed: int = 0):
     return codes.to(DEVICE), {name: value.to(DEVICE) for name, value in parameters.items()}
 
 
-def activations(task: Problem, seed: int = 0) -> torch.Tensor:
+def activations(task: Problem, rows: int = 1, seed: int = 0) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(task.rows, task.in_features, generator=rng).to(DEVICE, task.dtype)
+    return torch.randn(rows, task.in_features, generator=rng).to(DEVICE, task.dtype)
 
 
 def expected(task: Problem, given, x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def owners_of(tokens: int, experts: int, each: int, seed: int = 0) -> Owners:
 
 def grouped(form: str, experts: int, shape: tuple[int, int]) -> tuple[GroupedProblem, Packed]:
     """Random weights of all experts, as the kernel that is chosen lays them out: one matrix again and again."""
-    task = GroupedProblem(problem(form, 1, shape, torch.bfloat16), experts)
+    task = GroupedProblem(problem(form, shape, torch.bfloat16), experts)
     given = random_weights(task.each)
     return task, stack((given for _ in range(experts)), task, select_grouped(task))
 
@@ -50,7 +50,7 @@ def grouped(form: str, experts: int, shape: tuple[int, int]) -> tuple[GroupedPro
 def grouped_error(form: str, tokens: int) -> float:
     """The error of a small mixture relative to the reference in float64."""
     experts, each, shape = 16, 4, (1000, 2048)
-    task = GroupedProblem(problem(form, tokens, shape, torch.bfloat16), experts)
+    task = GroupedProblem(problem(form, shape, torch.bfloat16), experts)
     given = [random_weights(task.each) for _ in range(experts)]
     if "table" in given[0][1]:
         given = [(codes, values | {"table": given[0][1]["table"]}) for codes, values in given]

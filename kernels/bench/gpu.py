@@ -98,13 +98,13 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
             for dtype in (torch.float16, torch.bfloat16):
                 if time.monotonic() > deadline:
                     return
-                task = problem(form, rows, (1000, 2048), dtype)
-                part[f"{form}, {rows} rows, {dtype}"] = one_error(task)
+                task = problem(form, (1000, 2048), dtype)
+                part[f"{form}, {rows} rows, {dtype}"] = one_error(task, rows)
     for dtype in (torch.float16, torch.bfloat16):
         part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
         part[f"the same of ternary weights, {dtype}"] = same_ternary_bits(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
-        task = Problem(5, 1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
+        task = Problem(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
         if scaled.accepts(task):
             codes, parameters = random_weights(task)
             x = torch.randn(5, 2048, device="cuda").bfloat16()
@@ -124,9 +124,9 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
     part["attention, keys int8, values int4"] = attention_error("int8", "int4")
 
 
-def one_error(task: Problem) -> float:
+def one_error(task: Problem, rows: int) -> float:
     codes, parameters = random_weights(task)
-    x = torch.randn(task.rows, task.in_features, device="cuda").to(task.dtype)
+    x = torch.randn(rows, task.in_features, device="cuda").to(task.dtype)
     kernel = select(task)
     y = kernel.matmul(x, kernel.prepare(codes, parameters, task), task)
     weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
@@ -134,7 +134,7 @@ def one_error(task: Problem) -> float:
 
 
 def same_bits(dtype: torch.dtype) -> bool:
-    task = problem("int4 g128", 1, (4096, 4096), dtype)
+    task = problem("int4 g128", (4096, 4096), dtype)
     held = packed.prepare(*random_weights(task), task)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     results = [
@@ -148,7 +148,7 @@ def same_bits(dtype: torch.dtype) -> bool:
 
 
 def same_ternary_bits(dtype: torch.dtype) -> bool:
-    task = problem("tq1_0", 1, (4096, 4096), dtype)
+    task = problem("tq1_0", (4096, 4096), dtype)
     held = ternary.prepare(*random_weights(task), task)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     tile = Configuration(8, 128, 1, 1)
@@ -192,10 +192,10 @@ def kernels(found: Found, part: Found, deadline: float) -> None:
             if time.monotonic() > deadline - 120:  # the last part needs its time
                 part["cut short"] = f"{shape}, {form}"
                 return
-            weights = copies(problem(form, 1, shape, torch.float16))
+            weights = copies(problem(form, shape, torch.float16))
             nbytes = sum(value.nbytes for value in weights[0].values())
             for rows in ROWS:
-                task = problem(form, rows, shape, torch.float16)
+                task = problem(form, shape, torch.float16)
                 x = torch.randn(rows, shape[1], device="cuda").half()
                 multiply = select(task).matmul
                 value = seconds([partial(multiply, x, held, task) for held in weights])

@@ -42,9 +42,9 @@ FORMS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def problem(form: str, rows: int, shape: tuple[int, int], dtype: torch.dtype) -> Problem:
+def problem(form: str, shape: tuple[int, int], dtype: torch.dtype) -> Problem:
     """State the product of a named form of weights."""
-    fields: dict[str, object] = {"rows": rows, "out_features": shape[0], "in_features": shape[1]}
+    fields: dict[str, object] = {"out_features": shape[0], "in_features": shape[1]}
     return Problem(**fields, **FORMS[form], dtype=dtype, device="cuda")  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def _raised(
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compute a small layer on the processor, so that what compilers hold is there before memory is measured."""
-    problem = Problem(1, 256, 256, 4, 128, True, dtype, "cpu")
+    problem = Problem(256, 256, 4, 128, True, dtype, "cpu")
     kernel = select(problem)
     codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 2, dtype=dtype)
     failure(kernel, kernel.prepare(codes, {"scales": scales}, problem), problem)

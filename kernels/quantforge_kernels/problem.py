@@ -12,7 +12,8 @@ codes 0, 1 and 2 (``ternary``: held in 1.6 bits instead of 2). ``scale`` is a pa
 likewise ``mins`` times ``dmin``. These few forms cover what files hold: GPTQ and AWQ, NF4 and NVFP4,
 fp8 in tiles, and GGML's types of 4, 5, 8 bits, its K-quants and its ternary ones.
 
-A `Problem` says everything on which the choice of a kernel may depend. A `Kernel` says which
+A `Problem` says everything on which the choice of a kernel may depend; every kernel multiplies any
+number of rows of activations. A `Kernel` says which
 problems it solves, re-lays the weights once, at load (``prepare``, undone by ``restore``), and then
 multiplies from its own layout (``matmul``). This package speaks plain tensors only, and knows
 nothing of files, schemes or models.
@@ -40,8 +41,6 @@ class Problem:
     """One matrix product with quantized weights.
 
     Attributes:
-        rows: rows of the activation that speed is wanted for (1 is decoding one sequence). A hint:
-            every kernel multiplies any number of rows.
         out_features: rows of the weight.
         in_features: columns of the weight.
         bits: bits of one code, 1 to 8.
@@ -61,7 +60,6 @@ class Problem:
             a scale of their own: 16, which loses nothing that bfloat16 holds, or 8.
     """
 
-    rows: int
     out_features: int
     in_features: int
     bits: int

@@ -94,7 +94,7 @@ def _cpu_kernels() -> list[Check]:
     found: list[Check] = []
     generator = torch.Generator().manual_seed(0)
     for bits, group in ((4, 128), (8, 256)):
-        problem = Problem(1, 256, 256, bits, group, True, torch.bfloat16, "cpu")
+        problem = Problem(256, 256, bits, group, True, torch.bfloat16, "cpu")
         kernel = select(problem)
         codes = torch.randint(0, 1 << bits, (256, 256), generator=generator, dtype=torch.uint8)
         scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001

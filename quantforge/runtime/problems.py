@@ -33,7 +33,6 @@ def state(tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> 
     parameters = said.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = Problem(
-        rows=1,
         out_features=rows,
         in_features=columns,
         bits=scheme.bits,

@@ -18,7 +18,7 @@ import torch
 from quantforge_kernels.cpu import compiler
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
-problem = Problem(1, 32, 64, 4, 32, True, torch.bfloat16, "cpu")
+problem = Problem(32, 64, 4, 32, True, torch.bfloat16, "cpu")
 kernel = select(problem)
 codes = torch.arange(32 * 64).view(32, 64).remainder(16).to(torch.uint8)
 packed = kernel.prepare(codes, {"scales": torch.linspace(0.1, 1, 64).view(32, 2).half()}, problem)

@@ -59,7 +59,7 @@ def test_owners_are_sorted_and_counted():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "each"), [(1, 2), (7, 3), (3, 1), (0, 2)])
 def test_products_one_after_the_other(form, rows, each):
-    task = problem(**FORMS[form], shape=(5, 256), rows=rows)
+    task = problem(**FORMS[form], shape=(5, 256))
     kernel = by_matrix(reference.KERNEL)
     given, packed = stacked(task, kernel)
     x = rows_of(task, rows)
@@ -91,7 +91,7 @@ def test_every_form_in_one_launch(form, rows, each):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed
 
-    task = problem(**FORMS[form], shape=(11, 256), rows=rows)
+    task = problem(**FORMS[form], shape=(11, 256))
     given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
     x, owners = rows_of(task, rows), owned(rows, each, FEW)
     y = grouped_packed.matmul(x, owners, packed, GroupedProblem(task, FEW))
@@ -114,7 +114,7 @@ def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed
 
-    task = problem(**FORMS[form], shape=(11, 256), rows=3, dtype=dtype)
+    task = problem(**FORMS[form], shape=(11, 256), dtype=dtype)
     given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
     x, owners = rows_of(task, 3), owned(3, 2, FEW)
     group = GroupedProblem(task, FEW)
@@ -129,7 +129,7 @@ def test_strips_of_any_width(pairs):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed, plane_launches
 
-    task = problem("int", 4, 64, False, (7, 128), pairs)
+    task = problem("int", 4, 64, False, (7, 128))
     given, packed = stacked(task, grouped_packed.KERNELS[0])
     index = (torch.arange(pairs) % 7).clamp(max=3)
     index[index == 1] = 3
@@ -145,7 +145,7 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import grouped_packed
 
-    task = problem("fp8", 8, 128, True, (out, 256), 2, tile)
+    task = problem("fp8", 8, 128, True, (out, 256), tile)
     given, packed = stacked(task, grouped_packed.KERNELS[-1])
     x, owners = rows_of(task, 2), owned(2, 2)
     for kernel in ("matvec", "rows"):
@@ -166,7 +166,7 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
 )
 def test_selection_for_a_gpu(changes, name):
     pytest.importorskip("triton")
-    task = Problem(1, 48, 256, 4, 128, True, torch.bfloat16, "cuda")
+    task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cuda")
     chosen = select_grouped(GroupedProblem(replace(task, **changes), 8))
     assert chosen.name == name
     assert chosen.waits == (chosen not in GROUPED)

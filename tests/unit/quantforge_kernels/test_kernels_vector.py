@@ -26,7 +26,7 @@ INTEGERS["ternary"] = TERNARY
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     """A problem, packed weights, the weight that they stand for, and activations."""
     form = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
-    task = problem(shape=shape, rows=rows, dtype=dtype, **form)
+    task = problem(shape=shape, dtype=dtype, **form)
     codes, parameters = weights(task)
     plain = reference.prepare(codes, parameters, task)
     weight = reference.decode_rows(plain, task, slice(None))

@@ -69,7 +69,7 @@ def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_packed_products_of_many_rows(grid, dtype, without):
     bits = {"int": 4, "ternary": 2, "table": 4, "fp8": 8}[grid]
-    problem = Problem(1, 48, 256, bits, 256, True, dtype, "cpu", grid)
+    problem = Problem(48, 256, bits, 256, True, dtype, "cpu", grid)
     kernel = select(problem)
     codes = torch.randint(0, 3, (48, 256), dtype=torch.uint8)
     parameters = {"scales": torch.rand(48, 1)}

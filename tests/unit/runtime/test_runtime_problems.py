@@ -88,7 +88,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference():
 
 
 def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
-    task = Problem(1, 64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
+    task = Problem(64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert select(task).name == "reference"
     # Weights alone are decoded with integer operations, on any GPU.
@@ -100,7 +100,7 @@ def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
 def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
     abilities = {"cuda:0": (9, 0), "cuda:1": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: abilities[str(where)])
-    task = Problem(1, 64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
+    task = Problem(64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
     assert select(task).name == "triton-w8a8"
     assert select(replace(task, device="cuda:1")).name == "reference"
 
