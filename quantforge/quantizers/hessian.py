@@ -49,11 +49,6 @@ class Objective:
         rows.diagonal(start).add_(self.ridge[start:stop])
         return rows
 
-    def of_rows(self, error: Tensor) -> Tensor:
-        """Return the objective of each row of ``error`` ``[out, in]``, float64 ``[out]``."""
-        gradient = matmul(error, self.hessian).addcmul_(error, self.ridge)
-        return gradient.mul_(error).sum(1, dtype=torch.float64)
-
     def exactly(self, error: Tensor) -> Tensor:
         """Return the objective of each row of ``error`` (float64) without and with the ridge, float64 ``[2, out]``."""
         found = error.new_zeros(2, len(error))

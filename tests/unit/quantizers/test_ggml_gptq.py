@@ -59,11 +59,11 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
     scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
     goal = Objective(hessian, ridge.expand(len(hessian)))
     found = rounded(gptq, grid, weight, hessian, 0).tensor
-    before = goal.of_rows(weight - found.decode())
+    before = goal.exactly((weight - found.decode()).double())[1]
     state = Refinement(weight, goal, scheme, found.parameters, found.codes)
     gained = state.sweep()
     again = replace(found, codes=state.codes, parameters=state.parameters)
-    after = goal.of_rows(weight - again.decode())
+    after = goal.exactly((weight - again.decode()).double())[1]
     assert bool((gained >= -1e-6 * before).all())
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
 

@@ -75,12 +75,11 @@ def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
     weight, hessian = problem()
     tensor, objective = rounded(weight, hessian, 0, scales), goal(hessian)
-    before = objective.of_rows(weight - tensor.decode())
+    before = objective.exactly((weight - tensor.decode()).double())[1]
     state = Refinement(weight, objective, SCHEME, tensor.parameters, tensor.codes)
     gained = state.sweep()
-    after = objective.of_rows(
-        weight - replace(tensor, codes=state.codes, parameters=state.parameters).decode()
-    )
+    again = replace(tensor, codes=state.codes, parameters=state.parameters)
+    after = objective.exactly((weight - again.decode()).double())[1]
     assert float(gained.min()) >= 0
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
     assert float(after.sum()) < 0.95 * float(before.sum())
@@ -97,9 +96,10 @@ def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
     moved["scales"] = fp4.nearest_scales(moved["scales"].float() * 1.25)
     state = Refinement(wanted, goal(hessian), SCHEME, moved, tensor.codes)
     state.sweep()
-    first = goal(hessian).of_rows(wanted - replace(tensor, parameters=moved).decode())
-    left = goal(hessian).of_rows(
-        wanted - replace(tensor, codes=state.codes, parameters=state.parameters).decode()
+    before = replace(tensor, parameters=moved)
+    after = replace(tensor, codes=state.codes, parameters=state.parameters)
+    first, left = (
+        goal(hessian).exactly((wanted - one.decode()).double())[1] for one in (before, after)
     )
     assert float(left.sum()) < 0.05 * float(first.sum())
 
@@ -117,7 +117,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor(
         monkeypatch.setitem(grids.GRIDS, "nvfp4", grid)  # type: ignore[arg-type]
         found.append(gptq._run("w", weight, factor, SCHEME, Rounding()))
         tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
-        expected = factor.objective.of_rows(weight - tensor.decode())
+        expected = factor.objective.exactly((weight - tensor.decode()).double())[1]
         assert torch.allclose(found[-1].errors, expected, rtol=1e-3)
         assert torch.equal(tensor.parameters["divisor"], found[0].parameters["divisor"])
     for before, after in pairwise(found):
