@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.shards import header_bytes
+from quantforge.checkpoint.shards import Shards, header_bytes
 from quantforge.plans import StoredTensor
 
 LLAMA = {
@@ -57,3 +57,10 @@ def llama(directory: Path, **changes: Any) -> Path:
     """Write a llama that is all header; a tied one stores no head."""
     config = {**LLAMA, **changes}
     return write(directory, config, llama_tensors(config, head=not config["tie_word_embeddings"]))
+
+
+def file_bytes(shards: Shards) -> int:
+    """Return the exact size of all weight files together."""
+    return sum(
+        len(header_bytes(shard)) + sum(tensor.nbytes for tensor in shard) for shard in shards
+    )

@@ -19,7 +19,6 @@ from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import read_header, read_tensor
 from quantforge.checkpoint.shards import (
-    file_bytes,
     file_plans,
     header_bytes,
     index_json,
@@ -30,6 +29,7 @@ from quantforge.checkpoint.shards import (
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
 from quantforge.plans import StoredTensor
+from tests.headers import file_bytes
 
 W = StoredTensor("w", "F32", (2, 2))
 SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.checkpoint.shards import (
-    file_bytes,
     file_plans,
     header_bytes,
     index_json,
@@ -23,6 +22,7 @@ from quantforge.checkpoint.shards import (
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor
+from tests.headers import file_bytes
 
 W = StoredTensor("w", "F32", (2, 2))
 SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
