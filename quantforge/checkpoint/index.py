@@ -58,8 +58,8 @@ def read_weights(root: Path, names: list[str]) -> Weights:
             root / extra[0],
             f"{extra[:SHOWN_PROBLEMS]} beside {SINGLE} without {INDEX}: which is the model?",
         )
-    header = read_header(root / single, root)
-    return Weights(dict(sorted(header.entries.items())), (root / single,))
+    entries = read_header(root / single, root)
+    return Weights(dict(sorted(entries.items())), (root / single,))
 
 
 def _read_indexed(root: Path, present: set[str]) -> Weights:
@@ -77,7 +77,7 @@ def _read_indexed(root: Path, present: set[str]) -> Weights:
         if len(problems) > ENOUGH_PROBLEMS:
             break
         try:
-            found = read_header(root / shard, root).entries
+            found = read_header(root / shard, root)
         except InputError as error:
             problems.append(error.message)
             continue

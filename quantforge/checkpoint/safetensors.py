@@ -91,16 +91,8 @@ class TensorEntry:
         return HeldTensor(self.name, self.dtype, self.shape, self.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The tensors of one file by name, in the order of their data, and its free-form metadata."""
-
-    entries: dict[str, TensorEntry]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path, root: Path | None = None) -> Header:
-    """Read and check the header of a safetensors file.
+def read_header(path: Path, root: Path | None = None) -> dict[str, TensorEntry]:
+    """Read and check the header of a safetensors file; return its tensors by name, in the order of their data.
 
     Args:
         path: the file.
@@ -124,14 +116,14 @@ def read_header(path: Path, root: Path | None = None) -> Header:
         if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
             raise _error(path, "the header is not a JSON object padded with spaces")
         with uncollected():
-            header = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
-        for name, entry in header.entries.items():
+            entries = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
+        for name, entry in entries.items():
             if entry.nbytes <= _DESCRIPTION_BYTES and any(part in name for part in DESCRIBING):
                 data = os.pread(descriptor, entry.nbytes, entry.start)
                 if len(data) != entry.nbytes:
                     raise changed(path, name)
-                header.entries[name] = replace(entry, data=data)
-        return header
+                entries[name] = replace(entry, data=data)
+        return entries
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:
@@ -178,7 +170,9 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     return data.view(torch_dtype(entry.dtype)).reshape(shape)
 
 
-def _check_header(path: Path, header: dict[str, Any], data_start: int, stamp: Stamp) -> Header:
+def _check_header(
+    path: Path, header: dict[str, Any], data_start: int, stamp: Stamp
+) -> dict[str, TensorEntry]:
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
@@ -188,7 +182,7 @@ def _check_header(path: Path, header: dict[str, Any], data_start: int, stamp: St
     entries = [_entry(path, name, fields, data_start, stamp) for name, fields in header.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end))
     _check_layout(path, entries, data_start, stamp.size)
-    return Header({entry.name: entry for entry in entries}, metadata)
+    return {entry.name: entry for entry in entries}
 
 
 def _check_names(path: Path, names: Iterable[str]) -> None:

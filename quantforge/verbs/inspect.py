@@ -120,7 +120,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
             raise InputError(
                 f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
             )
-        entries = read_header(path).entries
+        entries = read_header(path)
         return _summary(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
     try:
         checkpoint = open_model(path)

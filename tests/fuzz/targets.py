@@ -45,8 +45,8 @@ Target = Callable[[bytes, Path], None]
 
 def safetensors(data: bytes, place: Path) -> None:
     """The header, and then every tensor that it promises."""
-    header = read_header(written(place / "model.safetensors", data))
-    for entry in header.entries.values():
+    entries = read_header(written(place / "model.safetensors", data))
+    for entry in entries.values():
         if entry.dtype in TORCH_NAMES:
             read_tensor(entry)
 

@@ -27,7 +27,7 @@ def ours(data: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
         path = Path(directory) / "x"
         path.write_bytes(data)
         try:
-            entries = read_header(path).entries
+            entries = read_header(path)
             return {
                 name: (entry.dtype, list(entry.shape), read_tensor(entry).reshape(-1).view(
                     torch.uint8).numpy().tobytes())

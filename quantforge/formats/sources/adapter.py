@@ -134,10 +134,10 @@ def open_adapter(path: Path) -> Adapter:
     config = parse_object(text, path / CONFIG, roles.SETTINGS)
     check(path / CONFIG, config)
     # Looked at before gigabytes are digested, and taken as it is afterwards.
-    _sorted(path, config, read_header(path / WEIGHTS, path).entries)
+    _sorted(path, config, read_header(path / WEIGHTS, path))
     known = seal(path / WEIGHTS, path)
-    header = read_header(path / WEIGHTS, path)
-    entries = {name: replace(entry, seal=known) for name, entry in header.entries.items()}
+    found = read_header(path / WEIGHTS, path)
+    entries = {name: replace(entry, seal=known) for name, entry in found.items()}
     changes, replaced = _sorted(path, config, entries)
     return Adapter(
         path,

@@ -42,14 +42,14 @@ def header_refused(path: Path) -> str:
 
 def test_a_header_of_32_mb_is_read_and_no_larger_one(path: Path) -> None:
     padded(path, MB_32.to_bytes(8, "little") + b"{}", 8 + MB_32)
-    assert read_header(path).entries == {}
+    assert read_header(path) == {}
     padded(path, (MB_32 + 1).to_bytes(8, "little") + b"{}", 9 + MB_32)
     assert f"a header of {MB_32 + 1} bytes, more than {MB_32}" in header_refused(path)
 
 
 def test_names_of_4096_bytes_and_shapes_of_64_sizes_are_read_and_no_longer_ones(path: Path) -> None:
     path.write_bytes(file(one("n" * 4096, shape=[1] * 64), b"1234"))
-    assert read_header(path).entries["n" * 4096].shape == (1,) * 64
+    assert read_header(path)["n" * 4096].shape == (1,) * 64
     path.write_bytes(file(one("n" * 4097), b"1234"))
     assert "(4097 bytes): expected 1 to 4096 bytes" in header_refused(path)
     path.write_bytes(file(one(shape=[1] * 65), b"1234"))
@@ -64,9 +64,9 @@ def test_80_characters_of_a_bad_name_are_shown(path: Path, size: int, told: str)
 
 def test_an_entry_is_its_place_whatever_the_time_of_its_file(path: Path) -> None:
     path.write_bytes(file(one(), b"1234"))
-    first = read_header(path).entries["a"]
+    first = read_header(path)["a"]
     os.utime(path, ns=(0, 0))
-    second = read_header(path).entries["a"]
+    second = read_header(path)["a"]
     assert first.stamp != second.stamp
     assert first == second
     assert repr(first) == repr(second)
@@ -75,7 +75,7 @@ def test_an_entry_is_its_place_whatever_the_time_of_its_file(path: Path) -> None
 def test_tensors_of_one_row_and_of_none(path: Path) -> None:
     tensors = {"one": torch.arange(6.0).reshape(1, 2, 3), "none": torch.empty(0, 3)}
     save_file(tensors, path)
-    found = read_header(path).entries
+    found = read_header(path)
     assert torch.equal(read_rows(found["one"], 0, 1), tensors["one"])
     assert read_rows(found["one"], 1, 1).shape == (0, 2, 3)
     assert read_rows(found["none"], 0, 0).shape == (0, 3)
@@ -86,7 +86,7 @@ def test_a_system_that_reads_less_is_asked_for_the_rest(
 ) -> None:
     tensor, preadv = torch.arange(16, dtype=torch.uint8), os.preadv
     save_file({"w": tensor}, path)
-    found = read_header(path).entries["w"]
+    found = read_header(path)["w"]
     asked = []
 
     def less(descriptor: int, views: list[memoryview], at: int) -> int:
@@ -159,7 +159,7 @@ def test_20_disagreements_are_listed(tmp_path: Path, count: int, end: str) -> No
 
 def test_a_file_that_is_cut_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(file(one(), b"1234"))
-    tensor = next(iter(read_header(path).entries.values()))
+    tensor = next(iter(read_header(path).values()))
     pread = os.pread
     with monkeypatch.context() as cut:
         cut.setattr(os, "pread", lambda descriptor, count, at: pread(descriptor, count, at)[:20])

@@ -122,7 +122,7 @@ def test_every_layout_of_a_tensor_is_written_in_row_order(tmp_path: Path) -> Non
     found = {
         name: read_tensor(entry)
         for file in tmp_path.iterdir()
-        for name, entry in read_header(file).entries.items()
+        for name, entry in read_header(file).items()
     }
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
