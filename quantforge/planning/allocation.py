@@ -132,7 +132,7 @@ class Allocation:
     def every(self) -> Point:
         """Return a choice in which candidates take turns: what any mixture needs has a place in it."""
         turns = itertools.cycle(Option(name, 0, 0.0) for name in self._names)
-        return Point(0, 0.0, tuple(itertools.islice(turns, len(self.groups))))
+        return Point(0.0, tuple(itertools.islice(turns, len(self.groups))))
 
     def room(self, scale: Scale, left_out: Mapping[str, str]) -> int:
         """Return the bytes that a target leaves for linears of blocks; ``left_out``: what is no candidate, and why.

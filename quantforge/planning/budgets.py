@@ -29,9 +29,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Choice of an option for every group, with its bytes and nats."""
+    """Choice of an option for every group, with its nats."""
 
-    nbytes: int
     nats: float
     chosen: tuple[Option, ...]
 
@@ -75,12 +74,8 @@ def solved(groups: Sequence[Sequence[Option]], room: int) -> Point:
 
 
 def point_of(chosen: Sequence[Option]) -> Point:
-    """Return a choice with its sums."""
-    return Point(
-        sum(option.nbytes for option in chosen),
-        math.fsum(option.nats for option in chosen),
-        tuple(chosen),
-    )
+    """Return a choice with its sum of nats."""
+    return Point(math.fsum(option.nats for option in chosen), tuple(chosen))
 
 
 CURVE_POINTS = 33
