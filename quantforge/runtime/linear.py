@@ -25,7 +25,7 @@ from quantforge_kernels import reference
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.layers import add_bias
 from quantforge_kernels.probe import failure
-from quantforge_kernels.problem import Kernel, Packed
+from quantforge_kernels.problem import Packed
 from quantforge_kernels.select import select
 
 EXACT = 16  # bits of a rounded activation, which hold all that bfloat16 does
@@ -67,7 +67,6 @@ class PackedLinear(PackedWeights):
         bias: ``[out_features]``, or None.
         dtype: of activations.
         device: where the weight is kept.
-        kernel: to be used; the first that accepts the problem when left out.
         cut: of the weight, where a part of it is held; the bias is as it is to be.
 
     Attributes:
@@ -82,7 +81,6 @@ class PackedLinear(PackedWeights):
         bias: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-        kernel: Kernel | None = None,
         cut: Cut | None = None,
     ) -> None:
         super().__init__()
@@ -90,7 +88,7 @@ class PackedLinear(PackedWeights):
         stated = state(tensor, dtype, device)
         stated = stated if cut is None else cut.stated(stated)
         self.problem = stated.problem
-        self.chosen = kernel or select(stated.problem)
+        self.chosen = select(stated.problem)
         self._input = None if stated.problem.activation else tensor.input
         scale, columns = tensor.parameters.get("input_scale"), tensor.outlier_columns
         self._input_scale = None if scale is None else scale.to(device)

@@ -304,7 +304,8 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
 @pytest.mark.parametrize("limit", [linear.DECODED_BYTES, 0])
 def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
     tensor = random_tensor("int4:g32:sym", (48, 64))
-    layer = PackedLinear(tensor, None, torch.float32, CPU, reference.KERNEL)
+    monkeypatch.setattr(linear, "select", lambda _: reference.KERNEL)
+    layer = PackedLinear(tensor, None, torch.float32, CPU)
     x = torch.randn(7, 64)
     expected = layer(x)
     decoding, count = reference.decode_rows, []

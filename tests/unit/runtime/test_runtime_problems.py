@@ -13,6 +13,7 @@ from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation
 from quantforge_kernels.gpu import packed
@@ -63,24 +64,26 @@ def test_little_is_added_to_the_bytes_of_the_file(text):
 
 
 @pytest.mark.parametrize("text", SCHEMES)
-def test_the_kernels_of_a_gpu_see_the_same(text):
+def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))
     module = ternary if text == "tq1_0" else packed
     kernel = Kernel("triton", lambda _: True, module.prepare, module.matmul, module.restore)
-    layer = PackedLinear(tensor, None, torch.float32, CPU, kernel)
+    monkeypatch.setattr(linear, "select", lambda _: kernel)
+    layer = PackedLinear(tensor, None, torch.float32, CPU)
     assert layer.kernel == "triton"
     x = torch.randn(1, 256)
     torch.testing.assert_close(layer(x), x @ tensor.decode().T, rtol=1e-5, atol=3e-5)
 
 
-def test_a_kernel_that_fails_gives_way_to_the_reference():
+def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
     def broken(*_):
         raise RuntimeError("ptxas: no such register\nand more")
 
     kernel = Kernel("triton-int", lambda _: True, packed.prepare, broken, packed.restore)
     tensor = rounded("int4:g128:sym:f16")
-    layer = PackedLinear(tensor, None, torch.float32, CPU, kernel)
+    monkeypatch.setattr(linear, "select", lambda _: kernel)
+    layer = PackedLinear(tensor, None, torch.float32, CPU)
     assert layer.kernel == "reference"
     assert layer.failure == "triton-int: RuntimeError: ptxas: no such register"
     x = torch.randn(2, 512)
