@@ -10,16 +10,13 @@ from __future__ import annotations
 import re
 from difflib import SequenceMatcher, get_close_matches
 from enum import StrEnum
-from functools import wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 
-K = TypeVar("K")
 SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
 
 
@@ -171,41 +168,6 @@ def either(values: Iterable[object]) -> str:
     """Return alternatives in words: ``2, 3 or 4``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def named_fields(kind: type[K]) -> type[K]:
-    """Let a dataclass refuse names of fields that it has not, as `check_options`, fields left out and further values.
-
-    A decorator.
-    """
-    made: Any = kind.__init__
-    known, taken = [*kind.__annotations__], signature(kind)
-
-    @wraps(made)
-    def checked(self: K, *given: Any, **named: Any) -> None:
-        check_options(named, known)
-        try:
-            taken.bind(*given, **named)
-        except TypeError as error:
-            raise UsageError(
-                f"{kind.__name__}: {error}", f"its fields: {', '.join(known)}"
-            ) from error
-        made(self, *given, **named)
-
-    kind.__init__ = checked  # type: ignore[method-assign,assignment]
-    return kind
-
-
-def check_options(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names of options that there are not.
-
-    Raises:
-        UsageError: naming the first one, and the nearest that there is.
-    """
-    names = {*known}
-    for name in given:
-        if name not in names:
-            raise UsageError(f"no option '{name}'", nearest(name, names))
 
 
 def without(dial: str) -> str:

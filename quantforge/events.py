@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from quantforge.errors import RefusedError, UsageError, named_fields, nearest
+from quantforge.arguments import strict_fields
+from quantforge.errors import RefusedError, UsageError, nearest
 
 KINDS: Mapping[str, str] = {
     "damping-raised": "the Hessian could not be factorised with the damping asked for",
@@ -64,7 +65,7 @@ class Event:
         return asdict(self)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Limits on how many events of each kind a run accepts; without ``strict``, any number."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quantforge.errors import named_fields
+from quantforge.arguments import strict_fields
 from quantforge.events import Event
 from quantforge.scheme import LayerScheme
 
@@ -107,7 +107,7 @@ class TensorPlan:
         return (second, first) if self.transposed else (first, second)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Serving:
     """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from quantforge.arguments import strict_fields
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.recipe_fields import check_fields, named_after, write_small
 from quantforge.checkpoint.recipe_toml import built, lines, read_toml
-from quantforge.errors import InputError, named_fields
+from quantforge.errors import InputError
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
@@ -23,7 +24,7 @@ IMATRIX = "imatrix:"  # then a name: the importance comes from a file
 NO_DATA = "none"  # the calibration source of those who want none
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
     """``[gptq]``: see `quantforge.quantizers.gptq`."""
@@ -45,7 +46,7 @@ class GptqOptions:
         return self.runs or (grid if self.refine else 1)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class AwqOptions:
     """``[awq]``: see `quantforge.quantizers.awq`."""
@@ -70,7 +71,7 @@ class Rounding:
         return self.scales != "absmax"
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
     """``[calibration]``: where the text comes from and how it is cut."""
@@ -105,7 +106,7 @@ class CalibrationOptions:
         return any(source.partition("=")[0].strip() == "self" for source in sources)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
     """``[adapter]``: what is merged into the source before anything else looks at it; see `formats.sources.adapter`."""
@@ -117,7 +118,7 @@ class AdapterOptions:
         check_fields(self)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Rule:
     """``[[rule]]``: the scheme of the tensors that a pattern matches (``keep`` leaves them alone)."""
@@ -129,7 +130,7 @@ class Rule:
         check_fields(self)
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""

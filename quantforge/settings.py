@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.arguments import strict_fields
 from quantforge.checkpoint.hub import is_hub_name
-from quantforge.errors import UsageError, named_fields, nearest
+from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
 from quantforge.plans import Plan, Serving
 
@@ -26,7 +27,7 @@ INPUT_BITS = (16, 8)
 ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Choices of where and how a run happens.

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.architectures.match import Matched
-from quantforge.errors import UsageError, named_fields
+from quantforge.arguments import strict_fields
+from quantforge.errors import UsageError
 from quantforge.planning.cache_size import CacheSize, cache_size, rows_of
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
@@ -31,7 +32,7 @@ _ACTIVATION, _LOGIT = 2, 4  # bytes
 _MILLION, _HOUR = 1e6, 3600
 
 
-@named_fields
+@strict_fields
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load that is planned for.

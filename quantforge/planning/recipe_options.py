@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
+from quantforge.arguments import check_names
 from quantforge.checkpoint.recipe_fields import VALUES, hint_of
-from quantforge.errors import InputError, UnknownNameError, UsageError, check_options, nearest
+from quantforge.errors import InputError, UnknownNameError, UsageError, nearest
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
@@ -79,7 +80,7 @@ def place_of(name: str) -> tuple[str, Any]:
     Raises:
         UsageError: no choice has that name; the nearest one is told.
     """
-    check_options([name], RecipeOptions.__annotations__)
+    check_names([name], RecipeOptions.__annotations__)
     place = PLACES.get(name, name)
     owner: Any = Recipe
     *tables, field = place.split(".")

@@ -16,7 +16,6 @@ In this folder:
     finished_result      A result that lies at the place of a job already
     folder_cards         Card of a folder of results that are one file each, made of their manifests and headers
     generate_text        Generate: a model of any format that is read continues a text or answers a conversation
-    given_options        Arguments that a program passes to a verb: unknown names and values of other types are refused
     imatrix              Importance of columns
     inspect              Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     job                  A job: one result that is to be made, planned from headers

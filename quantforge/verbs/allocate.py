@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from quantforge.arguments import as_list, check_arguments
 from quantforge.checkpoint.disk import check_new, place_of_run, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.lock import Lock
@@ -57,7 +58,6 @@ from quantforge.results.significant import significant
 from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.job import plan_job
 
 EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
@@ -85,7 +85,7 @@ class AskedSize:
         return str(self.target or self.like)
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 @torch_defaults()
 def allocate(
     model: str | Path,
@@ -348,7 +348,7 @@ def search_of(
         wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
         return planned_of(source, wanted, None, own)
 
-    typed = listed(asked.candidates, "candidates", '["int4:g128:sym"]')
+    typed = as_list(asked.candidates)
     given = [(name,) for one in typed for name in str(one).split(",") if name]
     plans, left_out = plans_of(
         source, planned, given or usual(key), read.engine, given=bool(given), together=key != GGUF

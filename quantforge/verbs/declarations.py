@@ -8,13 +8,13 @@ from typing import Any
 
 from quantforge.architectures import Architecture, LayerKind, SharedInput
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.disk import check_new, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.formats.configuration import json_bytes
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.undeclared import derived_match
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Declarations:
         }
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def derive_declarations(
     model: str | Path, out: str | Path | None = None, *, offline: bool = False

@@ -5,18 +5,18 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.disk import DISK, folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, RefusedError
 from quantforge.verbs.demo_text import evaluation_text
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.scored_text import OWN
 from quantforge_files.roles import TOKENIZER
 
 NAME = "demo"
 
 
-@checks_options()
+@check_arguments()
 def demo(out: str | Path = NAME) -> Path:
     """Copy the demo model (a llama of 4 million weights, trained on Python's standard library) to a new directory.
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
 from quantforge.formats.opening import open_model
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def diff(
     first: str | Path, second: str | Path, *, offline: bool = False, progress: Listener = ignore

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from quantforge.arguments import as_list, check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.tasks import Tasks, check, check_files
@@ -21,7 +22,6 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_measured
-from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.measurement_options import (
     MeasurementOptions,
     caches_of,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LARGER = 1.1  # times the size of a reference: what a descendant is not
 
 
-@checks_options(MeasurementOptions)
+@check_arguments(MeasurementOptions)
 @torch_defaults()
 def evaluate(
     reference: str | Path,
@@ -60,7 +60,7 @@ def evaluate(
         RefusedError: a task file would run code, or a model cannot be scored here.
     """
     settings = settings or Settings()
-    descendants = listed(models, "models", '["demo-awq"]')
+    descendants = as_list(models)
     check_measurement(options, len(descendants))
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
@@ -152,7 +152,7 @@ def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
     if names is None:
         return None
     tasks = Tasks(
-        tuple(map(str, listed(names, "tasks", '["arc_easy"]'))),
+        tuple(map(str, as_list(names))),
         options.get("task_limit", 0),
         options.get("allow_code", False),
         offline,

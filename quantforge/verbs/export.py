@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 from quantforge.architectures.draft_kinds import is_draft
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UsageError
@@ -33,7 +34,6 @@ from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.job import Outcome
 from quantforge.verbs.move_codes import Exported, move
@@ -43,7 +43,7 @@ from quantforge.verbs.requantize import quantize_again
 _SMALLER = "--type F16 or --type BF16 rounds them, in half the bytes"
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 @torch_defaults()
 def export(
     model: str | Path,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.arguments import check_arguments, check_names
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import UsageError, check_options
+from quantforge.errors import UsageError
 from quantforge.formats import detect
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
@@ -26,7 +27,6 @@ from quantforge.runtime.speculation.options import (
 )
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class AnswerOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]  # when a beam search is over
 
 
-@checks_options(AnswerOptions)
+@check_arguments(AnswerOptions)
 @torch_defaults()
 def generate(
     model: str | Path | Loaded,
@@ -120,7 +120,7 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
     Raises:
         UsageError: a name or a value that means nothing.
     """
-    check_options(options, AnswerOptions.__annotations__)
+    check_names(options, AnswerOptions.__annotations__)
     from quantforge.runtime.answer_limits import limits_from
 
     return limits_from(max_tokens, {**options})

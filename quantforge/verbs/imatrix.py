@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import followed, phase
@@ -18,7 +19,6 @@ from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.plan import plan
 
 
@@ -41,7 +41,7 @@ def with_importance(
     return known, replace(settings, imatrix=file)
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: Settings) -> None:
     """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.draft_kinds import type_of
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.reader import Checkpoint
@@ -28,7 +29,6 @@ from quantforge.planning.notes import facts
 from quantforge.plans import DTYPE_BITS, HeldTensor
 from quantforge.results import manifest
 from quantforge.results.source_changes import stated_adapters, stated_experts
-from quantforge.verbs.given_options import checks_options
 from quantforge_calibration.chat_templates import TemplateSet, choose, read_templates
 from quantforge_calibration.source_error import SourceError
 
@@ -101,7 +101,7 @@ class Inspected:
         }
 
 
-@checks_options()
+@check_arguments()
 def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     """Inspect a model, a safetensors file, a GGUF file or an importance matrix, which has values but no weights.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.settings import check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantforge.runtime.load import Loaded
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def load(
     model: str | Path,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from quantforge.architectures.cache_kinds import listed
-from quantforge.errors import UsageError, check_options, nearest
-from quantforge.verbs.given_options import check_types
+from quantforge.arguments import check_names, check_types
+from quantforge.errors import UsageError, nearest
 
 ENGINES = ("llama.cpp",)
 # What has an effect beside another choice alone.
@@ -49,7 +49,7 @@ def check_measurement(options: Mapping[str, Any], models: int = 0) -> None:
     """
     if not isinstance(options, Mapping):
         raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
-    check_options(options, MeasurementOptions.__annotations__)
+    check_names(options, MeasurementOptions.__annotations__)
     check_types(MeasurementOptions, options)
     engine = options.get("engine", "")
     caches_of(options)

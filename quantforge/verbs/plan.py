@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from quantforge.architectures.match import Matched
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
@@ -24,12 +25,11 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.allocate import asked_size, likely_plan, search_of
-from quantforge.verbs.given_options import checks_options
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 def plan(
     model: str | Path,
     recipe: RecipeSource = None,
@@ -53,7 +53,7 @@ def plan(
     return likely_plan(search_of(model, asked, settings, Path(out) if out else None)).plan
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 def capacity(
     model: str | Path,
     load: Load | None = None,

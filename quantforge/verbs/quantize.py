@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.writer import WeightsWriter
@@ -33,7 +34,6 @@ from quantforge.settings import Settings, under_torchrun
 from quantforge.verbs.allocate import asked_size, sized_recipe
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import finished, forget
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.job import Job, Outcome, RunInputs, plan_job
 from quantforge.verbs.output import placed_in, space
@@ -50,7 +50,7 @@ class Working:
     outcome: list[Outcome] = field(default_factory=list)
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 @torch_defaults()
 def quantize(
     model: str | Path,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quantforge.arguments import as_list, check_arguments
 from quantforge.checkpoint.disk import check_new, folder, place_of_run, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.foreign_json import read_object
@@ -30,7 +31,6 @@ from quantforge.results.card_figures import forget_repository, read_card, write_
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_folder_card
-from quantforge.verbs.given_options import checks_options, listed
 from quantforge.verbs.release_files import (
     MANIFEST_NAME,
     SCHEMA,
@@ -109,7 +109,7 @@ class PlannedRelease:
     left_out: Mapping[str, int]
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def release(
     spec: str | Path,
@@ -162,7 +162,7 @@ def plan_release(
 
     Arguments and errors as of `release`.
     """
-    names = [*map(str, listed(only, "only", '["demo-Q4_K_M"]'))]
+    names = [*map(str, as_list(only))]
     asked, place = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
     asked_by = FILES.read(Path(spec), RECIPE, None)
     settings = replace(settings, base_model=settings.base_model or asked.card.base_model)

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.publish_file import MODELFILE, projector_name, side_of
@@ -26,7 +27,6 @@ from quantforge.results.present_names import present_names
 from quantforge.results.provenance import BILL, STATEMENT, bill_name
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.requantize import check_same
 from quantforge_files.roles import MANIFEST
@@ -69,7 +69,7 @@ class Reproduced:
         }
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def reproduce(
     path: str | Path,

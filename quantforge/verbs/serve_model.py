@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.arguments import check_arguments
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.sampling_options import Range
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, loaded_to_answer, speculative_of
-from quantforge.verbs.given_options import checks_options
 
 if TYPE_CHECKING:
     from quantforge.runtime.cache_layout import CacheLayout
@@ -94,7 +94,7 @@ class ListeningServer:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-@checks_options(ServeOptions)
+@check_arguments(ServeOptions)
 @torch_defaults()
 def serve(
     model: str | Path | Loaded,

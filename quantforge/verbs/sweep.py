@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.disk import folder, writing
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.stage import check_folder
@@ -31,7 +32,6 @@ from quantforge.recipe import WORDS, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.evaluate_models import evaluate
-from quantforge.verbs.given_options import checks_options
 from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
 from quantforge.verbs.scored_text import check_text, own_text
 from quantforge.verbs.variants import plan_variants
@@ -66,7 +66,7 @@ class Swept:
         }
 
 
-@checks_options(RecipeOptions)
+@check_arguments(RecipeOptions)
 @torch_defaults()
 def sweep(
     model: str | Path,

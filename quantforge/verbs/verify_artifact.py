@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import Listener, followed, ignore, phase
@@ -12,14 +13,13 @@ from quantforge.formats.targets import target_of
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.given_options import checks_options
 from quantforge_files.roles import KEY
 
 if TYPE_CHECKING:
     from quantforge.verification.findings import Report
 
 
-@checks_options()
+@check_arguments()
 @torch_defaults()
 def verify(
     path: str | Path,
