@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from string import ascii_uppercase
 
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import GAP
-from quantforge.formats import FORMATS, format_of
-from quantforge.formats.matrix import Cell, Word, cells
+from quantforge.formats import FORMATS, PLAIN, Fit, Verdict, format_of
+from quantforge.formats.agreement import express_layer
+from quantforge.notation import parse_layer
+from quantforge.scheme import LayerScheme
+
+SHAPE, DTYPE = (512, 512), "BF16"  # of the matrix whose conversions are shown
+
+
+class Word(StrEnum):
+    """A verdict, as the table shows it."""
+
+    EXACT = "exact"
+    INEXACT = "inexact"
+    IMPOSSIBLE = "no"
+    READ = "values"
+    SAME = "="
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One conversion."""
+
+    source: str
+    scheme: LayerScheme
+    target: str
+    fit: Fit
+
+    @property
+    def word(self) -> Word:
+        """Return the verdict as the table shows it; ``=`` where the files stay what they are."""
+        return Word.SAME if self.source == self.target else Word[self.fit.verdict.name]
+
 
 SIGNS = {Word.SAME: "=", Word.EXACT: "+", Word.READ: "?", Word.INEXACT: "~", Word.IMPOSSIBLE: "."}
 ABOUT = {
@@ -82,3 +115,22 @@ def _show(console: Console, rows: list[tuple[str, str, str]], found: list[Cell])
         ("", "scheme of the source", *letters.values()), signs, "What an export to each keeps"
     )
     console.wrapped(", ".join(f"{sign} {ABOUT[word]}" for word, sign in SIGNS.items()))
+
+
+def _fit(scheme: LayerScheme, target: str) -> Fit:
+    """Return the verdict on a layer in the format ``target``."""
+    if target == PLAIN:
+        return Fit(Verdict.READ, "every decoded weight has to be a number of the model's type")
+    return express_layer(scheme, SHAPE, format_of(target), DTYPE)[0]
+
+
+def cells() -> Iterator[Cell]:
+    """Yield all pairs of formats, for every kind of numbers that the first one holds."""
+    for source in FORMATS:
+        form = format_of(source)
+        for text in form.ABOUT.specimens:
+            layer = parse_layer(text)
+            weight = layer.weight.stored_as(form.scale_type(DTYPE))
+            layer = LayerScheme(weight, layer.input)
+            for target in FORMATS:
+                yield Cell(source, layer, target, _fit(layer, target))

@@ -27,7 +27,6 @@ In this folder:
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
     loading                Code for the card of a result: a Python program for engines that are libraries
     matching               A quantized checkpoint, matched as if its weights were stored plainly
-    matrix                 The matrix of conversions
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
     opening                One door to every kind of model: a directory, or a GGUF file
     patterns               Regular expressions that users type and that files hold, for names of modules

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantforge.cli.formats import cells
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
 from quantforge.formats.agreement import express_layer
 from quantforge.formats.convert import convert, settle
-from quantforge.formats.matrix import cells
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
