@@ -6,43 +6,40 @@ method is one file and one record here.
 
 In this folder:
 
-    awq              AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    balance          Column factors that minimise the expected rounding error, under a model of it
-    feedback         The loop of GPTQ: round the columns in turn, each to make its own term of the error least
-    gptq             GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
-    hessian          The objective of GPTQ and of its refinement
-    method_costs     Costs of a method, for the forecasts of memory and time: records that its table holds
-    methods          Interfaces of methods: the arguments of each kind, and its results
-    output_error     Squared error that changed weights cause in the output of the sub-block that holds them
-    pairs            Pairs of a producer and its readers
-    plain_rows       Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
-    refine           Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rotate           Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
-    rtn              Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
-    smooth           SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsity         Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
-    strip_arrays     The loops of `strips` with numpy, for matrices too small to be worth compiling them
-    strip_kernels    The loops of `strips`, compiled by numba, each at its first call in a process
-    strips           The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
-    unknown_methods  Refusals of words that are no method, with what was meant
-    vectors          Error feedback and refinement of code vectors: the columns that share a code are a panel
-    guidance/        Guidance: the gradient of the loss at the output of every linear
-    tuning/          Tuning: scales, gains of norms and codes of a rounded model, learned on what its source computes
+    awq            AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
+    balance        Column factors that minimise the expected rounding error, under a model of it
+    feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
+    gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
+    hessian        The objective of GPTQ and of its refinement
+    methods        Interfaces of methods: the arguments of each kind, and its results
+    output_error   Squared error that changed weights cause in the output of the sub-block that holds them
+    pairs          Pairs of a producer and its readers
+    plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
+    refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
+    rotate         Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
+    rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsity       Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
+    strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
+    strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
+    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
+    vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
+    guidance/      Guidance: the gradient of the loss at the output of every linear
+    tuning/        Tuning: scales, gains of norms and codes of a rounded model, learned on what its source computes
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from quantforge.errors import UsageError
+from quantforge.errors import UnknownNameError, UsageError, nearest
 from quantforge.events import Event
 from quantforge.model.statistics import Statistic
-from quantforge.quantizers.method_costs import MethodMemory, MethodWork
-from quantforge.quantizers.unknown_methods import unknown_method
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -69,6 +66,50 @@ class MethodKind(StrEnum):
     TRANSFORM = "transform"
     SOURCE_TRANSFORM = "source transform"
     SPARSIFIER = "sparsifier"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodMemory:
+    """Memory of a method at its worst moment, in float32 copies; changes only when the code of the method does.
+
+    Attributes:
+        matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
+            inputs, of all of them; of a transform of the whole source, of a matrix whose strips are read.
+        part: of the part of a matrix's rows that is worked on at a time.
+        factorising: of the Hessian of a shared input, while it is factorised.
+        factor: of the Hessian, afterwards.
+        compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
+    """
+
+    matrices: float = 0.0
+    part: float = 0.0
+    factorising: float = 0.0
+    factor: float = 0.0
+    compiler: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MethodWork:
+    """Operations of a method beside the search of scales, in float32 products that take as long.
+
+    Measured on one thread (docs/memory-and-cost.md); they change only when the code of the method does.
+
+    Attributes:
+        weights: for each weight.
+        columns: for each weight and column of its matrix.
+        sweep_columns: the same, of each sweep of a refinement.
+        cubes: for each column of a shared input, cubed.
+        tries: of a transform: factors that are tried on ``rows`` of each matrix.
+        finalists: of these, how many are tried on all rows.
+    """
+
+    weights: float = 0.0
+    columns: float = 0.0
+    sweep_columns: float = 0.0
+    cubes: float = 0.0
+    tries: int = 0
+    rows: int = 512
+    finalists: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +165,25 @@ METHODS: Mapping[str, Method] = {
         MethodMemory(matrices=6.0, factorising=4.0, factor=1.0),
     ),
 }  # fmt: skip
+# Words of other tools, as `nearest` looks them up.
+METHOD_WORDS: Mapping[str, str] = {
+    "gptqmodel autogptq gptqmodifier gptqv2 gptaq gptqmarlin gptvq": "--method gptq",
+    "autoawq awqmodifier awqmarlin llmawq mlxawq": "--method awq",
+    "smoothquant smoothquantmodifier sq": "--method smooth+gptq, or smooth alone",
+    "none nearest round roundtonearest naive minmax plain quantizationmodifier data free datafree": "--method rtn",
+    "autoround signround quip quipsharp hqq aqlm adaround omniquant brecq dwq":
+        "it is not here; without --method what measured best is taken, below 8 bits --method awq+gptq",
+    "quarot spinquant hadamard rotation rotations": "--method rotate+gptq",
+    "auto best default": "leave --method out: what measured best is taken",
+    "bnb bitsandbytes nf4 fp4 qlora": "this is a format: --format bnb",
+    "llmint8": "this is a scheme: --scheme LLM_INT8",
+    "gguf ggml llamacpp kquant kquants": "this is a format: --format gguf",
+    "imatrix": "quantforge quantize MODEL --imatrix FILE --method rtn --format gguf",
+    "fp8 fp8dynamic": "this is a scheme: --scheme FP8_DYNAMIC",
+    "w4a16 w8a8 w8a16 int4 int8": "this is a scheme: --scheme W4A16, or --bits 4",
+    "prune pruning sparse sparsity": "--method wanda --sparsity 50%",
+    "dynamicquant mixed mixedprecision": "`quantforge allocate` chooses a scheme for each layer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +210,7 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     words = text.lower().split("+")
     for word in words:
         if word not in METHODS:
-            raise unknown_method(word, text, METHODS)
+            raise _unknown_method(word, text)
     last = METHODS[words[-1]].kind is MethodKind.ROUNDER
     rounder = words.pop() if last else PLAIN
     kinds = [METHODS[word].kind for word in words]
@@ -165,6 +225,18 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
             "e.g. --method awq+gptq",
         )
     return tuple(words[whole:]), rounder
+
+
+def _unknown_method(word: str, text: str) -> UnknownNameError:
+    """Return the refusal of a word of a sum of methods; the hint is the sum, where all its words are methods."""
+    where = f" in '{text}'" if word != text.lower() else ""
+    words = re.findall(r"\w+", text.lower())
+    if len(words) < 2 or not METHODS.keys() >= {*words}:
+        hint = nearest(word, METHODS, METHOD_WORDS)
+    else:
+        words.sort(key=lambda one: METHODS[one].kind == "rounder")
+        hint = f"--method {'+'.join(words)}"
+    return UnknownNameError(f"unknown method '{word}'{where}", hint)
 
 
 def source_transforms(method: str) -> tuple[str, ...]:

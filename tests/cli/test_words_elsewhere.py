@@ -12,8 +12,7 @@ from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import TARGETS, target_of
 from quantforge.formats.unknown_names import ENGINE_WORDS, FORMAT_WORDS, TYPE_WORDS
 from quantforge.notation import parse_layer
-from quantforge.quantizers import METHODS
-from quantforge.quantizers.unknown_methods import METHOD_WORDS
+from quantforge.quantizers import METHOD_WORDS, METHODS
 from tests.conftest import Tiny
 from tests.runs import command
 
