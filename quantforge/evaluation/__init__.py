@@ -21,7 +21,6 @@ In this folder:
     kept_reference  The reference once its weights have left memory: its kept outputs
     kept_rows       Rows of an interrupted evaluation: kept in the user's cache until the same evaluation ends well
     llama_cpp       A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
-    made            Date of an evaluation, and the versions that it was made with; the day alone
     model_ending    The ending of a model, from final hidden states to logits, by its own code
     perplexity      Perplexity from final hidden states: ``exp`` of the mean negative log-likelihood per token
     planted_key     Retrieval of a planted key: whether attention still finds in a cache what was put there long before

@@ -8,8 +8,10 @@ nothing of the evaluation counts as memory of the model.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from quantforge.evaluation.generated import Answering, Prompts
 from quantforge.evaluation.kept_reference import KeptReference
 from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
-from quantforge.evaluation.made import Made
 from quantforge.evaluation.speed import read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
@@ -33,12 +34,14 @@ from quantforge.evaluation.windows import LENGTH, Protocol, Windows, cut
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
+from quantforge.results.manifest import versions
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 
 SCHEMA = "quantforge.eval/1"
+EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,25 @@ class EvaluationOptions:
     text_found: bool = False
     input_bits: int = EXACT
     note: Callable[[str], None] = field(default=lambda _: None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Day (ISO 8601, UTC) and versions of an evaluation; the day alone, so that its hour changes no report."""
+
+    date: str
+    versions: Mapping[str, str]
+
+    @classmethod
+    def now(cls) -> Made:
+        """Return today and what is installed; the day of ``SOURCE_DATE_EPOCH`` where that is set."""
+        epoch = os.environ.get(EPOCH, "")
+        moment = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
+        return cls(moment.date().isoformat(), versions())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both as plain data."""
+        return {"date": self.date, "versions": dict(self.versions)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ import jsonschema
 import pytest
 
 from quantforge.evaluation.columns import ABSENT
-from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
+from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions, Made
 from quantforge.evaluation.figures import QUANTILES
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.made import Made
 from quantforge.evaluation.report import notes, render
 from quantforge.evaluation.report_page.charts import quantiles, series
 from quantforge.evaluation.report_page.front_chart import APART, front_chart, shortened, spread
