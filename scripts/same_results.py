@@ -480,10 +480,12 @@ def _command(words: Sequence[str], modules: Path | None) -> None:
 
 
 def _content(path: Path) -> Any:
-    """Return a document of JSON, digests of what a GGUF file holds, or the digest of another file."""
+    """Return a document of JSON or TOML, digests of what a GGUF file holds, or the digest of another file."""
     if path.suffix == ".json":
         with contextlib.suppress(ValueError):
             return _document(path.read_text(), "")
+    if path.suffix == ".toml":
+        return tomllib.loads(path.read_text())
     if path.suffix == ".gguf":
         with contextlib.suppress(ValueError):  # an importance file of another kind
             return _gguf(path)
