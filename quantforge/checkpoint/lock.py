@@ -251,7 +251,7 @@ class Watch:
 
 
 class StaleLockMonitor:
-    """Watcher of the processes for whose locks this one waits; ``note`` is told once of each that does not respond.
+    """Watcher of the processes for whose locks this one waits; calls ``note`` once for each that does not respond.
 
     A lock of the system dies with its owner, but not with one that was stopped: whoever waits would wait for ever.
     """

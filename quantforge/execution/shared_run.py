@@ -297,7 +297,7 @@ def locked(
     Args:
         stage: of the output.
         work: what to do.
-        note: is told of a process that has the lock and does not respond.
+        note: called with a sentence about a process that has the lock and does not respond.
         unless: whether it need not be done any more; None is returned then.
         waits: however long the other process takes: a large block may be tuned for hours.
 

@@ -69,7 +69,7 @@ class Tuning:
             tensors: of the blocks.
             work: the journal.
             settings: of the run.
-            tell: is told the name of every unit that was tuned, its record, and when its tuning began.
+            tell: called with the name of every unit that was tuned, its record, and when its tuning began.
             share: returns which share of the work a unit is.
         """
         self._planned, self._checkpoint, self._output = planned, checkpoint, output

@@ -262,7 +262,7 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
 
     Args:
         place: which.
-        note: is told of a process that does it and does not respond.
+        note: called with a sentence about a process that does it and does not respond.
 
     Raises:
         RefusedError: what lies there is no lock.

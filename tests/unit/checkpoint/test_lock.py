@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -45,6 +48,30 @@ def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None
         worker.join()
     assert found["taken"] > 10
     assert found.keys() <= {"taken", "busy"}
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_signal_while_a_lock_is_released_leaves_nothing(tmp_path: Path, moment: int) -> None:
+    """It comes before any one line of what removes the file."""
+    lock, lines = Lock(tmp_path / ".out.qf"), count()
+    lock.take()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        inside = frame.f_code.co_name in {"_remove", "_is_there", "_names"}
+        if inside and event == "line" and next(lines) == moment:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        lock.release()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    assert not [*tmp_path.iterdir()]
+    assert lock.descriptor == -1
 
 
 def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directory(
