@@ -14,17 +14,17 @@ In this folder:
     cache_kinds       Names of caches: how keys and values are stored, in one word for both, or in a word for each
     cohere            Command R: attention and MLP side by side behind one LayerNorm without bias, neighbours rotated
     cohere2           Command R7B and A: a cohere in which three layers of four have a window
+    configuration     What a configuration says beside sizes: how many tokens a model sees, whether its head is tied
     cwm               CWM: a llama in which three layers of four have a window, with an explicit head size
-    declare           Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels
+    declare           Parts of which families compose their layers, linears, norms, mixers of tokens and of channels
     decoder_graph     How the blocks of a family compute, as far as declarations of tensors do not say it
     deepseek_v2       DeepSeek 2: latent attention, with a latent for queries in the large model
     deepseek_v3       DeepSeek 3 (and Kimi K2): latent attention; dense first layers
     deepseek_v32      DeepSeek 3.2: a deepseek_v3 whose attention reads the tokens that an indexer chooses
     delta_net         Gated delta nets as parts of layers: a state per head that forgets
-    dense_parts       Parts of dense families: MLPs without gate, gate and up in one matrix
     dimensions        The sizes of a model, read from its configuration by every name that a family gives them
     dots1             dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
-    draft_heads       Tensors of draft heads: which of them are linears, and which of these read the same activation
+    draft_heads       Draft heads: layers that guess further tokens, beside the decoder in a model's files
     draft_kinds       Kinds of draft heads, told by a configuration
     ernie4_5          ERNIE 4.5 (dense): a llama that rotates neighbours, with one key for all biases, and a tied head
     ernie4_5_moe      ERNIE 4.5 mixtures: a llama with experts in a range of its layers, with or without shared ones
@@ -35,7 +35,6 @@ In this folder:
     gemma2            Gemma 2: norms multiply by 1 + w, four of them per block, soft-capped scores and logits, tied head
     gemma3            Gemma 3: gemma 2 without soft-capping, with norms over the heads of q and k
     gemma4            Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
-    generic           Matching without declarations: what is taken for a linear layer in a family that nobody described
     glm               GLM 4 of 2024: a llama with gate and up in one matrix
     glm4              GLM 4 of 2025: a glm with further norms after attention and after the MLP
     glm4_moe          GLM 4.5 to 4.7: a llama with dense first layers, then experts with shared ones
@@ -47,7 +46,6 @@ In this folder:
     granitemoe        Granite 3 mixtures: a llama with factors of its own, and experts that files hold stacked
     granitemoehybrid  Granite 4 hybrids: Mamba-2 in most layers and attention in the others, then a shared MLP
     granitemoeshared  Granite 3 mixtures with a shared expert, whose gate and up are one matrix
-    heads             Heads for several tokens: layers beside the decoder that guess further tokens
     helium            Helium: a llama that rotates neighbours, with an explicit head size
     hunyuan_v1_dense  Hunyuan (dense): a llama with an RMSNorm over each head of q and k, behind the rotation
     hunyuan_v1_moe    Hunyuan mixtures: a llama with experts and a shared MLP in every layer
@@ -81,7 +79,6 @@ In this folder:
     phi               Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm
     phi3              Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     phimoe            Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
-    positions         What a model can be given, by its configuration: how many tokens at once, and which
     projector         Vision towers as llama.cpp reads them from a file of their own: names, shapes and keys
     qwen2             Qwen 2 and 2.5: a llama whose q, k and v always have a bias, and o never
     qwen2_5_vl        Qwen 2 and 2.5 VL: a qwen2 that reads pictures; files name its tensors as those of a decoder alone
@@ -92,19 +89,13 @@ In this folder:
     qwen3_moe         Qwen 3 mixtures: a qwen3 in which most layers have experts, stored one by one, in place of the MLP
     qwen3_next        Qwen 3 Next: gated delta nets in three layers of four, gated attention in the others
     qwen3_vl          Qwen 3 VL: a qwen3 that reads pictures, whose features are added to the states of early layers too
-    qwen_tower        Towers of Qwen's models that read pictures, as llama.cpp reads them: what 2.5 and 3 have in common
     residual_stream   The residual stream of a model: which tensors read it, and which write into it
     routers           Routers of mixtures of experts, by what they are
     seed_oss          Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
-    sequence_state    State of a sequence that one layer keeps between tokens: what a cache has to hold
-    slots             Slots: every tensor that a family declares for one model, by its name in files
     smollm3           SmolLM 3: a llama that skips rotary embeddings in every fourth layer
     stablelm          StableLM: a llama with LayerNorms, rotating a quarter of each head
     starcoder2        StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate
-    tied_embeddings   Tied embeddings: an output projection that is the embedding itself
-    tower_names       Decoders within models that have further towers
     towers            Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
-    value_rules       Values of a configuration that no model computes with
 """
 
 from __future__ import annotations

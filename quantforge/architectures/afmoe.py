@@ -37,6 +37,13 @@ NORMS = (
     *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
 )
 DENSE: Mixer = gated_mlp(norm=Absorber(Absorbs.NORM, "pre_mlp_layernorm"))
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `first_dense`."""
+    return first_dense(config, "num_dense_layers")
+
+
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="afmoe",
@@ -50,7 +57,7 @@ ARCHITECTURE = replace(
             *shared_experts("shared*inner"),
         ),
     ),
-    kind_of="quantforge.architectures.afmoe.kinds",
+    kind_of=kinds,
     sizes={
         "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
         "inner": ("moe_intermediate_size",),
@@ -69,8 +76,3 @@ ARCHITECTURE = replace(
     },
     windows=WindowRule(width=1024, period=4, period_key="global_attn_every_n_layers"),
 )
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `first_dense`."""
-    return first_dense(config, "num_dense_layers")

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, llama
-from quantforge.architectures.declare import attention, layer, norms
+from quantforge.architectures.declare import attention, layer, norms, plain_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import plain_mlp
 
 ACTIVATION = tuple(Parameter(f"mlp.act_fn.{name}", ("1",)) for name in ("alpha_p", "alpha_n"))
 # Of the activation function, the same in every model, and stored with each layer.

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, layer
-from quantforge.architectures.dense_parts import plain_mlp
+from quantforge.architectures.declare import attention, layer, plain_mlp
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 
 ARCHITECTURE = replace(

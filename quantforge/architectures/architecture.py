@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
@@ -15,7 +14,13 @@ from quantforge.architectures.layer_windows import NONE, WindowRule
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
+if TYPE_CHECKING:
+    from quantforge.architectures.projector import Projector
+
 Rows = slice | list[int]
+Config = Mapping[str, Any]
+# Where a size of a family stands: keys of the configuration, of which the first that is there counts, or a function.
+SizePlace = tuple[str, ...] | Callable[[Config], int]
 _HINT = "--method rtn works without the architecture's declarations"
 
 
@@ -47,8 +52,8 @@ class Architecture:
         blocks: name of the list of decoder blocks, e.g. ``model.layers``.
         outer: tensors outside of the blocks.
         kinds: the kinds of layers: the tensors of a block, and which of its linears read the same activation.
-        kind_of: dotted path of a function that returns, for a (text) configuration with the family's defaults, the name
-            of each layer's kind; "" where there is one kind.
+        kind_of: returns, for a (text) configuration with the family's defaults, the name of each layer's kind; None
+            where there is one kind.
         other_words: for kinds of layers, that ``layer_types`` may hold beside the names of ``kinds``.
         joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
         converted: whether the running model joins or cuts tensors of files other than the matrices of experts.
@@ -61,10 +66,9 @@ class Architecture:
         droppable: regular expressions (full match on the stored name) of tensors that are left out on purpose.
         foreign: regular expressions (full match on the stored name) of tensors of another tower, kept as they are.
         requires: configuration values that the declarations rely on; anything else is refused.
-        uncovered: dotted path of a function that returns, for a configuration with the family's defaults, what else
-            the declarations do not cover; "" where they cover all.
-        sizes: dimensions of the family's own, and where they stand: keys of the configuration, of which the first that
-            is there counts, or the dotted path of a function of it. ``{"ffn": ...}`` overrides a common one.
+        uncovered: returns, for a configuration with the family's defaults, what else the declarations do not cover, ""
+            where they cover it; None where they cover all.
+        sizes: dimensions of the family's own, and where they stand; ``{"ffn": ...}`` overrides a common one.
         slices: rows of fused projections, e.g. ``{"self_attn.qkv_proj": ("q", "kv", "kv")}`` with their labels in
             ``slice_labels`` (``("q", "k", "v")``). Slices that fill a part of the rows are repeated, as q, k and v of
             one head after another.
@@ -78,8 +82,8 @@ class Architecture:
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
         windows: which of its layers look at the last tokens alone.
-        projector: by ``model_type``, the dotted path of a function that returns, for a whole configuration, the tower
-            and the projector as llama.cpp reads them (`quantforge.architectures.projector`).
+        projector: by ``model_type``, a function that returns, for a whole configuration, the tower and the projector as
+            llama.cpp reads them (`quantforge.architectures.projector`).
         graph: how the own decoder computes its blocks; None: transformers does.
         replayed: what blocks get beside the hidden states depends on the tokens or on earlier blocks, so that the
             model's code around the blocks runs for every row: always, never, or by configuration keys of which one
@@ -104,7 +108,7 @@ class Architecture:
     )
     foreign: tuple[str, ...] = ()
     requires: Mapping[str, object] = field(default_factory=dict)
-    uncovered: str = ""
+    uncovered: Callable[[Config], str] | None = None
     slices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slice_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -117,16 +121,16 @@ class Architecture:
     streams: int = 1
     fused_attention: bool = True
     gguf: Family | None = None
-    kind_of: str = ""
+    kind_of: Callable[[Config], Sequence[str]] | None = None
     other_words: tuple[str, ...] = ()
     converted: bool = False
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joins_experts: bool = False
-    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, SizePlace] = field(default_factory=dict)
     derived: Derivation | None = None
     with_layer_types: Mapping[str, str] = field(default_factory=dict)
     windows: WindowRule = NONE
-    projector: Mapping[str, str] = field(default_factory=dict)
+    projector: Mapping[str, Callable[[Config], Projector]] = field(default_factory=dict)
     graph: DecoderGraph | None = None
 
     def require(self, config: Mapping[str, Any]) -> None:
@@ -141,7 +145,7 @@ class Architecture:
                     f"config.json: {key} = {config[key]!r} is not supported for {self.model_type}",
                     f"supported: {key} = {value!r}; {_HINT}",
                 )
-        if self.uncovered and (what := called(self.uncovered, {**self.defaults, **config})):
+        if self.uncovered and (what := self.uncovered({**self.defaults, **config})):
             raise InputError(f"config.json: {what} is not supported for {self.model_type}", _HINT)
 
     def configured(self, config: Mapping[str, Any]) -> Architecture:
@@ -211,7 +215,7 @@ class Architecture:
         if self.derived is not None:
             return self.derived.dimensions
         sizes = {
-            name: called(where[0], {**self.defaults, **config}) if "." in where[0] else where
+            name: where({**self.defaults, **config}) if callable(where) else where
             for name, where in self.sizes.items()
         }
         types = frozenset(word for kind in self.kinds for word in kind.name.split("/") if word)
@@ -224,22 +228,21 @@ class Architecture:
             InputError: the configuration does not say of which kind every layer is; or as `WindowRule.check`.
         """
         self.windows.check(config, dimensions.layers)
-        if not self.kind_of and self.derived is None:
-            only = self.kinds[0].present({**self.defaults, **config})
-            return (only.counted(dimensions),) * dimensions.layers
+        stated = {**self.defaults, **config}
+        if self.derived is not None:
+            names = self.derived.kinds
+        elif self.kind_of is not None:
+            names = tuple(self.kind_of(stated))
+        else:
+            return (self.kinds[0].present(stated).counted(dimensions),) * dimensions.layers
         kinds = {kind.name: kind for kind in self.kinds}
-        names = self.derived.kinds if self.derived else self._named(config)
         if len(names) != dimensions.layers or not set(names) <= kinds.keys():
             raise InputError(
                 f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
                 f"each of them {' or '.join(sorted(kinds))}",
             )
-        stated = {**self.defaults, **config}
         counted = {name: kinds[name].present(stated).counted(dimensions) for name in set(names)}
         return tuple(counted[name] for name in names)
-
-    def _named(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(called(self.kind_of, {**self.defaults, **config}))
 
     def rows(self, dimensions: Dimensions, linear: str, label: str) -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
@@ -269,12 +272,6 @@ def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind
             rows = "+".join(item.shape[0] for item in found)
             items[whole] = Parameter(whole, (rows, *found[0].shape[1:]))
     return replace(kind, parameters=tuple(items.values()))
-
-
-def called(path: str, source: object) -> Any:
-    """Return what the function at a dotted path makes of a configuration, or of the keys of a file."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)(source)
 
 
 def matches(patterns: tuple[str, ...], name: str) -> bool:

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms, side_by_side
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import side_by_side
 from quantforge.architectures.llama_cpp import Family
 
 BOTH = side_by_side(attention("attention_bias"), gated_mlp())

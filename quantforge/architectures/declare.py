@@ -1,16 +1,42 @@
-"""Parts of which families compose their layers: linears, norms, and mixers of tokens and of channels."""
+"""Parts of which families compose their layers, linears, norms, mixers of tokens and of channels, and further towers.
+
+Some families compute attention and MLP side by side: both read the same norm and are added,
+``x + attention(norm(x)) + mlp(norm(x))``. A factor that the norm takes has to be taken out of every reader at once, so
+that q, k, v and what the MLP begins with are one shared input.
+
+Further towers are told by the beginnings of their names; they are kept as they are. Where transformers has a class for
+the decoder alone, that one runs, and names are those of its own (`beside_towers`); where it has none, the whole model
+is built, and the decoder's names have their place in them (`within_whole`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from quantforge.architectures import Absorber, Absorbs, LayerKind, Parameter, SharedInput, Stack
-from quantforge.architectures.sequence_state import LayerState, keys_and_values
+from quantforge.architectures import (
+    Absorber,
+    Absorbs,
+    Architecture,
+    LayerKind,
+    Parameter,
+    SharedInput,
+    Stack,
+)
+from quantforge.architectures.layer_kind import LayerState, keys_and_values
 
 ALWAYS = "always"  # a bias that every checkpoint of the family has
 BEFORE_ATTENTION = Absorber(Absorbs.NORM, "input_layernorm")
 BEFORE_MLP = Absorber(Absorbs.NORM, "post_attention_layernorm")
+GATE_UP = "mlp.gate_up_proj"
+FUSED_SLICES = {GATE_UP: ("ffn", "ffn")}
+FUSED_LABELS = {GATE_UP: ("gate", "up")}
+WHOLE_LAYER = ""  # as `SharedInput.within`
+QWEN_TOWER = r"(model\.)?visual\..*"
+WITHIN = "model.language_model"
+ALONE = r"model\.(embed_tokens|layers|norm)\."  # names of a decoder alone, as `Architecture.unmapped` states them
+WITHIN_TOWERS = r"(model\.)?language_model\."  # names of one within a model that has towers
 
 
 def linear(name: str, out_features: str, in_features: str, bias: str = "") -> tuple[Parameter, ...]:
@@ -25,6 +51,20 @@ def norms(*names: str, dimension: str = "hidden", bias: bool = False) -> tuple[P
     """Declare normalisations over ``dimension``; LayerNorms have a bias."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return tuple(Parameter(f"{name}.{kind}", (dimension,)) for name in names for kind in kinds)
+
+
+# Norms over all heads of q, and of k, at once.
+NORMS_OF_ALL = (
+    *norms("self_attn.q_norm", dimension="q"),
+    *norms("self_attn.k_norm", dimension="kv"),
+)
+# Of a llama with LayerNorms: what lies outside of its blocks, and the norms before the halves of a block.
+LAYER_NORM_OUTER = (
+    Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+    *norms("model.norm", bias=True),
+    Parameter("lm_head.weight", ("vocab", "hidden")),
+)
+LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +174,96 @@ def gated_mlp(
         ),
         inner_copies=3,
     )
+
+
+def plain_mlp(
+    bias: str = "",
+    *,
+    norm: Absorber | None = BEFORE_MLP,
+    names: tuple[str, str] = ("up_proj", "down_proj"),
+) -> Mixer:
+    """Declare up and down projections with an activation function between them that is not linear: nothing absorbs.
+
+    Args:
+        bias: of both, see `linear`.
+        norm: makes what ``up`` reads.
+        names: of the two.
+    """
+    up, down = (f"mlp.{name}" for name in names)
+    return Mixer(
+        (*linear(up, "ffn", "hidden", bias), *linear(down, "hidden", "ffn", bias)),
+        (SharedInput((up,), "mlp", norm), SharedInput((down,), down)),
+        inner_copies=2,
+    )
+
+
+def fused_mlp(*, norm: Absorber | None = BEFORE_MLP) -> Mixer:
+    """Declare gate and up as rows of one matrix; the family says where in ``slices``: `FUSED_SLICES`."""
+    down = "mlp.down_proj"
+    return Mixer(
+        (*linear(GATE_UP, "gate_up", "hidden"), *linear(down, "hidden", "ffn")),
+        (
+            SharedInput((GATE_UP,), "mlp", norm),
+            SharedInput((down,), down, Absorber(Absorbs.ROWS, GATE_UP, "up")),
+        ),
+        inner_copies=4,
+    )
+
+
+def side_by_side(attention: Mixer, mlp: Mixer) -> Mixer:
+    """Join attention and an MLP that read the same norm, that of ``attention``."""
+    first, *rest = attention.inputs
+    other, *more = mlp.inputs
+    both = SharedInput((*first.linears, *other.linears), WHOLE_LAYER, first.absorber)
+    return Mixer(
+        (*attention.parameters, *mlp.parameters),
+        (both, *rest, *more),
+        inner_copies=mlp.inner_copies,
+        states=(*attention.states, *mlp.states),
+    )
+
+
+def beside_towers(
+    text: Architecture,
+    model_type: str,
+    towers: Sequence[str],
+    prefixes: Sequence[tuple[str, str]] = (("model.language_model.", "model."),),
+) -> Architecture:
+    """Return a family whose decoder runs alone.
+
+    Args:
+        text: the family of the decoder.
+        model_type: of the whole.
+        towers: regular expressions of the names of their tensors in files.
+        prefixes: of the decoder's tensors, each (in files, canonical), beside the decoder's own.
+    """
+    return replace(
+        text,
+        model_type=model_type,
+        prefixes=(*text.prefixes, *prefixes),
+        unmapped={**text.unmapped, model_type: ALONE},
+        foreign=(*text.foreign, *towers),
+        text_config="text_config",
+    )
+
+
+def within_whole(text: Architecture, model_type: str, towers: Sequence[str]) -> Architecture:
+    """Return a family of which transformers runs the whole model; files may hold the decoder as if it were alone."""
+    return replace(
+        text,
+        model_type=model_type,
+        blocks=_moved(text.blocks),
+        outer=tuple(replace(item, name=_moved(item.name)) for item in text.outer),
+        embedding=_moved(text.embedding),
+        final_norm=_moved(text.final_norm),
+        prefixes=(("", ""), ("model.", f"{WITHIN}.")),
+        foreign=(*text.foreign, *towers),
+        text_config="text_config",
+        graph=None,
+        gguf=None,
+    )
+
+
+def _moved(name: str) -> str:
+    own = name.startswith("model.")
+    return f"{WITHIN}.{name.removeprefix('model.')}" if own else name

@@ -30,7 +30,7 @@ ARCHITECTURE = replace(
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        obstacle=f"{deepseek_v3.HERE}.of_latents",
+        obstacle=deepseek_v3.of_latents,
     ),
     defaults={
         **deepseek_v3.ARCHITECTURE.defaults,

@@ -20,54 +20,12 @@ from quantforge.architectures.mixtures import (
     shared_experts,
 )
 
-HERE = "quantforge.architectures.deepseek_v3"
 LITE = (26, 27)  # layers of the released models without a latent for queries
 NARROW = "narrow/"  # prefix of kinds of layers whose queries are made of a latent
 MIXTURE = (
     router("mlp.gate", correction="mlp.gate.e_score_correction_bias"),
     experts_one_by_one("inner"),
     *shared_experts("shared*inner"),
-)
-
-GGUF = Family(
-    "deepseek2",
-    experts=True,
-    sizes={
-        "expert_feed_forward_length": "inner",
-        "expert_shared_feed_forward_length": "shared*inner",
-        "expert_shared_count": "shared",
-    },
-    numbers={
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_gating_func": SIGMOID,
-        "expert_group_count": f"{HERE}.groups",
-        "expert_group_used_count": f"{HERE}.used_groups",
-    },
-    reals={"expert_weights_scale": "routed_scaling_factor"},
-    flags={"expert_weights_norm": "norm_topk_prob"},
-    names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
-)
-LATENT_GGUF = replace(
-    GGUF,
-    yarn_multiplier=True,
-    scalings=("yarn",),
-    sizes={
-        **GGUF.sizes,
-        "attention.head_count_kv": "heads",  # whatever num_key_value_heads says
-        "attention.kv_lora_rank": "kv_rank",
-        "attention.key_length": "nope+rope",
-        "attention.value_length": "v_head",
-        "rope.dimension_count": "rope",
-        "vocab_size": "vocab",
-    },
-    numbers={**GGUF.numbers, "attention.q_lora_rank": "q_lora_rank"},
-    graph={
-        "rope_interleave": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "scoring_func": "sigmoid",
-    },
-    obstacle=f"{HERE}.beyond_llama_cpp",
 )
 
 
@@ -97,45 +55,6 @@ def by_queries(config: Mapping[str, Any], kinds: list[str]) -> list[str]:
     """Return kinds of layers, dense or sparse, as those with or without a latent for queries."""
     prefix = NARROW if config.get("q_lora_rank") is not None else ""
     return [prefix + kind for kind in kinds]
-
-
-ARCHITECTURE = replace(
-    llama.ARCHITECTURE,
-    model_type="deepseek_v3",
-    kinds=layer_kinds(MIXTURE),
-    kind_of="quantforge.architectures.deepseek_v3.kinds",
-    sizes={
-        **latent.SIZES,
-        "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-        "inner": ("moe_intermediate_size",),
-        "shared": ("n_shared_experts",),
-    },
-    slices=latent.SLICES,
-    slice_labels=latent.SLICE_LABELS,
-    defaults={
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "n_group": 8,
-        "topk_group": 4,
-        "rope_interleave": True,
-    },
-    gguf=LATENT_GGUF,
-    unmapped={"kimi_k2": ""},  # transformers has no such model_type
-)
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -179,3 +98,84 @@ def used_groups(config: Mapping[str, Any]) -> int | None:
     """Return of how many groups the experts of a token are; as `groups`."""
     found: int | None = config.get("topk_group")
     return 1 if found is not None and found == config.get("n_group") else found
+
+
+GGUF = Family(
+    "deepseek2",
+    experts=True,
+    sizes={
+        "expert_feed_forward_length": "inner",
+        "expert_shared_feed_forward_length": "shared*inner",
+        "expert_shared_count": "shared",
+    },
+    numbers={
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_gating_func": SIGMOID,
+        "expert_group_count": groups,
+        "expert_group_used_count": used_groups,
+    },
+    reals={"expert_weights_scale": "routed_scaling_factor"},
+    flags={"expert_weights_norm": "norm_topk_prob"},
+    names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+)
+LATENT_GGUF = replace(
+    GGUF,
+    yarn_multiplier=True,
+    scalings=("yarn",),
+    sizes={
+        **GGUF.sizes,
+        "attention.head_count_kv": "heads",  # whatever num_key_value_heads says
+        "attention.kv_lora_rank": "kv_rank",
+        "attention.key_length": "nope+rope",
+        "attention.value_length": "v_head",
+        "rope.dimension_count": "rope",
+        "vocab_size": "vocab",
+    },
+    numbers={**GGUF.numbers, "attention.q_lora_rank": "q_lora_rank"},
+    graph={
+        "rope_interleave": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "scoring_func": "sigmoid",
+    },
+    obstacle=beyond_llama_cpp,
+)
+
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="deepseek_v3",
+    kinds=layer_kinds(MIXTURE),
+    kind_of=kinds,
+    sizes={
+        **latent.SIZES,
+        "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": ("n_shared_experts",),
+    },
+    slices=latent.SLICES,
+    slice_labels=latent.SLICE_LABELS,
+    defaults={
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_interleave": True,
+    },
+    gguf=LATENT_GGUF,
+    unmapped={"kimi_k2": ""},  # transformers has no such model_type
+)

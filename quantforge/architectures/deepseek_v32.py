@@ -11,6 +11,13 @@ from quantforge.architectures.declare import gated_mlp
 from quantforge.architectures.mixtures import dense_or_sparse, listed
 
 INDEXED = "indexed_attention/"
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `listed`."""
+    return [INDEXED + kind for kind in listed(config)]
+
+
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     model_type="deepseek_v32",
@@ -21,7 +28,7 @@ ARCHITECTURE = replace(
         sparse=deepseek_v3.MIXTURE,
         prefix=INDEXED,
     ),
-    kind_of="quantforge.architectures.deepseek_v32.kinds",
+    kind_of=kinds,
     gguf=None,
     sizes={**deepseek_v3.ARCHITECTURE.sizes, **latent.INDEXER_SIZES},
     defaults={
@@ -30,8 +37,3 @@ ARCHITECTURE = replace(
         "index_head_dim": 128,
     },
 )
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `listed`."""
-    return [INDEXED + kind for kind in listed(config)]

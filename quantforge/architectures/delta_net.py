@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from quantforge.architectures import Absorber, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, linear, norms
-from quantforge.architectures.sequence_state import convolution, recurrent
+from quantforge.architectures.layer_kind import convolution, recurrent
 
 HERE = "linear_attn"
 KEYS, VALUES = "k_heads*k_head", "v_heads*v_head"

@@ -1,20 +1,39 @@
-"""Tensors of draft heads: which of them are linears, and which of these read the same activation.
+"""Draft heads: layers that guess further tokens, beside the decoder in a model's files, or in a directory of their own.
 
-What joins a head to its model (`fc`), its embedding, output matrices and norms are no linears here, as of heads that
-lie within a model (`quantforge.architectures.heads`).
+Within a model they are told by their names and their count. The decoder works without them (speculative decoding is
+faster with them). Files hold them behind the last layer, as many as the configuration counts, or under names of their
+own; the classes of transformers leave them out. So they are declared for no family but recognised in all, and stay as
+they are unless a recipe says otherwise. A directory of Medusa or EAGLE-3 heads holds nothing else.
+
+The matrices inside of attention and MLP are linears like those of the decoder, and of those of EAGLE-3 it is known
+which read the same activation. What joins a head to the decoder (`eh_proj`, `fc`), its embedding, output matrix,
+routers and norms are not, and engines hold them in 16 bits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from quantforge.architectures.draft_kinds import EAGLE3, type_of
 from quantforge.architectures.matched import Matched, MatchedTensor, Role
+from quantforge.architectures.routers import routers, weighs_an_index
+from quantforge.architectures.towers import BLOCK, LAYERS, NAMES
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
+BEHIND = "num_nextn_predict_layers"  # counts layers behind the last one
+# Other counts, and whether there are any; 0 and false where they are left out.
+COUNTS = (BEHIND, "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers")
+USED = ("use_mtp",)
+_OWN = re.compile(r"(\w+\.)*?(mtp|mtp_layers|mtp_\w+|medusa_heads?)\..+")
+_WORDS = ("mtp", "medusa")  # one of them is in every such name
+_JOINS = re.compile(
+    r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$"
+)  # a module that holds layers, not of one
+_NOT_LINEAR = re.compile(r"embed|head|norm|router|(^|\.)gate\.weight|conv")
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 EMBEDDING = "embed_tokens.weight"
 # Of EAGLE-3, those of a group read the same activation.
 GROUPS = (
@@ -25,6 +44,90 @@ _BLOCK = re.compile(
     r"(?:medusa_heads?\.)?(?:(\d+)\.\d+\.linear|blocks\.(\d+)\.layers\.\d+)\.weight"
 )
 _OUTPUT = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.\d+|lm_heads\.\d+)\.weight")
+
+
+def heads_of(
+    config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
+) -> dict[str, bool]:
+    """Return the names of the tensors of heads, and whether each is a linear.
+
+    Args:
+        config: of the decoder.
+        layers: that it has.
+        stored: all tensors.
+
+    Raises:
+        InputError: ``num_nextn_predict_layers`` is no number of layers.
+    """
+    count = config.get(BEHIND) or 0
+    if type(count) is not int or not 0 <= count <= max(layers, 1):
+        raise InputError(f"config.json: {BEHIND} = {str(count)[:40]!r}", "a number")
+    behind = range(layers, layers + count)
+    found = {}
+    for tensor in stored:
+        name = tensor.name
+        block = BLOCK.match(name) if behind else None
+        further = block and int(block[2]) in behind and not NAMES.search(name)
+        if further or (any(word in name for word in _WORDS) and _OWN.fullmatch(name)):
+            found[name] = tensor
+    spared = routers(config, {name: tensor.shape for name, tensor in found.items()})
+    return {name: name not in spared and _is_linear(tensor) for name, tensor in found.items()}
+
+
+def head_tensors(
+    config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
+) -> dict[str, MatchedTensor]:
+    """Return the tensors of heads, as a match has them; arguments as of `heads_of`."""
+    stored = list(stored)
+    found = heads_of(config, layers, stored)
+    return {
+        tensor.name: MatchedTensor(
+            tensor.name,
+            tensor,
+            Role.FOREIGN,
+            further=True,
+            shared=first_sibling(tensor.name, found) if found[tensor.name] else "",
+        )
+        for tensor in stored
+        if tensor.name in found
+    }
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """Return the number of layers that an unchecked configuration states, 0 where it states none."""
+    found = next((config[key] for key in LAYERS if key in config), 0)
+    return found if type(found) is int else 0
+
+
+def first_sibling(name: str, names: Container[str]) -> str:
+    """Return the module of the first linear that reads what ``name`` reads, as far as names say so."""
+    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+    for siblings in _SIBLINGS:
+        if leaf in siblings:
+            leaf = next(word for word in siblings if f"{parent}.{word}.weight" in names)
+    return f"{parent}.{leaf}"
+
+
+def without_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that counts no heads, in its tower neither."""
+    changed: dict[str, Any] = {key: 0 for key in COUNTS if config.get(key)}
+    changed |= {key: False for key in USED if config.get(key)}
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        changed["text_config"] = without_heads(nested)
+    return {**config, **changed}
+
+
+def _is_linear(tensor: StoredTensor) -> bool:
+    name = tensor.name
+    owner = name.removesuffix(".weight").rpartition(".")[0]
+    matrix = name.endswith(".weight") and len(tensor.shape) == 2
+    return (
+        matrix
+        and not _JOINS.search(owner)
+        and not _NOT_LINEAR.search(name.rpartition(".layers.")[2])
+        and not weighs_an_index(name)
+    )
 
 
 def stored_names(name: str) -> list[str]:

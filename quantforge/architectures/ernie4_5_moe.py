@@ -28,57 +28,6 @@ MIXTURE = (
     (Parameter(f"mlp.gate.{CORRECTION}", ("1", "experts"), stored=f"mlp.{CORRECTION}"),),
     experts_one_by_one("inner"),
 )
-ARCHITECTURE = replace(
-    llama.ARCHITECTURE,
-    model_type="ernie4_5_moe",
-    graph=DecoderGraph(neighbours=True, experts=True),
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.norm"),
-        *linear("lm_head", "vocab", "hidden", "use_bias"),
-    ),
-    kinds=(
-        *dense_or_sparse(*PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
-        layer(*PARTS, *MIXTURE, *shared_experts("shared*inner", bias="use_bias"), name=SHARING),
-    ),
-    kind_of="quantforge.architectures.ernie4_5_moe.kinds",
-    sizes={
-        "experts": ("moe_num_experts", "num_experts", "num_local_experts"),
-        "inner": ("moe_intermediate_size",),
-        "shared": ("quantforge.architectures.ernie4_5_moe.shared",),
-    },
-    defaults={
-        "rope_theta": 500_000.0,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "intermediate_size": 12288,
-        "moe_num_experts": 64,
-        "moe_intermediate_size": 1536,
-        "moe_num_shared_experts": 2,
-        "moe_k": 6,
-        "moe_norm_min": 1e-12,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-        "tie_word_embeddings": True,
-    },
-    gguf=Family(
-        "ernie4_5-moe",
-        experts=True,
-        used="moe_k",
-        sizes={"expert_feed_forward_length": "inner"},
-        numbers={
-            "expert_shared_count": "moe_num_shared_experts",
-            "expert_shared_feed_forward_length": f"{__name__}.shared_width",
-            "leading_dense_block_count": "moe_layer_start_index",
-            "interleave_moe_layer_step": "moe_layer_interval",
-        },
-        graph={"use_bias": False, "moe_layer_interval": 1},
-        obstacle="quantforge.architectures.ernie4_5_moe.beyond_llama_cpp",
-        names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
-    ),
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -128,3 +77,56 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if not known or least * experts > used:  # the scores of those used sum to their share at least
         return f"moe_norm_min = {str(least)[:40]}", "at most moe_k / moe_num_experts"
     return None
+
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="ernie4_5_moe",
+    graph=DecoderGraph(neighbours=True, experts=True),
+    outer=(
+        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+        *norms("model.norm"),
+        *linear("lm_head", "vocab", "hidden", "use_bias"),
+    ),
+    kinds=(
+        *dense_or_sparse(*PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
+        layer(*PARTS, *MIXTURE, *shared_experts("shared*inner", bias="use_bias"), name=SHARING),
+    ),
+    kind_of=kinds,
+    sizes={
+        "experts": ("moe_num_experts", "num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": shared,
+    },
+    defaults={
+        "rope_theta": 500_000.0,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_k": 6,
+        "moe_norm_min": 1e-12,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "tie_word_embeddings": True,
+    },
+    gguf=Family(
+        "ernie4_5-moe",
+        experts=True,
+        used="moe_k",
+        sizes={"expert_feed_forward_length": "inner"},
+        numbers={
+            "expert_shared_count": "moe_num_shared_experts",
+            "expert_shared_feed_forward_length": shared_width,
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        graph={"use_bias": False, "moe_layer_interval": 1},
+        obstacle=beyond_llama_cpp,
+        names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
+    ),
+)

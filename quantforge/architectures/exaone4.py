@@ -15,6 +15,15 @@ from quantforge.architectures.llama_cpp import WITH_TABLE, Family
 
 _WINDOWED = 64  # layers of the release with windows
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: it tells windows by the number of layers."""
+    if config["num_hidden_layers"] == _WINDOWED:
+        return f"num_hidden_layers = {_WINDOWED} without windows", "another number"
+    return None
+
+
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="exaone4",
@@ -33,14 +42,7 @@ ARCHITECTURE = replace(
         class_name="Exaone4ForCausalLM",
         heads_fill=True,
         graph={"sliding_window": None},
-        obstacle=f"{__name__}.beyond_llama_cpp",
+        obstacle=beyond_llama_cpp,
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )
-
-
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: it tells windows by the number of layers."""
-    if config["num_hidden_layers"] == _WINDOWED:
-        return f"num_hidden_layers = {_WINDOWED} without windows", "another number"
-    return None

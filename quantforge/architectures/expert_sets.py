@@ -110,7 +110,9 @@ def _of_set(
     routed: int,
 ) -> list[str]:
     count = len(experts)
-    expected = count if not stated or count in stated else min((n for n in stated if n > count), default=0)  # fmt: skip
+    expected = count
+    if stated and count not in stated:
+        expected = min((number for number in stated if number > count), default=0)
     if expected == 0:
         return [f"{prefix}: {count} experts, the config counts {_listed(stated)}"]
     missing = sorted(set(range(max(expected, max(experts) + 1))) - experts.keys())

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, LayerKind
-from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, norms
-from quantforge.architectures.dense_parts import side_by_side
+from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, norms, side_by_side
 from quantforge.architectures.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
@@ -41,15 +40,37 @@ def _kind(name: str) -> LayerKind:
     return replace(layer(*parts, name=name), returned=1)
 
 
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer: all mixers have an inner norm, or none."""
+    return [NORMED if config["mamba_rms_norm"] else BARE] * config["num_hidden_layers"]
+
+
+def width(config: Mapping[str, Any]) -> int:
+    """Return the inner width of the mixers: as stated, or so many times the model's.
+
+    Raises:
+        InputError: these are no sizes.
+    """
+    stated = config.get("mamba_d_ssm")
+    factors: tuple[Any, ...] = (config.get("mamba_expand"), config.get("hidden_size"))
+    sizes: tuple[Any, ...] = factors if stated is None else (stated, 1)
+    if any(type(size) is not int or not 0 < size < 1 << 22 for size in sizes):
+        raise InputError(
+            f"config.json: mamba_d_ssm = {str(stated)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
+            "sizes, or mamba_d_ssm = null",
+        )
+    return int(sizes[0]) * int(sizes[1])
+
+
 ARCHITECTURE = replace(
     LLAMA,
     model_type="falcon_h1",
     outer=(LLAMA.outer[0], *norms("model.final_layernorm"), LLAMA.outer[-1]),
     kinds=(_kind(NORMED), _kind(BARE)),
-    kind_of="quantforge.architectures.falcon_h1.kinds",
+    kind_of=kinds,
     final_norm="model.final_layernorm",
     sizes={
-        "ssm": ("quantforge.architectures.falcon_h1.width",),
+        "ssm": width,
         "ssm_heads": ("mamba_n_heads",),
         "ssm_groups": ("mamba_n_groups",),
         "ssm_state": ("mamba_d_state",),
@@ -71,25 +92,3 @@ ARCHITECTURE = replace(
         "mamba_rms_norm": False,
     },
 )
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: all mixers have an inner norm, or none."""
-    return [NORMED if config["mamba_rms_norm"] else BARE] * config["num_hidden_layers"]
-
-
-def width(config: Mapping[str, Any]) -> int:
-    """Return the inner width of the mixers: as stated, or so many times the model's.
-
-    Raises:
-        InputError: these are no sizes.
-    """
-    stated = config.get("mamba_d_ssm")
-    factors: tuple[Any, ...] = (config.get("mamba_expand"), config.get("hidden_size"))
-    sizes: tuple[Any, ...] = factors if stated is None else (stated, 1)
-    if any(type(size) is not int or not 0 < size < 1 << 22 for size in sizes):
-        raise InputError(
-            f"config.json: mamba_d_ssm = {str(stated)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
-            "sizes, or mamba_d_ssm = null",
-        )
-    return int(sizes[0]) * int(sizes[1])

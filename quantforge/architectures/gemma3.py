@@ -10,7 +10,7 @@ from math import isqrt
 from typing import Any
 
 from quantforge.architectures import gemma2, text_config
-from quantforge.architectures.declare import layer, norms
+from quantforge.architectures.declare import ALONE, WITHIN_TOWERS, layer, norms
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.projector import (
     SWAPPED,
@@ -23,27 +23,8 @@ from quantforge.architectures.projector import (
     stack,
     weight,
 )
-from quantforge.architectures.tower_names import ALONE, WITHIN_TOWERS
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
-ARCHITECTURE = replace(
-    gemma2.ARCHITECTURE,
-    model_type="gemma3",
-    kinds=(layer(gemma2.NORMS, HEAD_NORMS, *gemma2.MIXERS),),
-    prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
-    unmapped={"gemma3": ALONE, "gemma3_text": WITHIN_TOWERS},
-    foreign=(*gemma2.ARCHITECTURE.foreign, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    requires={"use_bidirectional_attention": False},
-    defaults={
-        **gemma2.ARCHITECTURE.defaults,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-    },
-    text_config="text_config",
-    fused_attention=True,
-    windows=WindowRule(width=4096, period=6, period_key="sliding_window_pattern"),
-    projector={"gemma3": f"{__name__}.projector"},
-)
 
 
 def projector(config: Mapping[str, Any]) -> Projector:
@@ -77,15 +58,44 @@ def projector(config: Mapping[str, Any]) -> Projector:
             "vision.projector.scale_factor": pooled,
         },
         (
-            *module(f"{embeddings}.patch_embedding", "v.patch_embd", (width, 3, patch, patch), wide=True),
-            weight(f"{embeddings}.position_embedding", "v.position_embd", (side * side, width), wide=True),
+            *module(
+                f"{embeddings}.patch_embedding", "v.patch_embd", (width, 3, patch, patch), wide=True
+            ),
+            weight(
+                f"{embeddings}.position_embedding",
+                "v.position_embd",
+                (side * side, width),
+                wide=True,
+            ),
             *stack("vision_tower.encoder.layers", sizes, block),
             *module("vision_tower.post_layernorm", "v.post_ln", (width,)),
             weight(f"{projected}.mm_soft_emb_norm", "mm.soft_emb_norm", (width,), plus_one=True),
             TowerTensor(
-                f"{projected}.mm_input_projection_weight", ("mm.input_projection.weight",), (width, out)
+                f"{projected}.mm_input_projection_weight",
+                ("mm.input_projection.weight",),
+                (width, out),
             ),
         ),
         renamed=(("model.", ""), ("vision_tower.vision_model.", "vision_tower.")),
         unread=(r"vision_tower\.head\..*",),
-    )  # fmt: skip
+    )
+
+
+ARCHITECTURE = replace(
+    gemma2.ARCHITECTURE,
+    model_type="gemma3",
+    kinds=(layer(gemma2.NORMS, HEAD_NORMS, *gemma2.MIXERS),),
+    prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
+    unmapped={"gemma3": ALONE, "gemma3_text": WITHIN_TOWERS},
+    foreign=(*gemma2.ARCHITECTURE.foreign, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    requires={"use_bidirectional_attention": False},
+    defaults={
+        **gemma2.ARCHITECTURE.defaults,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    text_config="text_config",
+    fused_attention=True,
+    windows=WindowRule(width=4096, period=6, period_key="sliding_window_pattern"),
+    projector={"gemma3": projector},
+)

@@ -7,8 +7,8 @@ an embedding and from the first states. The mixture of the models that have one 
 reads what neither of their norms has touched.
 
 Files of transformers state what full layers have of their own by number of layer (``per_layer_config``), published ones
-by keys of their own. Below the declarations: the kinds and sizes of layers, what llama.cpp's graph takes for granted,
-the configuration that a GGUF file describes, and the tower that reads pictures.
+by keys of their own. In front of the declarations: parts, kinds and sizes of layers, what llama.cpp's graph takes for
+granted, the configuration that a GGUF file describes, and the tower that reads pictures.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from quantforge.architectures import (
     SharedInput,
     text_config,
 )
-from quantforge.architectures.declare import Mixer, gated_mlp, layer, linear, norms, only
+from quantforge.architectures.declare import (
+    ALONE,
+    WITHIN_TOWERS,
+    Mixer,
+    gated_mlp,
+    layer,
+    linear,
+    norms,
+    only,
+)
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family, Keys
 from quantforge.architectures.mixtures import experts_in_one
@@ -37,8 +47,6 @@ from quantforge.architectures.projector import (
     stack,
     weight,
 )
-from quantforge.architectures.sequence_state import keys_and_values
-from quantforge.architectures.tower_names import ALONE, WITHIN_TOWERS
 from quantforge.errors import InputError
 
 SHARING = "num_kv_shared_layers"
@@ -128,111 +136,6 @@ REST = (
     only(INPUT_WIDTH, LAYER_INPUT),
 )
 TOKENS = {SLIDING: ("head", "kv_heads"), FULL: ("full_head", "full_kv_heads", f"!{K_EQ_V}")}
-ARCHITECTURE = Architecture(
-    model_type="gemma4_text",
-    blocks="model.layers",
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *only(INPUT_WIDTH, INPUT_OUTER),
-        *norms("model.norm"),
-        Parameter("lm_head.weight", ("vocab", "hidden")),
-    ),
-    kinds=tuple(
-        layer(
-            NORMS,
-            attention(*place, shared=bool(word)),
-            gated_mlp(norm=BEFORE_MLP, width="shared_ffn" if word else "ffn"),
-            *REST,
-            name=f"{name}/{word}" if word else name,
-        )
-        for name, place in TOKENS.items()
-        for word in ("", SHARED)
-    ),
-    kind_of=f"{__name__}.kinds",
-    sizes={
-        "full_head": (f"{__name__}.full_head",),
-        "full_kv_heads": (f"{__name__}.full_kv_heads",),
-        "shared_ffn": (f"{__name__}.shared_width",),
-        "each_layer": (f"{__name__}.each_layer",),
-        "each_vocab": ("vocab_size_per_layer_input",),
-        "experts": (f"{__name__}.experts",),
-        "inner": (f"{__name__}.inner_width",),
-    },
-    embedding="model.embed_tokens",
-    head="lm_head",
-    final_norm="model.norm",
-    prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
-    unmapped={"gemma4": rf"{ALONE}|language_model\.", "gemma4_text": WITHIN_TOWERS},
-    # Published files hold what layers without keys and values of their own do not read.
-    droppable=(
-        r".*rotary_emb\.inv_freq",
-        r".*\.self_attn\.[kv]_scale",
-        r"(model\.|language_model\.)*layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.(weight|bias)",
-    ),
-    foreign=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",),
-    uncovered=f"{__name__}.uncovered",
-    defaults={
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262144,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": True,
-        "vocab_size_per_layer_input": 262144,
-        INPUT_WIDTH: 256,
-        SHARING: 0,
-        "sliding_window": 512,
-        "rope_parameters": TURNS,
-    },
-    float16=False,
-    gguf=Family(
-        "gemma4",
-        class_name="Gemma4ForCausalLM",
-        activations=("gelu_pytorch_tanh",),
-        windowed=True,
-        divided_head="full_head",
-        scalings=("proportional",),
-        experts=MIXTURE,
-        used="top_k_experts",
-        sizes={
-            "attention.key_length": "full_head",
-            "attention.value_length": "full_head",
-            "attention.key_length_swa": "head",
-            "attention.value_length_swa": "head",
-            "rope.dimension_count_swa": "head",
-        },
-        numbers={
-            "attention.sliding_window": "sliding_window",
-            "attention.shared_kv_layers": SHARING,
-            "embedding_length_per_layer_input": INPUT_WIDTH,
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
-        reals={"final_logit_softcapping": f"{__name__}.softcap"},
-        lists={
-            "attention.head_count_kv": f"{__name__}.kv_heads",
-            "attention.sliding_window_pattern": f"{__name__}.slides",
-            "feed_forward_length": f"{__name__}.widths",
-        },
-        names={
-            "layer_scalar": "layer_output_scale.weight",
-            "router.scale": "ffn_gate_inp.scale",
-            "router.per_expert_scale": "ffn_down_exps.scale",
-            **{
-                f"experts.{name}_proj.weight": f"ffn_{name}_exps.weight"
-                for name in ("gate", "up", "down")
-            },
-        },
-        obstacle=f"{__name__}.obstacle",
-        restated=f"{__name__}.restated",
-    ),
-    text_config="text_config",
-    projector={"gemma4": f"{__name__}.projector"},
-    replayed=(INPUT_WIDTH, SHARING),
-    windows=WindowRule(width=512, period=PERIOD, full_last=True),
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -605,9 +508,18 @@ def projector(config: Mapping[str, Any]) -> Projector:
             "vision.projector.scale_factor": pooled,
         },
         (
-            weight(f"{_PATCHES}.input_proj", "v.patch_embd", (width, 3 * patch**2), wide=True, pixels=patch),
+            weight(
+                f"{_PATCHES}.input_proj",
+                "v.patch_embd",
+                (width, 3 * patch**2),
+                wide=True,
+                pixels=patch,
+            ),
             TowerTensor(
-                f"{_PATCHES}.position_embedding_table", ("v.position_embd.weight",), (2, places, width), wide=True
+                f"{_PATCHES}.position_embedding_table",
+                ("v.position_embd.weight",),
+                (2, places, width),
+                wide=True,
             ),
             *_blocks(sizes, clips=clips),
             *(
@@ -621,7 +533,7 @@ def projector(config: Mapping[str, Any]) -> Projector:
         deviation=(1.0, 1.0, 1.0),
         normalizes=False,
         left_out=(r"(audio_tower|embed_audio)\..*",),
-    )  # fmt: skip
+    )
 
 
 def _decoder_width(words: Mapping[str, Any]) -> int:
@@ -652,3 +564,110 @@ def _blocks(sizes: TowerSizes, *, clips: bool) -> Iterator[TowerTensor]:
         for bound in _BOUNDS if clips and linear else ():
             held = tensor.held[0].removesuffix("weight") + bound
             yield TowerTensor(f"{name}.{bound}", (held,), ())
+
+
+ARCHITECTURE = Architecture(
+    model_type="gemma4_text",
+    blocks="model.layers",
+    outer=(
+        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+        *only(INPUT_WIDTH, INPUT_OUTER),
+        *norms("model.norm"),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    kinds=tuple(
+        layer(
+            NORMS,
+            attention(*place, shared=bool(word)),
+            gated_mlp(norm=BEFORE_MLP, width="shared_ffn" if word else "ffn"),
+            *REST,
+            name=f"{name}/{word}" if word else name,
+        )
+        for name, place in TOKENS.items()
+        for word in ("", SHARED)
+    ),
+    kind_of=kinds,
+    sizes={
+        "full_head": full_head,
+        "full_kv_heads": full_kv_heads,
+        "shared_ffn": shared_width,
+        "each_layer": each_layer,
+        "each_vocab": ("vocab_size_per_layer_input",),
+        "experts": experts,
+        "inner": inner_width,
+    },
+    embedding="model.embed_tokens",
+    head="lm_head",
+    final_norm="model.norm",
+    prefixes=(("", ""), ("language_model.", ""), ("model.language_model.", "model.")),
+    unmapped={"gemma4": rf"{ALONE}|language_model\.", "gemma4_text": WITHIN_TOWERS},
+    # Published files hold what layers without keys and values of their own do not read.
+    droppable=(
+        r".*rotary_emb\.inv_freq",
+        r".*\.self_attn\.[kv]_scale",
+        r"(model\.|language_model\.)*layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.(weight|bias)",
+    ),
+    foreign=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",),
+    uncovered=uncovered,
+    defaults={
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "vocab_size_per_layer_input": 262144,
+        INPUT_WIDTH: 256,
+        SHARING: 0,
+        "sliding_window": 512,
+        "rope_parameters": TURNS,
+    },
+    float16=False,
+    gguf=Family(
+        "gemma4",
+        class_name="Gemma4ForCausalLM",
+        activations=("gelu_pytorch_tanh",),
+        windowed=True,
+        divided_head="full_head",
+        scalings=("proportional",),
+        experts=MIXTURE,
+        used="top_k_experts",
+        sizes={
+            "attention.key_length": "full_head",
+            "attention.value_length": "full_head",
+            "attention.key_length_swa": "head",
+            "attention.value_length_swa": "head",
+            "rope.dimension_count_swa": "head",
+        },
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": SHARING,
+            "embedding_length_per_layer_input": INPUT_WIDTH,
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        reals={"final_logit_softcapping": softcap},
+        lists={
+            "attention.head_count_kv": kv_heads,
+            "attention.sliding_window_pattern": slides,
+            "feed_forward_length": widths,
+        },
+        names={
+            "layer_scalar": "layer_output_scale.weight",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+            **{
+                f"experts.{name}_proj.weight": f"ffn_{name}_exps.weight"
+                for name in ("gate", "up", "down")
+            },
+        },
+        obstacle=obstacle,
+        restated=restated,
+    ),
+    text_config="text_config",
+    projector={"gemma4": projector},
+    replayed=(INPUT_WIDTH, SHARING),
+    windows=WindowRule(width=512, period=PERIOD, full_last=True),
+)

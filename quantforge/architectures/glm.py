@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.declare import FUSED_LABELS, FUSED_SLICES, attention, fused_mlp, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import FUSED_LABELS, FUSED_SLICES, fused_mlp
 from quantforge.architectures.llama_cpp import QKV_BIASES, Family
 
 MIXERS = (attention("attention_bias", output_bias=""), fused_mlp())

@@ -6,7 +6,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.deepseek_v3 import GGUF, MIXTURE
-from quantforge.architectures.mixtures import dense_or_sparse
+from quantforge.architectures.mixtures import dense_or_sparse, replaced_first
 
 HEAD_NORMS = tuple(
     replace(item, when="use_qk_norm")
@@ -22,7 +22,7 @@ ARCHITECTURE = replace(
         dense=gated_mlp(),
         sparse=MIXTURE,
     ),
-    kind_of="quantforge.architectures.mixtures.replaced_first",
+    kind_of=replaced_first,
     sizes={
         "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
         "inner": ("moe_intermediate_size",),

@@ -9,13 +9,24 @@ from typing import Any
 from quantforge.architectures import deepseek_v3
 from quantforge.architectures.mixtures import listed, replaced_first
 
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `listed`."""
+    return deepseek_v3.by_queries(config, listed(config))
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None."""
+    if listed(config) != replaced_first(config):
+        return "mlp_layer_types", "dense layers first, as many as first_k_dense_replace says"
+    return deepseek_v3.beyond_llama_cpp(config)
+
+
 ARCHITECTURE = replace(
     deepseek_v3.ARCHITECTURE,
     model_type="glm4_moe_lite",
-    kind_of="quantforge.architectures.glm4_moe_lite.kinds",
-    gguf=replace(
-        deepseek_v3.LATENT_GGUF, obstacle="quantforge.architectures.glm4_moe_lite.beyond_llama_cpp"
-    ),
+    kind_of=kinds,
+    gguf=replace(deepseek_v3.LATENT_GGUF, obstacle=beyond_llama_cpp),
     defaults={
         "num_hidden_layers": 47,
         "num_attention_heads": 20,
@@ -38,15 +49,3 @@ ARCHITECTURE = replace(
         "rope_interleave": True,
     },
 )
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `listed`."""
-    return deepseek_v3.by_queries(config, listed(config))
-
-
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
-    if listed(config) != replaced_first(config):
-        return "mlp_layer_types", "dense layers first, as many as first_k_dense_replace says"
-    return deepseek_v3.beyond_llama_cpp(config)

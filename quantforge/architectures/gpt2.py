@@ -13,7 +13,7 @@ from quantforge.architectures import (
     SharedInput,
 )
 from quantforge.architectures.declare import norms
-from quantforge.architectures.sequence_state import keys_and_values
+from quantforge.architectures.layer_kind import keys_and_values
 
 ARCHITECTURE = Architecture(
     model_type="gpt2",

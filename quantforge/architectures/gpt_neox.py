@@ -7,14 +7,15 @@ from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter,
 from quantforge.architectures.declare import (
     ALWAYS,
     BEFORE_ATTENTION,
+    LAYER_NORMS,
     Mixer,
     layer,
     linear,
     norms,
+    plain_mlp,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import LAYER_NORMS, plain_mlp
-from quantforge.architectures.sequence_state import keys_and_values
+from quantforge.architectures.layer_kind import keys_and_values
 
 QKV, OUT = "attention.query_key_value", "attention.dense"
 ATTENTION = Mixer(

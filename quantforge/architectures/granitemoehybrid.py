@@ -40,41 +40,6 @@ CHANNELS = {
     DENSE: (ALONE,),
     SPARSE: (granitemoe.ROUTER, granitemoeshared.SHARED, granitemoe.EXPERTS),
 }
-ARCHITECTURE = replace(
-    granitemoeshared.ARCHITECTURE,
-    model_type="granitemoehybrid",
-    kinds=tuple(
-        layer(llama.NORMS, mixer, *parts, name=f"{tokens}/{channels}")
-        for tokens, mixer in MIXERS.items()
-        for channels, parts in CHANNELS.items()
-    ),
-    kind_of="quantforge.architectures.granitemoehybrid.kinds",
-    other_words=tuple(WORDS),
-    sizes={
-        "ssm": ("quantforge.architectures.granitemoehybrid.width",),
-        "ssm_heads": ("mamba_n_heads",),
-        "ssm_groups": ("mamba_n_groups",),
-        "ssm_state": ("mamba_d_state",),
-        "kernel": ("mamba_d_conv",),
-        "experts": ("quantforge.architectures.granitemoehybrid.experts",),
-        "shared": ("shared_intermediate_size",),
-    },
-    graph=None,
-    defaults={
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 11008,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-    },
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -114,3 +79,40 @@ def width(config: Mapping[str, Any]) -> int:
     if any(type(size) is not int or not 0 < size < 1 << 20 for size in factors):
         raise InputError(f"config.json: mamba_expand = {str(factors[0])[:40]!r}", "a number")
     return int(factors[0]) * int(factors[1])
+
+
+ARCHITECTURE = replace(
+    granitemoeshared.ARCHITECTURE,
+    model_type="granitemoehybrid",
+    kinds=tuple(
+        layer(llama.NORMS, mixer, *parts, name=f"{tokens}/{channels}")
+        for tokens, mixer in MIXERS.items()
+        for channels, parts in CHANNELS.items()
+    ),
+    kind_of=kinds,
+    other_words=tuple(WORDS),
+    sizes={
+        "ssm": width,
+        "ssm_heads": ("mamba_n_heads",),
+        "ssm_groups": ("mamba_n_groups",),
+        "ssm_state": ("mamba_d_state",),
+        "kernel": ("mamba_d_conv",),
+        "experts": experts,
+        "shared": ("shared_intermediate_size",),
+    },
+    graph=None,
+    defaults={
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+    },
+)

@@ -19,23 +19,6 @@ SHARED = Mixer(
     ),
     inner_copies=4,
 )
-ARCHITECTURE = replace(
-    granitemoe.ARCHITECTURE,
-    model_type="granitemoeshared",
-    kinds=(
-        layer(*granitemoe.PARTS, name="experts"),
-        layer(*granitemoe.PARTS, SHARED, name="sharing"),
-    ),
-    kind_of="quantforge.architectures.granitemoeshared.kinds",
-    gguf=None,  # its gate and up are one matrix, and two in such a file
-    slices={GATE_UP: ("shared", "shared")},
-    slice_labels={GATE_UP: ("gate", "up")},
-    sizes={
-        **granitemoe.ARCHITECTURE.sizes,
-        "shared": ("quantforge.architectures.granitemoeshared.width",),
-    },
-    defaults={**granitemoe.ARCHITECTURE.defaults, "shared_intermediate_size": 0},
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -54,3 +37,22 @@ def width(config: Mapping[str, Any]) -> int:
     if type(size) is not int or size < 0:
         raise InputError(f"config.json: shared_intermediate_size = {str(size)[:40]!r}", "a size")
     return size or 1
+
+
+ARCHITECTURE = replace(
+    granitemoe.ARCHITECTURE,
+    model_type="granitemoeshared",
+    kinds=(
+        layer(*granitemoe.PARTS, name="experts"),
+        layer(*granitemoe.PARTS, SHARED, name="sharing"),
+    ),
+    kind_of=kinds,
+    gguf=None,  # its gate and up are one matrix, and two in such a file
+    slices={GATE_UP: ("shared", "shared")},
+    slice_labels={GATE_UP: ("gate", "up")},
+    sizes={
+        **granitemoe.ARCHITECTURE.sizes,
+        "shared": width,
+    },
+    defaults={**granitemoe.ARCHITECTURE.defaults, "shared_intermediate_size": 0},
+)

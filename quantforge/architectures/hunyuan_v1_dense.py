@@ -15,14 +15,6 @@ from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError
 
 HEAD_NORMS = norms("self_attn.query_layernorm", "self_attn.key_layernorm", dimension="head")
-ARCHITECTURE = replace(
-    llama.ARCHITECTURE,
-    model_type="hunyuan_v1_dense",
-    kinds=(layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
-    defaults={"rms_norm_eps": 1e-5},
-    graph=DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_behind=True),
-    gguf=Family("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=f"{__name__}.base"),
-)
 
 
 def base(config: Mapping[str, Any]) -> float | None:
@@ -44,3 +36,13 @@ def base(config: Mapping[str, Any]) -> float | None:
         )
     theta, alpha = values
     return float(theta * alpha ** (width / (width - 2)))
+
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="hunyuan_v1_dense",
+    kinds=(layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
+    defaults={"rms_norm_eps": 1e-5},
+    graph=DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_behind=True),
+    gguf=Family("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=base),
+)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import llama
+from quantforge.architectures import hunyuan_v1_dense, llama
 from quantforge.architectures.declare import attention, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.llama_cpp import Family
@@ -35,7 +35,7 @@ ARCHITECTURE = replace(
     gguf=Family(
         "hunyuan-moe",
         experts=True,
-        base="quantforge.architectures.hunyuan_v1_dense.base",
+        base=hunyuan_v1_dense.base,
         used="moe_topk",
         sizes={
             "expert_feed_forward_length": "ffn",

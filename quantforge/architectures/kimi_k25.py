@@ -1,7 +1,7 @@
 """Kimi K2.5 and later: a deepseek_v3 beside a vision tower."""
 
 from quantforge.architectures import deepseek_v3
-from quantforge.architectures.tower_names import beside_towers
+from quantforge.architectures.declare import beside_towers
 
 ARCHITECTURE = beside_towers(
     deepseek_v3.ARCHITECTURE,

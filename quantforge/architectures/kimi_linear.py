@@ -25,8 +25,10 @@ from quantforge.architectures import (
     latent,
     llama,
 )
+from quantforge.architectures.architecture import SizePlace
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, gated_mlp, linear, norms
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_kind import convolution, recurrent
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -34,7 +36,6 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
-from quantforge.architectures.sequence_state import convolution, recurrent
 from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -49,11 +50,6 @@ _NESTED: Mapping[str, tuple[str, int]] = {
     "linear_num_heads": ("num_heads", 32),
     "linear_head_dim": ("head_dim", 128),
     "linear_conv_kernel_dim": ("short_conv_kernel_size", 4),
-}
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "kda_heads": (f"{__name__}.heads",),
-    "kda_head": (f"{__name__}.head",),
-    "kernel": (f"{__name__}.kernel",),
 }
 SHARED: tuple[Mixer, ...] = tuple(
     replace(
@@ -112,45 +108,6 @@ def delta_attention() -> Mixer:
 
 
 TOKENS = {LINEAR: delta_attention(), FULL: latent.latent_attention(queries=False)}
-ARCHITECTURE = replace(
-    deepseek_v3.ARCHITECTURE,
-    model_type="kimi_linear",
-    kinds=tuple(
-        kind
-        for name, mixer in TOKENS.items()
-        for kind in dense_or_sparse(
-            llama.NORMS, mixer, dense=gated_mlp(), sparse=MIXTURE, prefix=f"{name}/"
-        )
-    ),
-    kind_of=f"{__name__}.kinds",
-    converted=True,
-    joined=JOINED,
-    # transformers writes the dense first layer as if it were a mixture.
-    prefixes=(("", ""), (f"model.layers.0.{STORED}.", "model.layers.0.mlp.")),
-    sizes={
-        **{key: place for key, place in latent.SIZES.items() if key != "q_rank"},
-        **SIZES,
-        "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-        "inner": ("moe_intermediate_size",),
-        "shared": ("num_shared_experts", "n_shared_experts"),
-    },
-    requires={"q_lora_rank": None},
-    gguf=None,
-    defaults={
-        "num_hidden_layers": 27,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "intermediate_size": 9216,
-        "moe_intermediate_size": 1024,
-        "num_experts": 256,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -209,3 +166,49 @@ def _stated(config: Mapping[str, Any], key: str) -> int:
     if type(size) is not int or not 0 < size < 1 << 16:
         raise InputError(f"config.json: {key} = {str(size)[:40]!r}", "a size")
     return size
+
+
+SIZES: Mapping[str, SizePlace] = {
+    "kda_heads": heads,
+    "kda_head": head,
+    "kernel": kernel,
+}
+ARCHITECTURE = replace(
+    deepseek_v3.ARCHITECTURE,
+    model_type="kimi_linear",
+    kinds=tuple(
+        kind
+        for name, mixer in TOKENS.items()
+        for kind in dense_or_sparse(
+            llama.NORMS, mixer, dense=gated_mlp(), sparse=MIXTURE, prefix=f"{name}/"
+        )
+    ),
+    kind_of=kinds,
+    converted=True,
+    joined=JOINED,
+    # transformers writes the dense first layer as if it were a mixture.
+    prefixes=(("", ""), (f"model.layers.0.{STORED}.", "model.layers.0.mlp.")),
+    sizes={
+        **{key: place for key, place in latent.SIZES.items() if key != "q_rank"},
+        **SIZES,
+        "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": ("num_shared_experts", "n_shared_experts"),
+    },
+    requires={"q_lora_rank": None},
+    gguf=None,
+    defaults={
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+)

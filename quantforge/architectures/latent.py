@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
+from quantforge.architectures.architecture import SizePlace
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, norms
-from quantforge.architectures.sequence_state import latent
+from quantforge.architectures.layer_kind import latent
 from quantforge.errors import InputError
 
 HERE = "self_attn"
@@ -32,13 +33,6 @@ Q_NORM, KV_NORM = f"{HERE}.q_a_layernorm", f"{HERE}.kv_a_layernorm"
 INDEX_Q, INDEX_K, INDEX_WEIGHTS = (
     f"{HERE}.indexer.{name}" for name in ("wq_b", "wk", "weights_proj")
 )
-SIZES: Mapping[str, tuple[str, ...]] = {
-    "q_rank": ("quantforge.architectures.latent.query_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "nope": ("qk_nope_head_dim",),
-    "rope": ("qk_rope_head_dim",),
-    "v_head": ("v_head_dim",),
-}
 INDEXER_SIZES: Mapping[str, tuple[str, ...]] = {
     "index_heads": ("index_n_heads",),
     "index_head": ("index_head_dim",),
@@ -101,3 +95,12 @@ def query_rank(config: Mapping[str, Any]) -> int:
     if type(rank) is not int or rank < 1:
         raise InputError(f"config.json: q_lora_rank = {str(rank)[:40]!r}", "a size, or null")
     return rank
+
+
+SIZES: Mapping[str, SizePlace] = {
+    "q_rank": query_rank,
+    "kv_rank": ("kv_lora_rank",),
+    "nope": ("qk_nope_head_dim",),
+    "rope": ("qk_rope_head_dim",),
+    "v_head": ("v_head_dim",),
+}

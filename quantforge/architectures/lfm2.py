@@ -13,11 +13,10 @@ from typing import Any
 from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, linear, norms
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_kind import convolution
 from quantforge.architectures.llama_cpp import Family
-from quantforge.architectures.sequence_state import convolution
 from quantforge.errors import InputError
 
-HERE = "quantforge.architectures.lfm2"
 IN, OUT = "conv.in_proj", "conv.out_proj"
 BEFORE_MIXER = Absorber(Absorbs.NORM, "operator_norm")
 NORMS = norms("operator_norm", "ffn_norm")
@@ -37,50 +36,6 @@ CONVOLUTION = Mixer(
 ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
 MLP = gated_mlp(
     norm=Absorber(Absorbs.NORM, "ffn_norm"), module="feed_forward", names=("w1", "w3", "w2")
-)
-ARCHITECTURE = Architecture(
-    model_type="lfm2",
-    blocks="model.layers",
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.embedding_norm"),
-        Parameter("lm_head.weight", ("vocab", "hidden")),
-    ),
-    kinds=(
-        layer(NORMS, CONVOLUTION, MLP, name="conv"),
-        layer(
-            NORMS,
-            norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head"),
-            ATTENTION,
-            MLP,
-            name="full_attention",
-        ),
-    ),
-    kind_of=f"{HERE}.kinds",
-    sizes={"kernel": ("conv_L_cache",), "ffn": (f"{HERE}.inner_width",)},
-    embedding="model.embed_tokens",
-    head="lm_head",
-    final_norm="model.embedding_norm",
-    slices={IN: ("hidden", "hidden", "hidden")},
-    slice_labels={IN: ("b", "c", "x")},
-    defaults={
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 65536,
-        "conv_L_cache": 3,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
-    },
-    gguf=Family(
-        "lfm2",
-        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-        sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
-        lists={"attention.head_count_kv": f"{HERE}.kv_heads"},
-        squeezed=("conv.conv.weight",),
-        heads_fill=True,
-        obstacle=f"{HERE}.beyond_llama_cpp",
-        is_read=False,
-    ),
 )
 
 
@@ -144,3 +99,49 @@ def inner_width(config: Mapping[str, Any]) -> int:
         return int(width)
     width = int(2 * min(width, 1 << 22) / 3)
     return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+ARCHITECTURE = Architecture(
+    model_type="lfm2",
+    blocks="model.layers",
+    outer=(
+        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+        *norms("model.embedding_norm"),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    kinds=(
+        layer(NORMS, CONVOLUTION, MLP, name="conv"),
+        layer(
+            NORMS,
+            norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head"),
+            ATTENTION,
+            MLP,
+            name="full_attention",
+        ),
+    ),
+    kind_of=kinds,
+    sizes={"kernel": ("conv_L_cache",), "ffn": inner_width},
+    embedding="model.embed_tokens",
+    head="lm_head",
+    final_norm="model.embedding_norm",
+    slices={IN: ("hidden", "hidden", "hidden")},
+    slice_labels={IN: ("b", "c", "x")},
+    defaults={
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+    },
+    gguf=Family(
+        "lfm2",
+        epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
+        lists={"attention.head_count_kv": kv_heads},
+        squeezed=("conv.conv.weight",),
+        heads_fill=True,
+        obstacle=beyond_llama_cpp,
+        is_read=False,
+    ),
+)

@@ -27,17 +27,29 @@ MIXTURE = (
 )
 MLP = gated_mlp(norm=Absorber(Absorbs.NORM, "ffn_norm"), module="feed_forward", names=NAMES)
 HEAD_NORMS = norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head")
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as those of lfm2 and `first_dense`."""
+    mixers = zip(lfm2.kinds(config), first_dense(config, "num_dense_layers"), strict=True)
+    return [f"{tokens}/{channels}" for tokens, channels in mixers]
+
+
 ARCHITECTURE = replace(
     lfm2.ARCHITECTURE,
     model_type="lfm2_moe",
     kinds=(
         *dense_or_sparse(lfm2.NORMS, lfm2.CONVOLUTION, dense=MLP, sparse=MIXTURE, prefix="conv/"),
         *dense_or_sparse(
-            lfm2.NORMS, HEAD_NORMS, lfm2.ATTENTION, dense=MLP, sparse=MIXTURE,
+            lfm2.NORMS,
+            HEAD_NORMS,
+            lfm2.ATTENTION,
+            dense=MLP,
+            sparse=MIXTURE,
             prefix="full_attention/",
         ),
     ),
-    kind_of="quantforge.architectures.lfm2_moe.kinds",
+    kind_of=kinds,
     sizes={
         "kernel": ("conv_L_cache",),
         "experts": ("num_experts", "num_local_experts"),
@@ -70,10 +82,4 @@ ARCHITECTURE = replace(
             "feed_forward.experts.down_proj.weight": "ffn_down_exps.weight",
         },
     ),
-)  # fmt: skip
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as those of lfm2 and `first_dense`."""
-    mixers = zip(lfm2.kinds(config), first_dense(config, "num_dense_layers"), strict=True)
-    return [f"{tokens}/{channels}" for tokens, channels in mixers]
+)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import llama, text_config
-from quantforge.architectures.declare import attention, gated_mlp
+from quantforge.architectures.declare import ALONE, WITHIN, attention, beside_towers, gated_mlp
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
 from quantforge.architectures.mixtures import (
@@ -33,7 +33,6 @@ from quantforge.architectures.projector import (
     stack,
     weight,
 )
-from quantforge.architectures.tower_names import ALONE, WITHIN, beside_towers
 from quantforge.errors import InputError
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
@@ -44,80 +43,6 @@ _THETA = 1e4  # llama.cpp has it built in
 _TOWER, _ADAPTER = "vision_model", "vision_model.vision_adapter.mlp"
 _STACKED = experts_in_one("ffn", module="feed_forward.experts", transposed=True)
 EXPERTS = replace(_STACKED, stacks=tuple(replace(stack, spread=True) for stack in _STACKED.stacks))
-TEXT = replace(
-    llama.ARCHITECTURE,
-    model_type="llama4_text",
-    graph=None,
-    kinds=dense_or_sparse(
-        llama.NORMS,
-        attention("attention_bias"),
-        dense=gated_mlp(module="feed_forward", width="dense"),
-        sparse=(
-            router("feed_forward.router"),
-            EXPERTS,
-            *shared_experts("ffn", module="feed_forward.shared_expert"),
-        ),
-    ),
-    gguf=Family(
-        "llama4",
-        class_name="Llama4ForCausalLM",
-        scalings=WITH_TABLE,
-        experts=True,
-        sizes={"feed_forward_length": "dense", "expert_feed_forward_length": "ffn"},
-        numbers={"interleave_moe_layer_step": "interleave_moe_layer_step"},
-        graph={
-            "attention_chunk_size": CHUNK,
-            "attn_temperature_tuning": True,
-            "floor_scale": CHUNK,
-            "attn_scale": 0.1,
-        },
-        obstacle=f"{__name__}.beyond_llama_cpp",
-        restated=f"{__name__}.restated",
-    ),
-    kind_of=f"{__name__}.kinds",
-    other_words=(CHUNKED,),
-    sizes={
-        "experts": ("num_local_experts", "num_experts"),
-        "dense": ("intermediate_size_mlp",),
-    },
-    defaults={
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "vocab_size": 202048,
-        "max_position_embeddings": 131072,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1,
-        "rope_theta": 5e5,
-        "rms_norm_eps": 1e-5,
-    },
-    windows=WindowRule(
-        width=8192,
-        width_key="attention_chunk_size",
-        word=CHUNKED,
-        period=4,
-        period_key="no_rope_layer_interval",
-        flags_key="no_rope_layers",
-    ),
-)
-ARCHITECTURE = replace(
-    beside_towers(
-        TEXT,
-        "llama4",
-        (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
-        (("language_model.", ""), ("model.language_model.", "model.")),
-    ),
-    unmapped={
-        "llama4": rf"{ALONE}|{WITHIN}\.",
-        "llama4_text": rf"{WITHIN}\.",
-    },
-    projector={"llama4": f"{__name__}.projector"},
-)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -211,11 +136,15 @@ def projector(config: Mapping[str, Any]) -> Projector:
         "llama4",
         {"use_gelu": True, **sizes.keys(image, _EPS, out), "vision.projector.scale_factor": merged},
         (
-            weight(f"{_TOWER}.patch_embedding.linear", "v.patch_embd", (width, 3 * patch**2), wide=True),
+            weight(
+                f"{_TOWER}.patch_embedding.linear", "v.patch_embd", (width, 3 * patch**2), wide=True
+            ),
             TowerTensor(f"{_TOWER}.class_embedding", ("v.class_embd",), (width,)),
             TowerTensor(
-                f"{_TOWER}.positional_embedding_vlm", ("v.position_embd.weight",),
-                (side**2 + 1, width), wide=True,
+                f"{_TOWER}.positional_embedding_vlm",
+                ("v.position_embd.weight",),
+                (side**2 + 1, width),
+                wide=True,
             ),
             *module(f"{_TOWER}.layernorm_pre", "v.pre_ln", (width,)),
             *module(f"{_TOWER}.layernorm_post", "v.post_ln", (width,)),
@@ -225,7 +154,7 @@ def projector(config: Mapping[str, Any]) -> Projector:
             weight("multi_modal_projector.linear_1", "mm.model.fc", (out, joined)),
         ),
         differs="llama.cpp hands on what it makes of a tile of a picture column by column, the model row by row",
-    )  # fmt: skip
+    )
 
 
 def _merged(vision: TowerConfig) -> int:
@@ -235,3 +164,79 @@ def _merged(vision: TowerConfig) -> int:
     if not merged or 1 / merged != ratio:
         raise not_carried(f"pixel_shuffle_ratio = {ratio}", "one part of a whole number")
     return merged
+
+
+TEXT = replace(
+    llama.ARCHITECTURE,
+    model_type="llama4_text",
+    graph=None,
+    kinds=dense_or_sparse(
+        llama.NORMS,
+        attention("attention_bias"),
+        dense=gated_mlp(module="feed_forward", width="dense"),
+        sparse=(
+            router("feed_forward.router"),
+            EXPERTS,
+            *shared_experts("ffn", module="feed_forward.shared_expert"),
+        ),
+    ),
+    gguf=Family(
+        "llama4",
+        class_name="Llama4ForCausalLM",
+        scalings=WITH_TABLE,
+        experts=True,
+        sizes={"feed_forward_length": "dense", "expert_feed_forward_length": "ffn"},
+        numbers={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        graph={
+            "attention_chunk_size": CHUNK,
+            "attn_temperature_tuning": True,
+            "floor_scale": CHUNK,
+            "attn_scale": 0.1,
+        },
+        obstacle=beyond_llama_cpp,
+        restated=restated,
+    ),
+    kind_of=kinds,
+    other_words=(CHUNKED,),
+    sizes={
+        "experts": ("num_local_experts", "num_experts"),
+        "dense": ("intermediate_size_mlp",),
+    },
+    defaults={
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "vocab_size": 202048,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+    },
+    windows=WindowRule(
+        width=8192,
+        width_key="attention_chunk_size",
+        word=CHUNKED,
+        period=4,
+        period_key="no_rope_layer_interval",
+        flags_key="no_rope_layers",
+    ),
+)
+ARCHITECTURE = replace(
+    beside_towers(
+        TEXT,
+        "llama4",
+        (r"(model\.)?(vision_model|multi_modal_projector)\..*",),
+        (("language_model.", ""), ("model.language_model.", "model.")),
+    ),
+    unmapped={
+        "llama4": rf"{ALONE}|{WITHIN}\.",
+        "llama4_text": rf"{WITHIN}\.",
+    },
+    projector={"llama4": projector},
+)

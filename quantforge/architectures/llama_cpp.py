@@ -5,7 +5,7 @@ A family's file says this of its own family; `quantforge.formats.gguf` writes fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,6 +41,10 @@ class Keys(Protocol):
         """Return the error for a file that no configuration of transformers describes."""
 
 
+# Returns the value of a key for a configuration with the family's defaults; None where there is none.
+Stated = Callable[[Mapping[str, Any]], float | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family: ``arch`` is llama.cpp's name of it.
@@ -64,29 +68,29 @@ class Family:
         yarn_betas: whether llama.cpp reads by how many turns YaRN tells frequencies apart; else it takes the usual.
         yarn_rounded: whether a range of frequencies that transformers does not round is an event, and not refused.
         scalings: kinds of scaling of rotary positions that its graph computes.
-        base: dotted path of a function that returns the base of the frequencies for a configuration with the family's
-            defaults, where its scaling changes nothing else; None elsewhere.
+        base: returns the base of the frequencies for a configuration with the family's defaults, where its scaling
+            changes nothing else; None elsewhere.
         window: of transformers' configuration, where the key is missing.
         used: key of the configuration that counts the experts which a token is sent to.
         sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
         numbers, reals, flags: keys of the file, each with the key of the configuration that holds its value, or with
             the value itself; one that the configuration leaves out, or null, is left out. A number or a real may have
-            the dotted path of a function, as ``lists``.
+            a function, as ``lists``.
         graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
-        obstacle: dotted path of a function that returns, for a configuration with the family's defaults, what
-            llama.cpp's graph does not compute and what it does; None where it computes all.
+        obstacle: returns, for a configuration with the family's defaults, what llama.cpp's graph does not compute and
+            what it does; None where it computes all.
         equal: pairs of dimensions that are the same in llama.cpp's graph.
         names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
             expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
             whose last dimension alternates between them.
-        lists: keys of the file with a number, or a truth, for each layer, each with the dotted path of a function that
-            returns them for a configuration with the family's defaults, and with that of its vision tower.
+        lists: keys of the file with a number, or a truth, for each layer, each with a function that returns them for a
+            configuration with the family's defaults, and with that of its vision tower.
         squeezed: endings of canonical names of tensors whose dimensions of one are left out.
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
         is_read: whether files are read back.
-        restated: dotted path of a function that returns, for the `Keys` of a file, what ``config.json`` says beside
-            sizes that all families have and values of ``graph``; "" where keys say it as those of a llama do.
+        restated: returns, for the `Keys` of a file, what ``config.json`` says beside sizes that all families have and
+            values of ``graph``; None where keys say it as those of a llama do.
         epsilon: key of the norms' epsilon in the file, and in the configuration.
         bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
     """
@@ -108,23 +112,23 @@ class Family:
     yarn_betas: bool = False
     yarn_rounded: bool = False
     scalings: tuple[str, ...] = SCALINGS
-    base: str = ""
+    base: Callable[[Mapping[str, Any]], float | None] | None = None
     window: int | None = None
     used: str = "num_experts_per_tok"
     sizes: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, str | int] = field(default_factory=dict)
-    reals: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str | int | Stated] = field(default_factory=dict)
+    reals: Mapping[str, str | Stated] = field(default_factory=dict)
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     graph: Mapping[str, object] = field(default_factory=dict)
-    obstacle: str = ""
+    obstacle: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
     equal: tuple[tuple[str, str], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-    lists: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, Callable[[Mapping[str, Any]], Sequence[int]]] = field(default_factory=dict)
     squeezed: tuple[str, ...] = ()
     decays: tuple[str, ...] = ()
     plain_norms: tuple[str, ...] = ()
     is_read: bool = True
-    restated: str = ""
+    restated: Callable[[Keys], dict[str, Any]] | None = None
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}

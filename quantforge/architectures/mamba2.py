@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
 from quantforge.architectures.declare import Mixer, linear, norms
-from quantforge.architectures.sequence_state import convolution, recurrent
+from quantforge.architectures.layer_kind import convolution, recurrent
 
 CONV = "ssm+2*ssm_groups*ssm_state"
 

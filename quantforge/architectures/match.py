@@ -5,29 +5,41 @@ random layers. Here the stored tensors are partitioned into declared ones (by pr
 foreign ones (another tower, kept as it is) and dropped ones (by a declared pattern). Whatever remains is an error, and
 all of them are listed before any work. Only headers are read.
 
-A model whose family is not declared can still be rounded plainly: see `quantforge.architectures.generic`.
+A model whose family is not declared can still be rounded plainly, one matrix at a time: its linears are found by their
+names. Nothing is known about which activation a linear reads (apart from the siblings whose names say so), so that
+methods which look at data are refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quantforge.architectures import Architecture, architecture_of, text_config
+from quantforge.architectures import (
+    Architecture,
+    LayerKind,
+    Parameter,
+    architecture_of,
+    text_config,
+)
 from quantforge.architectures.architecture import matches
+from quantforge.architectures.configuration import SAME, check_values, no_tie, tied
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.draft_heads import match_draft
+from quantforge.architectures.draft_heads import first_sibling, head_tensors, layers_of, match_draft
 from quantforge.architectures.draft_kinds import is_draft
-from quantforge.architectures.generic import match_by_names
-from quantforge.architectures.heads import head_tensors
-from quantforge.architectures.matched import Declared, Matched, MatchedTensor, Role, holds_codes
-from quantforge.architectures.slots import Slots
-from quantforge.architectures.tied_embeddings import SAME, no_tie, tied
-from quantforge.architectures.towers import BLOCK
-from quantforge.architectures.value_rules import check_values
+from quantforge.architectures.matched import (
+    FLOATS,
+    Declared,
+    Matched,
+    MatchedTensor,
+    Role,
+    holds_codes,
+)
+from quantforge.architectures.routers import routers, weighs_an_index
+from quantforge.architectures.towers import BLOCK, lists_of
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
@@ -43,6 +55,16 @@ __all__ = [
 ]
 
 MEASURED = "with measured inputs or a measured KV cache"  # what needs declarations beside methods
+RULE = (
+    "a linear is every two-dimensional float tensor '*.weight' inside a numbered block of the decoder whose name "
+    "contains none of: embed, lm_head, router, gate.weight, wte, wpe, weights_proj; and that is no norm, no "
+    "convolution and no router of experts"
+)
+_NOT_LINEAR = re.compile(
+    r"embed|lm_head|router|(^|\.)gate\.weight|(^|\.)(wte|wpe)\."
+    r"|(^|\.)\w*conv\w*\.weight$",  # a convolution over time
+    re.IGNORECASE,
+)
 
 
 def match(
@@ -75,14 +97,14 @@ def match(
     check_values(tower, declared=architecture is not None and not found)
     if architecture is None:
         _check_codes(stored)
-        return match_by_names(
+        return _matched_by_names(
             tower, stored, f"model_type {config.get('model_type')!r} is not declared", config
         )
     try:
         architecture.require(tower)
     except InputError as refused:
         _check_codes(stored)
-        return match_by_names(tower, stored, refused.message, config)
+        return _matched_by_names(tower, stored, refused.message, config)
     return _declared(
         architecture.configured(tower), config, tower, stored, found.names if found else {}
     )
@@ -182,7 +204,7 @@ def _declared(
         )
     derived = architecture.derived
     is_tied = derived.tied if derived else tied(tower, config, architecture.defaults)
-    slots = Slots(architecture, dimensions, tower, names)
+    slots = _Slots(architecture, dimensions, tower, names)
     heads = head_tensors(tower, dimensions.layers, stored)
     found, dropped, problems = _partition(architecture, slots, stored, heads)
     head = f"{architecture.head}.weight"
@@ -209,7 +231,7 @@ def _declared(
 
 def _partition(
     architecture: Architecture,
-    slots: Slots,
+    slots: _Slots,
     stored: Iterable[StoredTensor],
     heads: Mapping[str, MatchedTensor],
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
@@ -261,3 +283,220 @@ def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, 
     stored = [modules.get(tensor.shared, "") for tensor in tensors]
     pairs = zip(tensors, stored, strict=True)
     return tuple(one if one.shared == name else replace(one, shared=name) for one, name in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One declared tensor: what a stored one of this name has to be.
+
+    Attributes:
+        name: canonical name, that of the running model.
+        shape, role, block, expert: as those of `MatchedTensor` and its stored tensor.
+        linear: canonical name of the first linear of the shared input.
+        transposed: a linear weight stored ``[in_features, out_features]``.
+        stack: of an expert's matrix, the canonical name of the tensor that may hold those of all experts instead.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    block: int = -1
+    linear: str = ""
+    transposed: bool = False
+    expert: int = -1
+    stack: str = ""
+
+    def filled(self, stored: StoredTensor) -> MatchedTensor:
+        """Return the tensor that fills it."""
+        return MatchedTensor(
+            self.name, stored, self.role, self.block, self.linear, self.transposed, self.expert
+        )
+
+    def misfits(self, stored: StoredTensor) -> list[str]:
+        """Return what is wrong with the shape or type of a tensor of its name."""
+        if stored.shape != self.shape:
+            return [
+                f"{stored.name}: shape {list(stored.shape)}, the config asks for {list(self.shape)}"
+            ]
+        of_module = self.name.rpartition(".")[2] in {"weight", "bias"}
+        beside = self.role is Role.OTHER and (self.block < 0 or not of_module)  # counters, tables
+        if stored.dtype not in FLOATS and not beside:
+            return [f"{stored.name}: type {stored.dtype}, not one of {', '.join(sorted(FLOATS))}"]
+        return []
+
+
+class _Slots:
+    """The slots of one model.
+
+    Attributes:
+        layers: the kind of every layer.
+        by_name: slots by the name in files, without a prefix.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        dimensions: Dimensions,
+        config: Mapping[str, Any],
+        names: Mapping[str, str],
+    ) -> None:
+        self._names = names
+        self._architecture = architecture
+        self._dimensions = dimensions
+        self.layers = architecture.layers(config, dimensions)
+        self.by_name = dict(self._outer())
+        for index, kind in enumerate(self.layers):
+            self.by_name.update(self._block(index, kind))
+
+    def of(self, stored_name: str) -> _Slot | None:
+        """Return the slot of a stored tensor, under any prefix of the family; None where it is not declared."""
+        stored_name = self._names.get(stored_name, stored_name)
+        for prefix, canonical in self._architecture.prefixes:
+            if stored_name.startswith(prefix):
+                slot = self.by_name.get(canonical + stored_name.removeprefix(prefix))
+                if slot is not None:
+                    return slot
+        return None
+
+    def missing(self, found: Container[str]) -> list[str]:
+        """Return the names in files of the slots whose canonical name is not ``found``.
+
+        Experts that files may hold in one tensor are missed as that tensor, unless some of them are there.
+        """
+        parts = {slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found}
+        known = {slot.stack for slot in self.by_name.values()}
+        return [
+            name
+            for name, slot in self.by_name.items()
+            if slot.name not in found
+            and not (slot.stack and slot.stack not in parts)
+            and not (slot.name in known and slot.name in parts)
+        ]
+
+    def twice(self, found: Container[str]) -> list[str]:
+        """Return what is wrong with stacks of experts whose parts are there too."""
+        parts = {slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found}
+        return [
+            f"{name}: some of its experts are stored one by one too"
+            for name, slot in self.by_name.items()
+            if slot.name in parts and slot.name in found
+        ]
+
+    def _outer(self) -> Iterator[tuple[str, _Slot]]:
+        architecture = self._architecture
+        special = {
+            f"{architecture.embedding}.weight": Role.EMBEDDING,
+            f"{architecture.head}.weight": Role.HEAD,
+        }
+        for item in architecture.outer:
+            role = special.get(item.name) or _role(item, {}, frozenset())
+            yield item.name, _Slot(item.name, self._dimensions.shape(item.shape), role)
+
+    def _block(self, index: int, kind: LayerKind) -> Iterator[tuple[str, _Slot]]:
+        block = f"{self._architecture.blocks}.{index}"
+        inputs = {name: shared for shared in kind.inputs for name in shared.linears}
+        weights = (item for item in kind.parameters if item.name.endswith(".weight"))
+        matrices = frozenset(_module(item) for item in weights if len(item.shape) > 1)
+        held = kind.stored_stacks
+        stacks = {
+            name: f"{block}.{place.stack.parameter}"
+            for name, place in (kind.places() if held else {}).items()
+            if place.stack.parameter in held
+        }
+        for item in kind.parameters:
+            role = _role(item, inputs, matrices)
+            shared = inputs[item.name.removesuffix(".weight")] if role is Role.LINEAR else None
+            yield (
+                f"{block}.{item.stored or item.name}",
+                _Slot(
+                    f"{block}.{item.name}",
+                    self._dimensions.shape(item.shape),
+                    role,
+                    index,
+                    f"{block}.{shared.key}" if shared else "",
+                    self._architecture.transposed and shared is not None,
+                    shared.expert if shared else -1,
+                    stacks.get(item.name.removesuffix(".weight"), ""),
+                ),
+            )
+
+
+def _module(item: Parameter) -> str:
+    return item.name.rpartition(".")[0]
+
+
+def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[str]) -> Role:
+    """Return the role of a tensor; ``matrices``: modules whose weight is no vector, as that of a norm is."""
+    module, kind = _module(item), item.name.rpartition(".")[2]
+    if module in linears and kind == "weight":
+        return Role.LINEAR
+    if module in matrices and kind == "bias":
+        return Role.BIAS
+    named = kind in {"weight", "bias"} and "embed" not in item.name and not module.endswith("wpe")
+    return Role.NORM if named and len(item.shape) == 1 else Role.OTHER
+
+
+def _matched_by_names(
+    config: Mapping[str, Any],
+    stored: Iterable[StoredTensor],
+    reason: str,
+    whole: Mapping[str, Any] | None = None,
+) -> Matched:
+    """Match the tensors of a model by their names alone.
+
+    Args:
+        config: of the decoder.
+        stored: all tensors, those of other towers too.
+        reason: why there is nothing better.
+        whole: configuration of the checkpoint, if it is another one than the decoder's.
+    """
+    stored = list(stored)
+    heads = head_tensors(config, layers_of(config), stored)
+    names = {tensor.name for tensor in stored}
+    own = [tensor for tensor in stored if tensor.name not in heads]
+    lists = lists_of(config if whole is None else whole, config, own)
+    spared = routers(config, {t.name: t.shape for t in own if lists.block(t.name) >= 0})
+    tensors = []
+    for tensor in stored:
+        if tensor.name in heads:
+            tensors.append(heads[tensor.name])
+            continue
+        index = lists.block(tensor.name)
+        other = tensor.name in spared or lists.elsewhere(tensor.name)
+        role = Role.OTHER if other else _guessed_role(tensor, index >= 0)
+        shared = first_sibling(tensor.name, names) if role is Role.LINEAR else ""
+        tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
+    has_head = any(tensor.role is Role.HEAD for tensor in tensors)
+    return Matched(
+        architecture=None,
+        model_type=str(config.get("model_type", "")),
+        config=config,
+        dimensions=None,
+        tensors=tuple(tensors),
+        tied=config.get("tie_word_embeddings") is True and not has_head,
+        rule=f"{reason}, so {RULE}",
+    )
+
+
+def _guessed_role(tensor: StoredTensor, in_block: bool) -> Role:
+    name = tensor.name
+    linear = (
+        in_block and name.endswith(".weight") and len(tensor.shape) == 2 and tensor.dtype in FLOATS
+    )
+    spared = _NOT_LINEAR.search(name) or weighs_an_index(name) or _of_norm(name)
+    if linear and not spared:
+        return Role.LINEAR
+    if len(tensor.shape) == 2 and not in_block:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and re.search(r"head$|unembed$", module):
+            return Role.HEAD
+        if ("embed" in name or "wte" in name) and "proj" not in name:
+            return Role.EMBEDDING
+    if "norm" in name:
+        return Role.NORM
+    return Role.BIAS if name.endswith(".bias") else Role.OTHER
+
+
+def _of_norm(name: str) -> bool:
+    """Return whether a stored tensor is of a norm itself; one with linears in it, or a block of that name, is none."""
+    return "norm" in name.rpartition(".")[0].rpartition(".")[2].lower()

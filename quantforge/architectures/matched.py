@@ -125,7 +125,7 @@ class Matched:
 
     @property
     def heads(self) -> tuple[MatchedTensor, ...]:
-        """Return the tensors of heads that predict further tokens, see `quantforge.architectures.heads`."""
+        """Return the tensors of heads that predict further tokens, see `quantforge.architectures.draft_heads`."""
         return tuple(tensor for tensor in self.tensors if tensor.further)
 
     @property

@@ -5,15 +5,33 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.declare import NORMS_OF_ALL, attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import NORMS_OF_ALL
 from quantforge.architectures.llama_cpp import SIGMOID, Family
 from quantforge.architectures.mixtral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
 from quantforge.errors import InputError
 
 CORRECTION = "e_score_correction_bias"
+
+
+def rotating(config: Mapping[str, Any]) -> Any:
+    """Return how many dimensions of a head rotate, as ``rotary_dim`` says; None where it is not stated.
+
+    Raises:
+        InputError: ``partial_rotary_factor`` says something else.
+    """
+    stated = config.get("rotary_dim")
+    rope = config.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if stated is not None and share is not None and stated != int(config["head_dim"] * share):
+        raise InputError(
+            f"config.json: rotary_dim = {str(stated)[:40]}, partial_rotary_factor = {share}",
+            "keep the one that is right",
+        )
+    return stated
+
+
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="minimax_m2",
@@ -48,25 +66,8 @@ ARCHITECTURE = replace(
         "minimax-m2",
         experts=True,
         sizes={"expert_feed_forward_length": "ffn"},
-        numbers={"expert_gating_func": SIGMOID, "rope.dimension_count": f"{__name__}.rotating"},
+        numbers={"expert_gating_func": SIGMOID, "rope.dimension_count": rotating},
         graph={"tie_word_embeddings": False},
         names={f"mlp.{CORRECTION}": "exp_probs_b.bias"},
     ),
 )
-
-
-def rotating(config: Mapping[str, Any]) -> object:
-    """Return how many dimensions of a head rotate, as ``rotary_dim`` says; None where it is not stated.
-
-    Raises:
-        InputError: ``partial_rotary_factor`` says something else.
-    """
-    stated = config.get("rotary_dim")
-    rope = config.get("rope_parameters")
-    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    if stated is not None and share is not None and stated != int(config["head_dim"] * share):
-        raise InputError(
-            f"config.json: rotary_dim = {str(stated)[:40]}, partial_rotary_factor = {share}",
-            "keep the one that is right",
-        )
-    return stated

@@ -13,25 +13,6 @@ from quantforge.errors import InputError
 
 _BETA, _MOST = "llama_4_scaling_beta", 1e6
 
-ARCHITECTURE = replace(
-    mistral.ARCHITECTURE,
-    model_type="ministral3",
-    defaults={**mistral.ARCHITECTURE.defaults, "head_dim": 128, "rms_norm_eps": 1e-5},
-    windows=WindowRule(every=True, listed=False),
-    gguf=Family(
-        "mistral3",
-        interleaved=True,
-        reals={
-            "attention.temperature_scale": f"{__name__}.growth",
-            "rope.scaling.yarn_log_multiplier": f"{__name__}.multiplier",
-        },
-        obstacle=f"{__name__}.beyond_llama_cpp",
-        yarn_multiplier=True,
-        yarn_betas=True,
-        is_read=False,
-    ),
-)
-
 
 def growth(config: Mapping[str, Any]) -> float | None:
     """Return by how much queries grow with the logarithm of their position; None where they do not.
@@ -69,3 +50,23 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     stated = config.get("rope_parameters") or config.get("rope_scaling")
     return stated if isinstance(stated, Mapping) else {}
+
+
+ARCHITECTURE = replace(
+    mistral.ARCHITECTURE,
+    model_type="ministral3",
+    defaults={**mistral.ARCHITECTURE.defaults, "head_dim": 128, "rms_norm_eps": 1e-5},
+    windows=WindowRule(every=True, listed=False),
+    gguf=Family(
+        "mistral3",
+        interleaved=True,
+        reals={
+            "attention.temperature_scale": growth,
+            "rope.scaling.yarn_log_multiplier": multiplier,
+        },
+        obstacle=beyond_llama_cpp,
+        yarn_multiplier=True,
+        yarn_betas=True,
+        is_read=False,
+    ),
+)

@@ -5,7 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import ministral3, mistral, text_config
+from quantforge.architectures.declare import beside_towers
 from quantforge.architectures.projector import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
     Projector,
     TokenRow,
     TowerConfig,
@@ -15,25 +18,7 @@ from quantforge.architectures.projector import (
     stack,
     weight,
 )
-from quantforge.architectures.qwen_tower import DEVIATION, MEAN
-from quantforge.architectures.tower_names import beside_towers
 
-_MISTRAL, _MINISTRAL = (
-    replace(
-        beside_towers(
-            text.ARCHITECTURE,
-            "mistral3",
-            (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-            (("language_model.", ""), ("model.language_model.", "model.")),
-        ),
-        graph=None,
-        projector={"mistral3": f"{__name__}.projector"},
-    )
-    for text in (mistral, ministral3)
-)
-ARCHITECTURE = replace(
-    _MINISTRAL, decoders=dict.fromkeys((mistral.ARCHITECTURE.model_type, ""), _MISTRAL)
-)
 _EPS = 1e-5  # of the tower's norms, in transformers' code; llama.cpp has one for the projector, too
 _THETA = 1e4  # llama.cpp has it built in
 _ACTIVATIONS = {"silu": "use_silu", "gelu": "use_gelu"}
@@ -73,18 +58,24 @@ def projector(config: Mapping[str, Any]) -> Projector:
             weight(f"{tower}.patch_conv", "v.patch_embd", (width, 3, patch, patch), wide=True),
             weight(f"{tower}.ln_pre", "v.pre_ln", (width,)),
             *(
-                replace(tensor, heads=heads) if "q_proj" in tensor.name or "k_proj" in tensor.name else tensor
+                replace(tensor, heads=heads)
+                if "q_proj" in tensor.name or "k_proj" in tensor.name
+                else tensor
                 for tensor in layers
             ),
             weight(f"{joined}.norm", "mm.input_norm", (width,)),
-            weight(f"{joined}.patch_merger.merging_layer", "mm.patch_merger", (width, width * merged**2)),
+            weight(
+                f"{joined}.patch_merger.merging_layer",
+                "mm.patch_merger",
+                (width, width * merged**2),
+            ),
             *module(f"{joined}.linear_1", "mm.1", (out, width), bias=biased),
             *module(f"{joined}.linear_2", "mm.2", (out, out), bias=biased),
         ),
         row=TokenRow("[IMG_BREAK]", "v.token_embd.img_break", out),
-        mean=MEAN,
-        deviation=DEVIATION,
-    )  # fmt: skip
+        mean=CLIP_MEAN,
+        deviation=CLIP_DEVIATION,
+    )
 
 
 def _check(whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activation: object) -> None:
@@ -97,3 +88,21 @@ def _check(whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activatio
     if activation not in _ACTIVATIONS:
         raise not_carried(f"vision_config.hidden_act = {str(activation)[:40]}", "silu or gelu")
     vision.require_theta(_THETA)
+
+
+_MISTRAL, _MINISTRAL = (
+    replace(
+        beside_towers(
+            text.ARCHITECTURE,
+            "mistral3",
+            (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+            (("language_model.", ""), ("model.language_model.", "model.")),
+        ),
+        graph=None,
+        projector={"mistral3": projector},
+    )
+    for text in (mistral, ministral3)
+)
+ARCHITECTURE = replace(
+    _MINISTRAL, decoders=dict.fromkeys((mistral.ARCHITECTURE.model_type, ""), _MISTRAL)
+)

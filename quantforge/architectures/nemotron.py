@@ -3,8 +3,13 @@
 from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, llama
-from quantforge.architectures.declare import attention, layer
-from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
+from quantforge.architectures.declare import (
+    LAYER_NORM_OUTER,
+    LAYER_NORMS,
+    attention,
+    layer,
+    plain_mlp,
+)
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 
 ARCHITECTURE = replace(

@@ -74,69 +74,6 @@ def _attention() -> Mixer:
     )
 
 
-ARCHITECTURE = replace(
-    LLAMA,
-    model_type="nemotron_h",
-    outer=(
-        Parameter("model.embeddings.weight", ("vocab", "hidden")),
-        *norms("model.norm_f"),
-        LLAMA.outer[-1],
-    ),
-    kinds=(
-        layer(
-            NORM,
-            mamba2(
-                HERE, BEFORE, bias="use_bias", conv_bias="use_conv_bias", output_bias="use_bias"
-            ),
-            name="mamba",
-        ),
-        layer(NORM, _attention(), name="attention"),
-        layer(NORM, _plain(HERE, "ffn", BEFORE, HERE), name="mlp"),
-        layer(
-            NORM,
-            router(f"{HERE}.gate", correction=f"{HERE}.gate.e_score_correction_bias"),
-            _plain(f"{HERE}.shared_experts", "shared", None, f"{HERE}.shared_experts.up_proj"),
-            _experts(f"{HERE}.experts", "inner"),
-            name="moe",
-        ),
-    ),
-    kind_of="quantforge.architectures.nemotron_h.kinds",
-    embedding="model.embeddings",
-    final_norm="model.norm_f",
-    prefixes=(("", ""), ("backbone.", "model.")),
-    requires={"moe_latent_size": None},
-    sizes={
-        "layers": ("quantforge.architectures.nemotron_h.count",),
-        "ssm": ("quantforge.architectures.nemotron_h.width",),
-        "ssm_heads": ("mamba_num_heads",),
-        "ssm_groups": ("n_groups", "mamba_n_groups"),
-        "ssm_state": ("ssm_state_size",),
-        "kernel": ("conv_kernel", "mamba_d_conv"),
-        "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
-        "inner": ("moe_intermediate_size",),
-        "shared": ("moe_shared_expert_intermediate_size",),
-    },
-    graph=None,
-    defaults={
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 21504,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "num_experts_per_tok": 2,
-        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-    },
-)
-
-
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer.
 
@@ -171,3 +108,66 @@ def width(config: Mapping[str, Any]) -> int:
             f"config.json: mamba_num_heads, mamba_head_dim = {str(factors)[:60]}", "sizes"
         )
     return int(factors[0]) * int(factors[1])
+
+
+ARCHITECTURE = replace(
+    LLAMA,
+    model_type="nemotron_h",
+    outer=(
+        Parameter("model.embeddings.weight", ("vocab", "hidden")),
+        *norms("model.norm_f"),
+        LLAMA.outer[-1],
+    ),
+    kinds=(
+        layer(
+            NORM,
+            mamba2(
+                HERE, BEFORE, bias="use_bias", conv_bias="use_conv_bias", output_bias="use_bias"
+            ),
+            name="mamba",
+        ),
+        layer(NORM, _attention(), name="attention"),
+        layer(NORM, _plain(HERE, "ffn", BEFORE, HERE), name="mlp"),
+        layer(
+            NORM,
+            router(f"{HERE}.gate", correction=f"{HERE}.gate.e_score_correction_bias"),
+            _plain(f"{HERE}.shared_experts", "shared", None, f"{HERE}.shared_experts.up_proj"),
+            _experts(f"{HERE}.experts", "inner"),
+            name="moe",
+        ),
+    ),
+    kind_of=kinds,
+    embedding="model.embeddings",
+    final_norm="model.norm_f",
+    prefixes=(("", ""), ("backbone.", "model.")),
+    requires={"moe_latent_size": None},
+    sizes={
+        "layers": count,
+        "ssm": width,
+        "ssm_heads": ("mamba_num_heads",),
+        "ssm_groups": ("n_groups", "mamba_n_groups"),
+        "ssm_state": ("ssm_state_size",),
+        "kernel": ("conv_kernel", "mamba_d_conv"),
+        "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": ("moe_shared_expert_intermediate_size",),
+    },
+    graph=None,
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+    },
+)

@@ -6,9 +6,8 @@ Attention and MLP read the residual stream itself, into which everything writes:
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import NORMS_OF_ALL, attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import NORMS_OF_ALL
 from quantforge.architectures.llama_cpp import Family
 
 NORMS = norms("post_attention_layernorm", "post_feedforward_layernorm")

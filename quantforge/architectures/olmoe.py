@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.declare import NORMS_OF_ALL, attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import NORMS_OF_ALL
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import experts_one_by_one, router
 

@@ -1,9 +1,16 @@
 """Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm, biases everywhere, the head too."""
 
 from quantforge.architectures import Architecture, Parameter
-from quantforge.architectures.declare import ALWAYS, attention, layer, linear, norms
+from quantforge.architectures.declare import (
+    ALWAYS,
+    attention,
+    layer,
+    linear,
+    norms,
+    plain_mlp,
+    side_by_side,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import plain_mlp, side_by_side
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 
 HEAD_NORMS = tuple(

@@ -3,11 +3,18 @@
 from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput, llama
-from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, layer, linear
+from quantforge.architectures.declare import (
+    BEFORE_ATTENTION,
+    FUSED_LABELS,
+    FUSED_SLICES,
+    Mixer,
+    fused_mlp,
+    layer,
+    linear,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import FUSED_LABELS, FUSED_SLICES, fused_mlp
+from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.sequence_state import keys_and_values
 
 QKV, OUT = "self_attn.qkv_proj", "self_attn.o_proj"
 ATTENTION = Mixer(

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import attention, layer, linear, norms
-from quantforge.architectures.dense_parts import LAYER_NORMS
+from quantforge.architectures.declare import LAYER_NORMS, attention, layer, linear, norms
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router

@@ -14,6 +14,8 @@ from quantforge.errors import InputError, RefusedError
 
 _MOST = {"depth": 1000, "num_hidden_layers": 1000}
 _LIMIT = 1 << 20
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of the three colours
+CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 _ALIKE = object()  # transformers takes what llama.cpp takes
 # It tells by the width of `down` whether an old converter has exchanged the two.
 SWAPPED = "another intermediate_size than hidden_size; of equal ones it exchanges up and down"

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama, qwen3, qwen3_next
-from quantforge.architectures.declare import layer
+from quantforge.architectures.declare import QWEN_TOWER, beside_towers, layer
 from quantforge.architectures.delta_net import APART, DEFAULTS, SIZES, gated_delta_net
-from quantforge.architectures.tower_names import QWEN_TOWER, beside_towers
 
 TOKENS = gated_delta_net(APART, qwen3_next.BEFORE_TOKENS)
 TEXT = replace(
@@ -14,7 +13,7 @@ TEXT = replace(
         layer(llama.NORMS, TOKENS, qwen3_next.MLP, name=qwen3_next.LINEAR),
         layer(qwen3.NORMS, qwen3_next.ATTENTION, qwen3_next.MLP, name=qwen3_next.FULL),
     ),
-    kind_of="quantforge.architectures.qwen3_next.mixers",
+    kind_of=qwen3_next.mixers,
     sizes=SIZES,
     gguf=None,
     defaults={

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama, qwen3, qwen3_5, qwen3_next
-from quantforge.architectures.declare import layer
+from quantforge.architectures.declare import QWEN_TOWER, beside_towers, layer
 from quantforge.architectures.delta_net import DEFAULTS
 from quantforge.architectures.mixtures import experts_in_one, router, shared_experts
-from quantforge.architectures.tower_names import QWEN_TOWER, beside_towers
 
 MIXTURE = (
     router("mlp.gate"),

@@ -19,34 +19,6 @@ from quantforge.architectures.mixtures import (
 )
 from quantforge.errors import InputError
 
-ARCHITECTURE = replace(
-    qwen3.ARCHITECTURE,
-    model_type="qwen3_moe",
-    graph=DecoderGraph(experts=True),
-    kinds=dense_or_sparse(
-        qwen3.NORMS,
-        attention("attention_bias"),
-        dense=gated_mlp(),
-        sparse=(router("mlp.gate"), experts_one_by_one("inner")),
-    ),
-    kind_of="quantforge.architectures.qwen3_moe.kinds",
-    sizes={
-        "experts": ("num_experts", "num_local_experts"),
-        "inner": ("moe_intermediate_size",),
-    },
-    defaults={
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "num_experts": 128,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
-    windows=WindowRule(width=4096, asked=True, every=True, listed=False),
-)
-
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer: experts in each ``decoder_sparse_step``-th that is not in ``mlp_only_layers``.
@@ -64,3 +36,32 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
         DENSE if index in dense or (index + 1) % step else SPARSE
         for index in range(config["num_hidden_layers"])
     ]
+
+
+ARCHITECTURE = replace(
+    qwen3.ARCHITECTURE,
+    model_type="qwen3_moe",
+    graph=DecoderGraph(experts=True),
+    kinds=dense_or_sparse(
+        qwen3.NORMS,
+        attention("attention_bias"),
+        dense=gated_mlp(),
+        sparse=(router("mlp.gate"), experts_one_by_one("inner")),
+    ),
+    kind_of=kinds,
+    sizes={
+        "experts": ("num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+    },
+    defaults={
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    windows=WindowRule(width=4096, asked=True, every=True, listed=False),
+)

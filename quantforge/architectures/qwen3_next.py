@@ -14,6 +14,7 @@ from quantforge.architectures import Absorber, Absorbs, SharedInput, llama, qwen
 from quantforge.architectures.declare import Mixer, gated_mlp, linear
 from quantforge.architectures.delta_net import DEFAULTS, JOINED, SIZES, VALUES, gated_delta_net
 from quantforge.architectures.dimensions import layer_types
+from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
@@ -22,7 +23,6 @@ from quantforge.architectures.mixtures import (
     router,
     shared_experts,
 )
-from quantforge.architectures.sequence_state import keys_and_values
 from quantforge.errors import InputError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -47,68 +47,6 @@ MIXTURE = (
     router("mlp.gate"),
     *shared_experts("shared", module="mlp.shared_expert", gate="mlp.shared_expert_gate"),
     experts_one_by_one("inner"),
-)
-ARCHITECTURE = replace(
-    llama.ARCHITECTURE,
-    model_type="qwen3_next",
-    kinds=(
-        *dense_or_sparse(
-            llama.NORMS,
-            gated_delta_net(JOINED, BEFORE_TOKENS),
-            dense=MLP,
-            sparse=MIXTURE,
-            prefix=f"{LINEAR}/",
-        ),
-        *dense_or_sparse(qwen3.NORMS, ATTENTION, dense=MLP, sparse=MIXTURE, prefix=f"{FULL}/"),
-    ),
-    kind_of="quantforge.architectures.qwen3_next.kinds",
-    sizes={
-        **SIZES,
-        "interval": ("quantforge.architectures.qwen3_next.interval",),
-        "experts": ("num_experts", "num_local_experts"),
-        "inner": ("moe_intermediate_size",),
-        "shared": ("shared_expert_intermediate_size",),
-    },
-    graph=None,
-    defaults={
-        **DEFAULTS,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "intermediate_size": 5632,
-        "num_experts": 512,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "full_attention_interval": 4,
-        "partial_rotary_factor": 0.25,
-    },
-    gguf=Family(
-        "qwen3next",
-        norm_plus_one=True,
-        plain_norms=("linear_attn.norm.weight",),
-        experts=True,
-        sizes={
-            "ssm.conv_kernel": "kernel",
-            "ssm.state_size": "k_head",
-            "ssm.group_count": "k_heads",
-            "ssm.time_step_rank": "v_heads",
-            "ssm.inner_size": VALUES,
-            "full_attention_interval": "interval",
-            "expert_feed_forward_length": "inner",
-            "expert_shared_feed_forward_length": "shared",
-        },
-        graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
-        equal=(("k_head", "v_head"),),
-        obstacle="quantforge.architectures.qwen3_next.beyond_llama_cpp",
-        names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
-        squeezed=("linear_attn.conv1d.weight",),
-        decays=("linear_attn.A_log",),
-        is_read=False,
-    ),
-    windows=NONE,
 )
 
 
@@ -154,3 +92,67 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of every layer; errors as `mixers` and those of qwen3_moe."""
     pairs = zip(mixers(config), qwen3_moe.kinds(config), strict=False)
     return [f"{tokens}/{channels}" for tokens, channels in pairs]
+
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="qwen3_next",
+    kinds=(
+        *dense_or_sparse(
+            llama.NORMS,
+            gated_delta_net(JOINED, BEFORE_TOKENS),
+            dense=MLP,
+            sparse=MIXTURE,
+            prefix=f"{LINEAR}/",
+        ),
+        *dense_or_sparse(qwen3.NORMS, ATTENTION, dense=MLP, sparse=MIXTURE, prefix=f"{FULL}/"),
+    ),
+    kind_of=kinds,
+    sizes={
+        **SIZES,
+        "interval": interval,
+        "experts": ("num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": ("shared_expert_intermediate_size",),
+    },
+    graph=None,
+    defaults={
+        **DEFAULTS,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+    },
+    gguf=Family(
+        "qwen3next",
+        norm_plus_one=True,
+        plain_norms=("linear_attn.norm.weight",),
+        experts=True,
+        sizes={
+            "ssm.conv_kernel": "kernel",
+            "ssm.state_size": "k_head",
+            "ssm.group_count": "k_heads",
+            "ssm.time_step_rank": "v_heads",
+            "ssm.inner_size": VALUES,
+            "full_attention_interval": "interval",
+            "expert_feed_forward_length": "inner",
+            "expert_shared_feed_forward_length": "shared",
+        },
+        graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+        equal=(("k_head", "v_head"),),
+        obstacle=beyond_llama_cpp,
+        names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
+        squeezed=("linear_attn.conv1d.weight",),
+        decays=("linear_attn.A_log",),
+        is_read=False,
+    ),
+    windows=NONE,
+)

@@ -6,6 +6,7 @@ from math import isqrt
 from typing import Any
 
 from quantforge.architectures import qwen3
+from quantforge.architectures.declare import QWEN_TOWER, within_whole
 from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.projector import (
@@ -17,35 +18,13 @@ from quantforge.architectures.projector import (
     stack,
     weight,
 )
-from quantforge.architectures.qwen_tower import (
+from quantforge.architectures.qwen2_5_vl import (
     DEPTH_AND_HEADS,
     decoder_width,
     patches,
     qwen_keys,
     sections,
     tower_of,
-)
-from quantforge.architectures.tower_names import QWEN_TOWER, within_whole
-
-ARCHITECTURE = replace(
-    within_whole(qwen3.ARCHITECTURE, "qwen3_vl", (QWEN_TOWER,)),
-    defaults={
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "intermediate_size": 22016,
-        "rope_theta": 5e5,
-    },
-    gguf=Family(
-        "qwen3vl",
-        numbers={"n_deepstack_layers": f"{__name__}.deep_count"},
-        lists={"rope.dimension_sections": "quantforge.architectures.qwen_tower.sections"},
-        obstacle=f"{__name__}.beyond_llama_cpp",
-        is_read=False,
-    ),
-    windows=NONE,
-    projector={"qwen3_vl": f"{__name__}.projector"},
 )
 
 
@@ -87,9 +66,13 @@ def projector(config: Mapping[str, Any]) -> Projector:
             *module("visual.merger.norm", "v.post_ln", (width,)),
             *module("visual.merger.linear_fc1", "mm.0", (merged, merged)),
             *module("visual.merger.linear_fc2", "mm.2", (out, merged)),
-            *(tensor for number, of in enumerate(deep) for tensor in _deep(number, of, merged, out)),
+            *(
+                tensor
+                for number, of in enumerate(deep)
+                for tensor in _deep(number, of, merged, out)
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def deep_blocks(config: Mapping[str, Any]) -> list[int]:
@@ -119,3 +102,25 @@ def _deep(number: int, block: int, merged: int, out: int) -> Iterator[TowerTenso
     yield from module(f"{inner}.norm", f"{held}.norm", (merged,))
     yield from module(f"{inner}.linear_fc1", f"{held}.fc1", (merged, merged))
     yield from module(f"{inner}.linear_fc2", f"{held}.fc2", (out, merged))
+
+
+ARCHITECTURE = replace(
+    within_whole(qwen3.ARCHITECTURE, "qwen3_vl", (QWEN_TOWER,)),
+    defaults={
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "rope_theta": 5e5,
+    },
+    gguf=Family(
+        "qwen3vl",
+        numbers={"n_deepstack_layers": deep_count},
+        lists={"rope.dimension_sections": sections},
+        obstacle=beyond_llama_cpp,
+        is_read=False,
+    ),
+    windows=NONE,
+    projector={"qwen3_vl": projector},
+)

@@ -10,9 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import (
+    LAYER_NORM_OUTER,
+    LAYER_NORMS,
+    attention,
+    gated_mlp,
+    layer,
+    norms,
+    side_by_side,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, side_by_side
 from quantforge.architectures.llama_cpp import NORM_BIASES, QKV_BIASES, Family
 
 ATTENTION, MLP = attention("use_qkv_bias", output_bias=""), gated_mlp()
@@ -20,6 +27,15 @@ HEAD_NORMS = tuple(
     Parameter(f"self_attn.{name}_layernorm.norms.{{}}.weight", ("head",), "qk_layernorm", count)
     for name, count in (("q", "heads"), ("k", "kv_heads"))
 )
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer, which is the same for all."""
+    layers = int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"]))
+    kind = "side by side" if config.get("use_parallel_residual") else "one after the other"
+    return [kind] * layers
+
+
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="stablelm",
@@ -39,7 +55,7 @@ ARCHITECTURE = replace(
             name="side by side",
         ),
     ),
-    kind_of="quantforge.architectures.stablelm.kinds",
+    kind_of=kinds,
     defaults={
         "num_hidden_layers": 32,
         "num_key_value_heads": 32,
@@ -62,10 +78,3 @@ ARCHITECTURE = replace(
         bias_keys={"use_qkv_bias": "attn_q.bias"},
     ),
 )
-
-
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer, which is the same for all."""
-    layers = int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"]))
-    kind = "side by side" if config.get("use_parallel_residual") else "one after the other"
-    return [kind] * layers

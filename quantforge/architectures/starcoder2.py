@@ -3,9 +3,14 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.declare import (
+    LAYER_NORM_OUTER,
+    LAYER_NORMS,
+    attention,
+    layer,
+    plain_mlp,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dense_parts import LAYER_NORM_OUTER, LAYER_NORMS, plain_mlp
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 

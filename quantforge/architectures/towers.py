@@ -94,5 +94,6 @@ def has_towers(config: Mapping[str, Any]) -> bool:
 def _root(prefix: str, decoder: str) -> str:
     """Return the shortest beginning of a list's name that the decoder's name does not share, with its dot."""
     parts, other = prefix.split("."), decoder.split(".")
-    shared = next((i for i, (a, b) in enumerate(zip(parts, other, strict=False)) if a != b), len(other))  # fmt: skip
+    pairs = enumerate(zip(parts, other, strict=False))
+    shared = next((place for place, (own, its) in pairs if own != its), len(other))
     return ".".join(parts[: shared + 1]) + "."

@@ -186,7 +186,7 @@ def _matched(source: Checkpoint) -> Matched:
         why = "is not declared, so that nothing says which tensors count its experts"
     elif any(".experts." in tensor.name for tensor in matched.foreign):
         why = "holds experts behind its last layer, or in another tower, which no calibration row reaches"
-    elif "." in family.sizes.get(_EXPERTS, ("",))[0]:
+    elif callable(family.sizes.get(_EXPERTS)):
         why = "counts its experts in several keys"
     if why:
         raise RefusedError(f"--prune-experts: {matched.model_type} {why}", _HINT)
@@ -220,6 +220,7 @@ def _counting(source: Checkpoint, matched: Matched, count: int) -> dict[str, Any
     """Return the configuration with another number of experts."""
     assert matched.architecture is not None
     keys = matched.architecture.sizes[_EXPERTS]
+    assert not callable(keys)  # `_matched` refuses such a family
     config = deepcopy(source.config)
     nested = config.get("text_config")
     tower = nested if isinstance(nested, dict) else config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.heads import without_heads
+from quantforge.architectures.draft_heads import without_heads
 from quantforge.architectures.match import match
 from quantforge.checkpoint.prepared import prepared_checkpoint
 from quantforge.errors import UsageError

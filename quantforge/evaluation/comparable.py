@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quantforge.architectures.positions import positions_in
+from quantforge.architectures.configuration import positions_in
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.evaluation.generated import Answering, Prompts

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.value_rules import FINAL_CAPS
+from quantforge.architectures.configuration import FINAL_CAPS
 from quantforge.errors import RefusedError
 from quantforge.evaluation.model_ending import ModelEnding
 from quantforge.model.inner import head_of, inner

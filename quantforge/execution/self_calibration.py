@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantforge.architectures.positions import embedding_rows
+from quantforge.architectures.configuration import embedding_rows
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model, tokenizer_folder
 from quantforge.numerics.products import cutting

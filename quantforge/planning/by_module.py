@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quantforge.architectures.configuration import SAME
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.shards import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError

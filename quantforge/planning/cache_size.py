@@ -2,7 +2,7 @@
 
 Attention of a usual kind keeps 2 x heads x width numbers of every token and layer; layers with a window those of its
 tokens alone, latent attention one narrow vector, delta nets and state spaces a state that does not grow. What a layer
-keeps is declared with its kind (`quantforge.architectures.sequence_state`).
+keeps is declared with its kind (`quantforge.architectures.layer_kind`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.layer_kind import KEYS, VALUES, LayerState, StateType
 from quantforge.architectures.match import Matched
-from quantforge.architectures.sequence_state import KEYS, VALUES, LayerState, StateType
 from quantforge.errors import InputError, RefusedError
 from quantforge_kernels import kv_runs
 

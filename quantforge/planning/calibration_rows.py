@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from quantforge.architectures.configuration import positions_in
 from quantforge.architectures.match import Matched, Role, declared
-from quantforge.architectures.positions import positions_in
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.formats.opening import tokenizer_folder

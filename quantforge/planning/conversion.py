@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import Architecture, architecture_of, text_config
+from quantforge.architectures.configuration import SAME
 from quantforge.architectures.draft_kinds import is_draft, type_of
 from quantforge.architectures.matched import Matched, Role
-from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event

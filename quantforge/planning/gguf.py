@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
+from quantforge.architectures.configuration import SAME
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.architectures.tied_embeddings import SAME
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.errors import InputError, RefusedError

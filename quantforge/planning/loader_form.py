@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantforge.architectures.tied_embeddings import untied
+from quantforge.architectures.configuration import untied
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.formats import GGUF

@@ -25,9 +25,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.matched import MatchedTensor
-from quantforge.architectures.sequence_state import KEYS
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from quantforge.architectures.positions import embedding_rows
+from quantforge.architectures.configuration import embedding_rows
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import as_read

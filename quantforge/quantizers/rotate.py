@@ -16,9 +16,9 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from quantforge.architectures.configuration import no_tie, untied
 from quantforge.architectures.match import match, needs_architecture
 from quantforge.architectures.residual_stream import residual_stream
-from quantforge.architectures.tied_embeddings import no_tie, untied
 from quantforge.checkpoint.prepared import ROTATION, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError

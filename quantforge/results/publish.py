@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.tied_embeddings import untied
+from quantforge.architectures.configuration import untied
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE
@@ -127,7 +127,7 @@ def publish(
     config = plain_config(checkpoint)
     if plan.untie:
         config = untied(config)
-    from quantforge.model.running_names import running_names  # torch, which planning does without
+    from quantforge.model.running_form import running_names  # torch, which planning does without
     from quantforge.model.transformers_loading import settled
 
     engines = settled(plan.engines, config, plan.tensors)

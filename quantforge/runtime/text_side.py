@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures import text_config
-from quantforge.architectures.positions import embedding_rows, positions_in
+from quantforge.architectures.configuration import embedding_rows, positions_in
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model, tokenizer_folder

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantforge import verbs
-from quantforge.architectures.heads import heads_of, without_heads
+from quantforge.architectures.draft_heads import heads_of, without_heads
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.plans import Action, StoredTensor
 from quantforge.results import manifest

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.architectures.tied_embeddings import untied
+from quantforge.architectures.configuration import untied
 from quantforge.checkpoint.publish_file import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import Absorbs
+from quantforge.architectures.configuration import untied
 from quantforge.architectures.match import match, needs_architecture
 from quantforge.architectures.matched import Matched
-from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.tied_embeddings import untied
+from quantforge.architectures.configuration import untied
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, kv_scales
 from quantforge.formats.checks import bare_codes, denied

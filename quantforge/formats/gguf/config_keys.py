@@ -9,7 +9,6 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from quantforge.architectures.architecture import called
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf.families import declared_of, read_families
@@ -87,13 +86,12 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         **family.graph,
     }
     if family.restated:
-        stated: dict[str, Any] = called(family.restated, read)
-        return config | stated
+        return config | family.restated(read)
     whole = declared_of(model_type).defaults.get("partial_rotary_factor", 1.0) == 1.0
     config |= {
         "num_key_value_heads": read.integer("attention.head_count_kv", heads),
         "intermediate_size": read.integer("feed_forward_length"),
-        **{place: read.real(key) for key, place in family.reals.items()},
+        **{place: read.real(key) for key, place in family.reals.items() if isinstance(place, str)},
     }
     return config | read.rope(head_dim, whole=whole) | _of_family(model_type, read, config)
 

@@ -19,13 +19,13 @@ from functools import cache
 from typing import Any
 
 from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
+from quantforge.architectures.declare import WITHIN
 from quantforge.architectures.llama_cpp import (
     LLAMA_BIASES,
     QKV_BIASES,
     WITH_TABLE,
     Family,
 )
-from quantforge.architectures.tower_names import WITHIN
 from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")

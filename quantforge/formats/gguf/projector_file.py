@@ -8,9 +8,8 @@ processor say how colours become numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
@@ -151,7 +150,7 @@ def check_no_tower(file: GgufFile) -> None:
 
 def has_projector(config: Mapping[str, Any]) -> bool:
     """Return whether the tower of a model of this configuration can be written."""
-    return bool(_path_of(config)) and isinstance(config.get("vision_config"), Mapping)
+    return _tower_of(config) is not None and isinstance(config.get("vision_config"), Mapping)
 
 
 def _declared(config: Mapping[str, Any]) -> Projector:
@@ -163,20 +162,19 @@ def _declared(config: Mapping[str, Any]) -> Projector:
             f"{OPTION}: a model of type {model_type!r} whose config.json describes no vision tower",
             f"leave {OPTION} out",
         )
-    if not has_projector(config):
-        written = sorted(one for one in MODEL_TYPES if _path_of({"model_type": one}))
+    tower = _tower_of(config)
+    if tower is None or not has_projector(config):
+        written = sorted(one for one in MODEL_TYPES if _tower_of({"model_type": one}))
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
             f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",
         )
-    module, _, function = _path_of(config).rpartition(".")
-    declared: Projector = getattr(import_module(module), function)(config)
-    return declared
+    return tower(config)
 
 
-def _path_of(config: Mapping[str, Any]) -> str:
+def _tower_of(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Projector] | None:
     found = architecture_of(config)
-    return found.projector.get(str(config.get("model_type")), "") if found else ""
+    return found.projector.get(str(config.get("model_type"))) if found else None
 
 
 def _refuse(what: str, names: Collection[str]) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantforge.architectures.architecture import called
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
@@ -79,7 +78,7 @@ def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rop
         _number(scaling, "rope_theta", config.get("rope_theta", usual)),
         _kind(scaling),
     )
-    changed = called(family.base, config) if family.base else None
+    changed = family.base(config) if family.base else None
     if changed is not None:
         base, kind = changed, ""
     if kind not in {*_PLAIN, *family.scalings}:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.architecture import called
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import Family, Stated
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import Value, ValueType, f32, flag, u32
 
@@ -28,18 +27,18 @@ def stated_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
     for key, place in family.numbers.items():
         number = place if isinstance(place, int) else _found(place, config)
         if number is not None:
-            found[key] = u32(_number(place, number, int))
+            found[key] = u32(_number(place if isinstance(place, str) else key, number, int))
     for key, place in family.reals.items():
         if (real := _found(place, config)) is not None:
             if not real and place in config:  # to llama.cpp, 0 is as good as none
                 raise refused(f"{place} = {real}", "a number above 0")
-            found[key] = f32(_number(place, real, float))
+            found[key] = f32(_number(place if isinstance(place, str) else key, real, float))
     for key, place in family.flags.items():
         stated = place if isinstance(place, bool) else config.get(place)
         if stated is not None:
             found[key] = flag(bool(stated))
-    for key, path in family.lists.items():
-        listed = called(path, config)
+    for key, listing in family.lists.items():
+        listed = list(listing(config))
         kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
         found[key] = Value(ValueType.ARRAY, listed, kind)
     return found
@@ -61,15 +60,15 @@ def check_graph(config: Mapping[str, Any], family: Family, sizes: Dimensions) ->
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
             raise refused(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    if family.obstacle and (why := called(family.obstacle, config)):
+    if family.obstacle and (why := family.obstacle(config)):
         raise refused(*why)
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
             raise refused(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
 
 
-def _found(place: str, config: Mapping[str, Any]) -> Any:
-    return called(place, config) if "." in place else config.get(place)
+def _found(place: str | Stated, config: Mapping[str, Any]) -> Any:
+    return config.get(place) if isinstance(place, str) else place(config)
 
 
 def _number(key: object, value: object, kind: type) -> Any:

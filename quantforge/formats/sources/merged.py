@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quantforge.architectures.configuration import untied
 from quantforge.architectures.match import Matched, Role, match
-from quantforge.architectures.tied_embeddings import untied
 from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.heads import BEHIND, layers_of, without_heads
+from quantforge.architectures.draft_heads import BEHIND, layers_of, without_heads
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.opening import open_model

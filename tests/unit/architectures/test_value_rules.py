@@ -8,7 +8,7 @@ import pytest
 from transformers.activations import ACT2FN
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.value_rules import check_values
+from quantforge.architectures.configuration import check_values
 from quantforge.errors import InputError
 from scripts.tiny_families import configuration, families
 

@@ -1,7 +1,8 @@
-"""Values of a configuration that no model computes with: refused before work that would not meet them.
+"""What a configuration says beside sizes: how many tokens a model sees, whether its head is tied, what is refused.
 
-Whoever runs the model sees its whole configuration, and transformers checks it when it is read. Rounding without data
-runs nothing, and only reads sizes. What stands under the keys below is what every family means by them.
+Values that no model computes with are refused before work that would not meet them. Whoever runs the model sees its
+whole configuration, and transformers checks it when it is read. Rounding without data runs nothing, and only reads
+sizes. What stands under the keys below is what every family means by them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,67 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from quantforge.architectures import architecture_of, text_config
 from quantforge.errors import InputError
 
+POSITIONS = ("max_position_embeddings", "n_positions")
+SAME = "equal to the tied embedding"  # why a head that is stored a second time is left out
 FINAL_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Names of activations that transformers knows: the keys of `transformers.activations.ACT2FN`.
 _KNOWN = re.compile(
     "gelu(_10|_accurate|_fast|_new|_python|_python_tanh|_pytorch_tanh)?|quick_gelu|relu[26]?|leaky_relu|prelu|silu"
     "|swish|hardswish|tanh|sigmoid|mish|laplace|linear|sqrtsoftplus|xielu"
 )
+
+
+def positions_in(config: Mapping[str, Any]) -> int:
+    """Return how many tokens a model can see, by its configuration; 2^30 where that does not say."""
+    text = text_config(config)
+    return min((text[key] for key in POSITIONS if text.get(key)), default=1 << 30)
+
+
+def embedding_rows(config: Mapping[str, Any]) -> int | None:
+    """Return how many token ids a model has an embedding for; None where neither configuration nor family says."""
+    rows = text_config(config).get("vocab_size")
+    if rows is None and (family := architecture_of(config)) is not None:
+        rows = family.defaults.get("vocab_size")
+    return rows if type(rows) is int else None
+
+
+def tied(
+    config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
+) -> bool:
+    """Return whether the output projection is the embedding.
+
+    The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
+    family's default.
+
+    Raises:
+        InputError: ``tie_word_embeddings`` is neither true nor false.
+    """
+    for source in (outer, config, defaults):
+        value = source.get("tie_word_embeddings")
+        if value is not None:
+            if not isinstance(value, bool):
+                raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
+            return value
+    return False
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
+    nested = config.get("text_config")
+    inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+def no_tie(embedding: str, head: str) -> InputError:
+    """Return the error for a tied head that is stored twice, and not alike."""
+    return InputError(
+        f"{head} differs from {embedding} although tie_word_embeddings is true",
+        'a model with its own head says "tie_word_embeddings": false in config.json',
+        tensor=head,
+    )
 
 
 class _Checked(NamedTuple):
