@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
-from quantforge.model.inner import inner
-from quantforge.model.outside import blocks_of
+from quantforge.model.inner import blocks_of, inner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,27 +1,43 @@
-"""One decoder block with weights and the activations that reach it: observed, captured, advanced."""
+"""One decoder block with weights, and the calibration rows that pass it: observed, captured, advanced.
+
+A method sees ``[out_features, in_features]`` matrices by name; that gpt2 stores the transpose, that q, k and v of phi3
+are rows of one matrix, or that the running model holds all experts in one parameter, stays in here and in the
+declarations. Rows pass in micro-batches, and of a micro-batch row by row, on the threads of the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantforge.errors import RefusedError
-from quantforge.model.block_rows import Batch, BlockRows
+from quantforge.architectures import SharedInput
+from quantforge.architectures.architecture import Rows
+from quantforge.architectures.match import Matched, declared
+from quantforge.errors import InputError, RefusedError
+from quantforge.model.experts import Experts, RoutedTokens
+from quantforge.model.hidden_states import TokenStates
 from quantforge.model.loading import empty
 from quantforge.model.observe import Accumulator
-from quantforge.model.routed_tokens import RoutedTokens
-from quantforge.model.seen_inputs import EnoughError, SeenInputs
-from quantforge.model.standins import Call
+from quantforge.model.passage import Call, Passage, states_of
 from quantforge.model.statistics import Statistic, Statistics
+from quantforge.numerics.finite import finite
+from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
+from quantforge.plans import StoredTensor
 
-Result = TypeVar("Result")
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 
 
 class Weighed(NamedTuple):
@@ -32,14 +48,190 @@ class Weighed(NamedTuple):
     weights: Tensor | None = None
 
 
-class BlockPart(BlockRows):
-    """A block with the activations that reach it; see `quantforge.model.stream.ModelStream`."""
+class Batch(NamedTuple):
+    """One micro-batch on its way through a block: its first row, packed hidden states, and how it gets there."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Hold a block with its rows; arguments as of `BlockRows`."""
-        super().__init__(*args, **options)
-        self._kept: list[Batch] = []
+    start: int
+    states: Tensor
+    passage: Passage
+
+    def rows(self) -> list[Batch]:
+        """Return one batch for every row; on a GPU, which fills itself, one batch of all rows."""
+        return self.apart(self.states.device.type == "cpu")
+
+    def apart(self, each: bool = False) -> list[Batch]:
+        """Return the batches that pass a block at once: this one, or one for ``each`` row or where rows are alone."""
+        if not each and not self.passage.alone:
+            return [self]
+        return [
+            Batch(self.start + i, self.states[i : i + 1], self.passage)
+            for i in range(len(self.states))
+        ]
+
+    def run(self, module: Callable[..., Any], *, note: bool = True) -> Tensor:
+        """Return the packed states that a module makes of the rows; ``note`` what it returns beside them."""
+        reached = self.passage.reach(self.start, self.states)
+        returned = module(reached.states, *reached.call.args, **reached.call.kwargs)
+        if note:
+            self.passage.left(reached, returned)
+        return self.passage.layout.packed(states_of(returned))
+
+
+class BlockRows(NamedTuple):
+    """The calibration rows that pass a block.
+
+    Attributes:
+        shape: how many there are, and how many tokens each has.
+        batches: yields them in micro-batches.
+        write: overwrites the hidden states from a row on.
+        store: makes room for states of all rows, of a given width.
+    """
+
+    shape: tuple[int, int]
+    batches: Callable[[], Iterator[Batch]]
+    write: Callable[[int, Tensor], None]
+    store: Callable[[int], TokenStates]
+
+
+class BlockPart:
+    """A block with the rows that pass it; see `quantforge.model.stream.ModelStream`.
+
+    Attributes:
+        index, name: position, and canonical name (``model.layers.3``).
+        module: the transformers module, materialised.
+        architecture, dimensions: the declarations of the family and the sizes of this model.
+        kind: what a block of this layer consists of.
+        inputs: the shared inputs, in computing order.
+        experts: those of a mixture, None where the block has none, or its module holds them.
+        advanced: whether the hidden states are those behind the block.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        matched: Matched,
+        stored: Mapping[str, StoredTensor],
+        rows: BlockRows,
+        experts: Experts | None = None,
+        *,
+        refill: Callable[[], object] = lambda: None,
+        bfloat16: bool = False,
+    ) -> None:
+        """Hold a block.
+
+        Args:
+            index: its position.
+            module: its transformers module.
+            matched: of the model.
+            stored: its parameters by canonical name relative to it.
+            rows: that pass it.
+            experts: those that it has, which are read one at a time; None where the module holds them.
+            refill: reads the weights of the block, without those of experts, anew.
+            bfloat16: matrix products of observing and advancing take their operands in that type.
+        """
+        self.index = index
+        self.name = matched.block_name(index)
+        self.module = module
+        self.architecture, self.dimensions = declared(matched)
+        self.kind = matched.layers[index]
+        self.inputs: tuple[SharedInput, ...] = self.kind.inputs
+        self.experts = experts
         self.advanced = False
+        self._places = self.kind.places()
+        self._stored = stored
+        self._rows, self._refill, self._bfloat16 = rows, refill, bfloat16
+        self._kept: list[Batch] = []
+
+    def has(self, name: str) -> bool:
+        """Return whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
+        return name in self._stored
+
+    def parameters(self) -> tuple[str, ...]:
+        """Return the names of all parameters, relative to the block, as the family declares them."""
+        return tuple(self._stored)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Return the linears whose matrix is a tensor of its own in files, in computing order."""
+        return tuple(name for name in self.kind.linears if self.has(f"{name}.weight"))
+
+    @property
+    def own_linears(self) -> tuple[str, ...]:
+        """Return those of them that are modules of their own, which experts in a stack are not."""
+        return tuple(name for name in self.linears if name not in self._places)
+
+    def stack_of(self, linear: str) -> str:
+        """Return the parameter that holds the matrix of a linear of an expert."""
+        return self._places[linear].stack.parameter
+
+    def is_apart(self, name: str) -> bool:
+        """Return whether the module does not hold a tensor itself, so that no transform changes it.
+
+        It holds something of every expert, and these are read one at a time; or the module has it in another form.
+        """
+        owner, _, leaf = name.rpartition(".")
+        if self.experts is not None and owner == self.experts.path:
+            return True
+        held = {path for path, _ in self.module.named_modules()}
+        return owner not in held or not hasattr(self.module.get_submodule(owner), leaf)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter (or a stored constant) as the module holds it, e.g. ``input_layernorm.weight``.
+
+        That of an expert is a view.
+        """
+        linear = name.removesuffix(".weight")
+        if linear in self._places:
+            return self.weight(linear)
+        owner, _, leaf = name.rpartition(".")
+        value: Tensor = getattr(self.module.get_submodule(owner), leaf)  # a buffer of some routers
+        return value
+
+    def set_parameter(self, name: str, value: Tensor) -> None:
+        """Overwrite a parameter, in its own type and layout."""
+        self.parameter(name).copy_(value)
+
+    def weight(self, linear: str) -> Tensor:
+        """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
+        place = self._places.get(linear)
+        if place is not None and self.experts is not None:
+            return self.experts.weight(place)
+        if place is not None:
+            return place.view(self.module.get_parameter(place.stack.parameter))
+        weight = self.module.get_parameter(f"{linear}.weight")
+        return weight.T if self.architecture.transposed else weight
+
+    def set_weight(self, linear: str, value: Tensor) -> None:
+        """Overwrite the weight of a linear with ``[out_features, in_features]``."""
+        self.weight(linear).copy_(value)
+
+    def rows(self, linear: str, label: str = "") -> Rows:
+        """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
+        return self.architecture.rows(self.dimensions, linear, label)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of a parameter in the checkpoint."""
+        return self._stored[name].name
+
+    def dtype_of(self, name: str) -> str:
+        """Return the type of a parameter in the checkpoint, as safetensors spells it (``BF16``)."""
+        return self._stored[name].dtype
+
+    def as_stored(self, name: str, value: Tensor) -> Tensor:
+        """Round a value to the type that a parameter is stored in, and return it in its own type."""
+        return value.to(TORCH_DTYPES[self.dtype_of(name)]).to(value.dtype)
+
+    def restore(self) -> None:
+        """Read the source's weights anew, those of experts left out."""
+        empty(self.module)
+        self._refill()
+
+    def close(self) -> None:
+        """Let go of the weights, and of what reached the experts."""
+        if self.experts is not None:
+            self.experts.close()
+        empty(self.module)
 
     def observe(
         self,
@@ -97,16 +289,16 @@ class BlockPart(BlockRows):
         sums = [(item, Accumulator(item.statistics)) for item in wanted]
         enough = None if advance or whole or self.experts else keys[-1]
         with one_thread(), ExitStack() as hooks:
-            seen = SeenInputs(enough)
+            seen = _SeenInputs(enough)
             for key in keys:
                 hooks.enter_context(seen.listening(self.module, key))
             if self.experts is not None:
-                tokens = RoutedTokens(self._shape, self._store)
+                tokens = RoutedTokens(self._rows.shape, self._rows.store)
                 known = self.experts.tokens is not None
                 hooks.enter_context(
                     self.experts.absent() if known else self.experts.collecting(tokens)
                 )
-            for batch in self._batches():
+            for batch in self._rows.batches():
                 if advance and batch.start < keep:
                     self._kept.append(batch._replace(states=batch.states.clone()))
                 self._observe_batch(batch, seen, sums, advance=advance)
@@ -127,13 +319,13 @@ class BlockPart(BlockRows):
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append(Call(args, dict(kwargs)))
-            raise EnoughError
+            raise _EnoughError
 
         handle = module.register_forward_pre_hook(keep, with_kwargs=True)
         absent = self.experts.absent() if self.experts is not None else nullcontext()
         try:
             with absent:
-                for batch in self._kept or self._batches():
+                for batch in self._kept or self._rows.batches():
                     if batch.start >= rows:
                         break
                     for each in batch.apart():  # in float32: small differences are compared
@@ -174,21 +366,10 @@ class BlockPart(BlockRows):
         self.experts.run_all()
         self._advance()
 
-    def _advance(self) -> None:
-        with self.experts.returning() if self.experts is not None else nullcontext():
-            self._pass_all(self._write)
-        self.advanced = True
-
-    def close(self) -> None:
-        """Let go of the weights, and of what reached the experts."""
-        if self.experts is not None:
-            self.experts.close()
-        empty(self.module)
-
     def _observe_batch(
         self,
         batch: Batch,
-        seen: SeenInputs,
+        seen: _SeenInputs,
         sums: Sequence[tuple[Weighed, Accumulator]],
         *,
         advance: bool,
@@ -202,7 +383,43 @@ class BlockPart(BlockRows):
         ]
         side_by_side(lambda job: job(), jobs)
         if advance:
-            self._write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+            self._rows.write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+
+    def _advance(self) -> None:
+        returning = self.experts.returning() if self.experts is not None else nullcontext()
+        with returning, one_thread():
+            for batch in self._rows.batches():
+                passed = side_by_side(partial(self._pass, _SeenInputs(None)), batch.rows())
+                self._rows.write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+        self.advanced = True
+
+    def _pass(self, seen: _SeenInputs, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run one row; return its output, and what the linears that are listened to have read."""
+        if self.experts is not None:
+            self.experts.at(row.start)
+        with torch.autocast(row.states.device.type, torch.bfloat16, enabled=self._bfloat16):
+            outputs, found = seen.during(lambda: self._run(row))
+        for key, x in found.items():
+            self._check(key, x, row)
+        return row.states if outputs is None else outputs, found
+
+    def _run(self, batch: Batch) -> Tensor | None:
+        """Run a micro-batch; None when a hook had seen enough."""
+        try:
+            with cutting():
+                return batch.run(self.module)
+        except _EnoughError:
+            return None
+
+    def _check(self, key: str, x: Tensor, batch: Batch) -> None:
+        if not finite(x):
+            bad = (~x.isfinite()).view(len(batch.states), -1).any(1)
+            row = batch.start + int(bad.nonzero()[0])
+            raise InputError(
+                f"{self.name}.{key}: its input is not finite in calibration row {row}",
+                "the model overflows on this text, or a norm weight is damaged; `quantforge inspect` checks weights",
+                tensor=f"{self.name}.{key}",
+            )
 
 
 def refuse_experts(part: BlockPart) -> None:
@@ -227,3 +444,43 @@ def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:
         item.weights[row.start : row.start + len(row.states)].flatten().sqrt().to(row.states.device)
         for row in rows
     ]
+
+
+class _EnoughError(Exception):
+    """Raised when everything that is wanted of a forward was seen."""
+
+
+class _SeenInputs:
+    """Inputs that linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
+
+    ``enough``: a run ends when this linear has been reached.
+    """
+
+    def __init__(self, enough: str | None) -> None:
+        self._enough = enough
+        self._of_thread = threading.local()
+
+    def during(self, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run the block on this thread; return its output and what was read."""
+        found: dict[str, Tensor] = {}
+        self._of_thread.found = found
+        try:
+            return run(), found
+        finally:
+            del self._of_thread.found
+
+    @contextmanager
+    def listening(self, module: nn.Module, key: str) -> Iterator[None]:
+        """Note what a linear reads."""
+
+        def see(_: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].detach().flatten(0, -2)
+            self._of_thread.found[key] = x.float() if x.dtype == torch.bfloat16 else x
+            if key == self._enough:
+                raise _EnoughError
+
+        handle = module.get_submodule(key).register_forward_pre_hook(see)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -15,30 +15,28 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.embedding_rows import LARGE, EmbeddingRows, is_lookup
-from quantforge.model.inner import head_of
-from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.loading import TensorSource, WholeWeights
+from quantforge.model.hidden_states import KeptLeaves
+from quantforge.model.inner import blocks_of, decoder_of, head_of
+from quantforge.model.loading import LARGE, EmbeddingRows, TensorSource, WholeWeights, is_lookup
 from quantforge.model.names import Names
-from quantforge.model.outside import blocks_of
+from quantforge.model.passage import Call
 from quantforge.model.skeleton import build
-from quantforge.model.standins import Call
 from quantforge.numerics.products import cutting
 from quantforge.numerics.team import side_by_side
 from quantforge.numerics.threads import one_thread
 from quantforge_calibration import SourceError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from quantforge_calibration.image_rows import ImageRows
     from quantforge_calibration.sampler import Sample
 
@@ -87,15 +85,6 @@ class _ReachedError(Exception):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
-
-
-def decoder_of(model: PreTrainedModel, blocks: str) -> nn.Module:
-    """Return the text tower: the innermost model that holds a list of blocks, by its name."""
-    found: nn.Module = model
-    for name in accumulate(blocks.split(".")[:-1], "{}.{}".format):
-        part = model.get_submodule(name)
-        found = part if isinstance(part, PreTrainedModel) else found
-    return found
 
 
 def decoder_calls(

@@ -1,16 +1,19 @@
 """Derive the declarations of a family that has no file here, by running transformers' code for it.
 
-One block of each kind of layer runs with random weights on a few random tokens. Linears whose inputs are equal read the
+The model runs on a few random tokens, with stand-ins for its blocks and random numbers around them. The first time that
+a block of one kind of layer is reached, it runs with random weights itself. Linears whose inputs are equal read the
 same activation. Which tensor absorbs a scale of that activation is proven by folding one in
-(`quantforge.model.absorbers`). No weights are read: the result follows from the configuration and transformers' code.
+(`quantforge.model.trial_block`). No weights are read: the result follows from the configuration and transformers' code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +22,31 @@ from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.architecture import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.errors import RefusedError
-from quantforge.model.derive_kind import Derived, Sizes, agreed, derive_kind, modules_of
-from quantforge.model.inner import head_of
-from quantforge.model.outside import Learn, Outside
-from quantforge.model.passage import same
-from quantforge.model.standins import Call, mappings
-from quantforge.model.trial_block import TrialBlock, is_linear, is_transposed
+from quantforge.model.derive_kind import (
+    Derived,
+    Sizes,
+    agreed,
+    derive_kind,
+    is_linear,
+    is_transposed,
+    modules_of,
+)
+from quantforge.model.hidden_states import StateLayout
+from quantforge.model.inner import blocks_of, head_of, inner_of
+from quantforge.model.loading import parameter
+from quantforge.model.passage import Call, StandIn, mappings, same
+from quantforge.model.skeleton import as_refusals
+from quantforge.model.trial_block import TrialBlock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNBOUNDED = 1 << 30  # positions of a model whose configuration does not limit them
+ROWS = 32  # of embeddings
+LENGTH = 13  # of a row of tokens: the size of nothing else
+LARGEST = 1 << 26  # elements of a tensor outside of the blocks, embeddings apart
+# What a block returns beside its hidden states, given its index and what reaches it; None: they are returned alone.
+_Learn = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
 
 
 def derive(
@@ -48,17 +65,23 @@ def derive(
     """
     config = model.config.get_text_config()
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    outside = Outside(model)
+    outside = _Outside(model)
     keys = [_key(config, index, block) for index, block in enumerate(outside.blocks)]
-    transposed = _transposed(outside.blocks)
+    transposed, kept = _transposed(outside.blocks), tuple(model._keep_in_fp32_modules or ())
     derived: dict[object, Derived] = {}
     shares: list[int] = []  # blocks that put something into a mapping that later blocks read
+
+    def sizes(hidden: int) -> Sizes:
+        dimensions = _dimensions(config, outside.blocks, hidden, vocabulary)
+        return Sizes(dimensions, config.to_dict(), transposed, kept)
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
         given = _sizes_of_mappings(call)
         if key in derived and given:
-            _try(outside.blocks[index], states, call)  # later blocks may read what it puts there
+            trial = TrialBlock(outside.blocks[index], states, call)
+            with trial.filled():
+                trial.run()  # later blocks may read what it puts there
         if key not in derived:
             prefix = f"{outside.name}.{index}."
             inside = {
@@ -68,31 +91,18 @@ def derive(
             }
             made = derive_kind(
                 TrialBlock(outside.blocks[index], states, call),
-                Sizes(
-                    _dimensions(config, outside.blocks, states.shape[-1], vocabulary),
-                    config.to_dict(), transposed, tuple(model._keep_in_fp32_modules or ()),
-                ),
+                sizes(states.shape[-1]),
                 inside,
                 {name.removeprefix(prefix) for name in apart},
-            )  # fmt: skip
+            )
             derived[key] = _named(made, derived.values())
         if given != _sizes_of_mappings(call):
             shares.append(index)
         return derived[key].beside if derived[key].kind.returned else None
 
     replayed = _replayed(outside, learn) or bool(shares)
-    sizes = Sizes(
-        _dimensions(config, outside.blocks, outside.hidden, vocabulary), {}, transposed, ()
-    )
-    found = _architecture(model, outside, shapes, sizes, agreed([derived[key] for key in keys]))
-    return replace(found, replayed=replayed, streams=outside.layout.width // outside.hidden)
-
-
-def _try(module: nn.Module, states: Tensor, call: Call) -> None:
-    """Run a block with random weights."""
-    trial = TrialBlock(module, states, call)
-    with trial.filled():
-        trial.run()
+    kinds = agreed([derived[key] for key in keys])
+    return _architecture(model, outside, shapes, sizes(outside.hidden), kinds, replayed=replayed)
 
 
 def _sizes_of_mappings(call: Call) -> dict[str, int]:
@@ -118,7 +128,7 @@ def _key(config: Any, index: int, block: nn.Module) -> object:
     return type(block), modules_of(block), words
 
 
-def _replayed(outside: Outside, learn: Learn) -> bool:
+def _replayed(outside: _Outside, learn: _Learn) -> bool:
     """Return whether anything but the hidden states that a block gets depends on tokens or on earlier blocks."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
@@ -188,10 +198,12 @@ def _transposed(blocks: Sequence[nn.Module]) -> bool:
 
 def _architecture(
     model: PreTrainedModel,
-    outside: Outside,
+    outside: _Outside,
     shapes: Mapping[str, tuple[int, ...]],
     sizes: Sizes,
     derived: Sequence[Derived],
+    *,
+    replayed: bool,
 ) -> Architecture:
     outer = {
         name: shape for name, shape in shapes.items() if not name.startswith(f"{outside.name}.")
@@ -214,6 +226,8 @@ def _architecture(
         slices={name: tuple(map(str, found.sizes)) for name, found in slices.items()},
         slice_labels={name: found.labels for name, found in slices.items()},
         transposed=sizes.transposed,
+        replayed=replayed,
+        streams=outside.layout.width // outside.hidden,
         fused_attention=any(item.fused for item in derived),
         derived=Derivation(
             f"transformers {version('transformers')}, {type(model).__name__}",
@@ -222,3 +236,110 @@ def _architecture(
             unobserved=tuple(sorted({name for item in derived for name in item.unobserved})),
         ),
     )
+
+
+class _SeenByBlock(NamedTuple):
+    """Arguments of a block."""
+
+    states: Tensor
+    call: Call
+
+
+class _Outside:
+    """A model whose blocks are stand-ins, and everything else random numbers; of embeddings a few rows are held.
+
+    Attributes:
+        name: of the list of blocks; ``blocks`` are its modules.
+        hidden: the width of the states, once the model was run.
+        layout: of the states, once the model was run.
+        last_norm: the first norm that is computed behind the blocks, once the model was run; "" without one.
+
+    Args:
+        model: a skeleton; its list of blocks is changed.
+
+    Raises:
+        RefusedError: the model has no list of decoder blocks, or its blocks are not run one after another.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.name = blocks_of(model)
+        found = model.get_submodule(self.name)
+        assert isinstance(found, nn.ModuleList)  # for the type checker
+        self.blocks = list(found)
+        self._standins = [StandIn(block) for block in self.blocks]
+        for index, standin in enumerate(self._standins):
+            found[index] = standin
+        self.hidden = 0
+        self.last_norm = ""
+        self._generator = torch.Generator().manual_seed(1)
+        self._fill()
+
+    def calls(self, returned: _Learn, *, seed: int = 0, factor: float = 1.0) -> list[_SeenByBlock]:
+        """Run the model on random tokens; return what reaches every block.
+
+        Args:
+            returned: is asked for each block by its index.
+            seed: of the tokens.
+            factor: of the hidden states that a block returns, to those that reach it.
+
+        Raises:
+            RefusedError: a block is called twice, or never.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(2, ROWS, (2, LENGTH), generator=generator)
+        order: list[int] = []
+        seen: dict[int, _SeenByBlock] = {}
+
+        def answer(index: int, states: Tensor, call: Call) -> Any:
+            order.append(index)
+            seen[index] = _SeenByBlock(states, call)
+            beside = returned(index, states, call)
+            standin = self._standins[index]
+            standin.returned = 0 if beside is None else 1 + len(beside)
+            return standin.wrapped(states * factor, beside or ())
+
+        for index, standin in enumerate(self._standins):
+            standin.answer = partial(answer, index)
+        with torch.no_grad(), self._listening(order), as_refusals("the model around its blocks"):
+            (inner_of(self._model) or self._model)(input_ids=ids, use_cache=False)
+        if order != list(range(len(self.blocks))):
+            raise RefusedError(
+                f"its {len(self.blocks)} blocks are not called once each, in order: {str(order)[:60]}",
+                "--method rtn",
+            )
+        first = seen[0].states
+        self.layout = StateLayout.of(first.shape, 2, LENGTH)
+        self.hidden = first.shape[-1]
+        return [seen[index] for index in order]
+
+    @contextmanager
+    def _listening(self, order: list[int]) -> Iterator[None]:
+        """Note the first norm behind the last block."""
+
+        def see(name: str, *_: object) -> None:
+            if len(order) == len(self.blocks) and not self.last_norm:
+                self.last_norm = name
+
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                weight = getattr(module, "weight", None)
+                if isinstance(weight, Tensor) and weight.dim() == 1:
+                    hook = module.register_forward_pre_hook(partial(see, name))
+                    stack.callback(hook.remove)
+            yield
+
+    def _fill(self) -> None:
+        for module in self._model.modules():
+            for name, value in module.named_parameters(recurse=False):
+                if isinstance(module, nn.Embedding):
+                    module.padding_idx = None
+                    shape = torch.Size(
+                        (min(value.shape[0], max(ROWS, 2 * LENGTH)), *value.shape[1:])
+                    )
+                elif value.numel() > LARGEST or module is head_of(self._model):
+                    continue
+                else:
+                    shape = value.shape
+                real = 0.5 + torch.rand(shape, generator=self._generator)
+                setattr(module, name, parameter(real))

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput, Stack
-from quantforge.model.absorbers import LOUD, same_after
 from quantforge.model.expert_calls import routed_call
-from quantforge.model.standins import states_of
-from quantforge.model.trial_block import TrialBlock
+from quantforge.model.passage import states_of
+from quantforge.model.trial_block import LOUD, TrialBlock, same_after
 from quantforge.numerics.function_mode import Function, FunctionMode
 
 GATED = ("gate_proj", "up_proj")

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers.pytorch_utils import Conv1D
 
 from quantforge.architectures import Absorbs, LayerKind, Parameter, SharedInput
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.errors import RefusedError
-from quantforge.model.absorbers import Candidate, proven
 from quantforge.model.derive_experts import Mixture, mixture_of
-from quantforge.model.standins import beside_of
-from quantforge.model.trial_block import TrialBlock, Watched, is_linear, watched
+from quantforge.model.passage import beside_of
+from quantforge.model.trial_block import Candidate, TrialBlock, proven
+from quantforge.numerics.function_mode import Function, FunctionMode
 
 
 class Sizes(NamedTuple):
@@ -89,7 +93,7 @@ def derive_kind(
     """
     own = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
     with block.filled():
-        seen = watched(block)
+        seen = _watched(block)
         beside = _beside(block, seen.returned)
         kept = _routers(sizes.config, own, seen) | _wide(sizes.wide, seen.linears)
         inputs, slices = [], {}
@@ -99,9 +103,13 @@ def derive_kind(
                 continue
             earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
             absorber = proven(
-                block, linears, activation.makers, earlier,
-                sizes.dimensions, transposed=sizes.transposed,
-            )  # fmt: skip
+                block,
+                linears,
+                activation.makers,
+                earlier,
+                sizes.dimensions,
+                transposed=sizes.transposed,
+            )
             inputs.append(_input(linears, absorber))
             if absorber is not None and absorber.sizes:
                 slices[absorber.absorber.module] = absorber
@@ -177,7 +185,7 @@ def _parameters(
 
 
 def _routers(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: Watched
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: _Watched
 ) -> set[str]:
     """Return the linears that choose experts or tokens: by shapes, by name, or because so many are chosen among."""
     counted = {name.removesuffix(".weight") for name in routers(config, shapes)}
@@ -222,3 +230,97 @@ def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]
         for name, module in block.named_modules()
         for key, value in module.named_parameters(recurse=False)
     )
+
+
+@dataclass
+class _ReadActivation:
+    """An activation that linears read: ``[tokens, in_features]``.
+
+    With the linears in computing order, and the modules that return it.
+    """
+
+    value: Tensor
+    linears: list[str]
+    makers: tuple[str, ...]
+
+
+class _Watched(FunctionMode):
+    """What is observed while a block runs.
+
+    Attributes:
+        activations: in computing order.
+        linears: in computing order.
+        irregular: linears that were called more than once, or with something else than one tensor.
+        chosen_among: the widths of what ``topk`` chose from: numbers of experts.
+        fused: whether scores were computed by the fused kernel.
+        returned: what the block returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations: list[_ReadActivation] = []
+        self.linears: list[str] = []
+        self.irregular: set[str] = set()
+        self.chosen_among: set[int] = set()
+        self.fused = False
+        self.returned: Any = None
+        self._made: list[tuple[str, Tensor]] = []
+
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Note which functions are called."""
+        if function in {torch.topk, Tensor.topk}:
+            self.chosen_among.add(args[0].shape[-1])
+        self.fused |= function is nn.functional.scaled_dot_product_attention
+        return function(*args, **kwargs)
+
+    def listen(self, module: nn.Module, stack: ExitStack) -> None:
+        """Listen to the linears of a module, and to the modules that multiply channels by a vector."""
+        for name, child in module.named_modules():
+            if is_linear(child):
+                hook = partial(self._reads, name)
+                stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            elif isinstance(getattr(child, "weight", None), Tensor) and child.weight.dim() == 1:
+                stack.callback(child.register_forward_hook(partial(self._makes, name)).remove)
+
+    def _reads(
+        self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if name in self.linears or len(args) != 1 or kwargs:
+            self.irregular.add(name)
+            return
+        x = _flat(args[0])
+        self.linears.append(name)
+        for known in self.activations:
+            if known.value.shape == x.shape and torch.equal(known.value, x):
+                known.linears.append(name)
+                return
+        makers = [key for key, y in self._made if y.shape == x.shape and torch.equal(y, x)]
+        self.activations.append(_ReadActivation(x, [name], tuple(makers)))
+
+    def _makes(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and output.dim() > 1:
+            self._made.append((name, _flat(output)))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module multiplies by a matrix that can be quantized."""
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a linear holds ``[in_features, out_features]``."""
+    return isinstance(module, Conv1D)
+
+
+def _watched(block: TrialBlock) -> _Watched:
+    """Run a block and return what was observed."""
+    found = _Watched()
+    with ExitStack() as stack:
+        found.listen(block.module, stack)
+        stack.enter_context(found)
+        found.returned = block.run()
+    return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).clone()

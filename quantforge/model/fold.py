@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.model.block_weights import Block
+from quantforge.model.block import BlockPart
 
 
-def fold(part: Block, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
+def fold(part: BlockPart, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
     """Divide the producer of an activation by ``scale`` and multiply the columns of its readers.
 
     Args:
@@ -41,7 +41,7 @@ def fold(part: Block, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
     return tuple(changed)
 
 
-def representable(part: Block, shared: SharedInput, scale: Tensor) -> Tensor:
+def representable(part: BlockPart, shared: SharedInput, scale: Tensor) -> Tensor:
     """Return the factor nearest to ``scale`` that leaves the absorbing norm in its stored type.
 
     A norm stored in bfloat16 is rounded after the division; with ``s' = w / round(w / s)`` the fold is exact although
@@ -78,7 +78,7 @@ def _absorber(shared: SharedInput) -> Absorber:
     return shared.absorber
 
 
-def _check(part: Block, shared: SharedInput, scale: Tensor) -> None:
+def _check(part: BlockPart, shared: SharedInput, scale: Tensor) -> None:
     width = part.weight(shared.key).shape[1]
     if scale.shape != (width,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(f"{part.name}.{shared.key}: {width} positive factors are needed")
@@ -90,7 +90,7 @@ def _check(part: Block, shared: SharedInput, scale: Tensor) -> None:
             )
 
 
-def _divide(part: Block, absorber: Absorber, channels: Tensor) -> list[str]:
+def _divide(part: BlockPart, absorber: Absorber, channels: Tensor) -> list[str]:
     weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
     rows = (
         part.rows(absorber.module, absorber.rows) if absorber.kind is Absorbs.ROWS else slice(None)

@@ -1,22 +1,77 @@
-"""Store for the hidden states of all calibration rows between two blocks: in memory, or in an unnamed file.
+"""What lies between two blocks for all calibration rows: hidden states, and what blocks returned beside them.
 
-Blocks read and overwrite them micro-batch by micro-batch. The file is unlinked as soon as it is open, so that a
-killed run leaves nothing behind; it is read and written by offset, not mapped, because mapped pages count as memory.
+It is kept in memory, or in an unnamed file. Blocks read and overwrite hidden states micro-batch by micro-batch. The
+file is unlinked as soon as it is open, so that a killed run leaves nothing behind; it is read and written by offset,
+not mapped, because mapped pages count as memory.
+
+Most models hand ``[rows, length, hidden]`` from block to block. Hyper-connections carry several streams of a token,
+``[rows, length, streams, hidden]``, and some models put the streams first. Rows pass blocks one by one and wait in
+between packed as ``[rows, length, width]`` (`StateLayout`).
+
+What blocks return beside the hidden states has any structure. So a structure is kept whole, and its tensors are
+replaced by where they lie (`KeptLeaves`). Most blocks return what the one before did, in the same sizes: the room of
+what nobody refers to any more is taken by the next tensor of its size.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from quantforge.errors import ResourceError
+from quantforge.errors import RefusedError, ResourceError
 from quantforge_files import system
+
+
+class StateLayout(NamedTuple):
+    """Axes of hidden states.
+
+    Attributes:
+        axis: which counts rows; the next one counts tokens.
+        inner: sizes of the other axes, in their order.
+    """
+
+    axis: int
+    inner: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], rows: int, length: int) -> StateLayout:
+        """Find the axes of so many rows and tokens.
+
+        Raises:
+            RefusedError: there are none.
+        """
+        sizes = tuple(shape)
+        for axis in range(len(sizes) - 2):
+            if sizes[axis : axis + 2] == (rows, length):
+                return cls(axis, sizes[:axis] + sizes[axis + 2 :])
+        raise RefusedError(f"hidden states of shape {list(sizes)} reach its blocks", "--method rtn")
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers one token has."""
+        return prod(self.inner)
+
+    def packed(self, states: Tensor) -> Tensor:
+        """Return states as ``[rows, length, width]``."""
+        if self.axis == 0 and len(self.inner) == 1:
+            return states
+        return states.movedim((self.axis, self.axis + 1), (0, 1)).flatten(2)
+
+    def unpacked(self, states: Tensor) -> Tensor:
+        """Return packed states as the blocks know them."""
+        if self.axis == 0 and len(self.inner) == 1:
+            return states
+        whole = states.reshape(*states.shape[:2], *self.inner)
+        return whole.movedim((0, 1), (self.axis, self.axis + 1))
 
 
 class HiddenStates(Protocol):
@@ -150,6 +205,72 @@ class OnDisk:
     def close(self) -> None:
         """Close the file, which removes it."""
         self._file.close()
+
+
+class KeptLeaves:
+    """Room for the tensors of structures; safe on several threads.
+
+    Args:
+        directory: where the file is made once there is a tensor; None keeps tensors in memory.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._file: UnnamedFile | None = None
+        self._lock = threading.Lock()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}  # offsets, by size
+
+    def put(self, structure: Any) -> Any:
+        """Return a structure with its tensors on the CPU, or on disk; errors as of `UnnamedFile`."""
+        return tree_map(self._put, structure)
+
+    def take(self, leaf: Any) -> Any:
+        """Return a leaf of what `put` returned as it was, a tensor on the CPU."""
+        return leaf.read() if isinstance(leaf, _LeafOnDisk) else leaf
+
+    def joined(self, device: torch.device, *leaves: Any) -> Any:
+        """Return the same leaf of several rows, joined along the first axis where it is a tensor."""
+        found = [self.take(leaf) for leaf in leaves]
+        if not isinstance(found[0], Tensor):
+            return found[0]
+        return (torch.cat(found) if len(found) > 1 else found[0]).to(device)
+
+    def close(self) -> None:
+        """Release the file; what was put cannot be taken any more."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._free, self._end = None, {}, 0
+
+    def _put(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if self._directory is None or not leaf.numel():
+            return leaf.detach().cpu()
+        with self._lock:
+            if self._file is None:
+                self._file = UnnamedFile(self._directory)
+            free = self._free.setdefault(leaf.nbytes, [])
+            offset = free.pop() if free else self._end
+            self._end = max(self._end, offset + leaf.nbytes)
+        self._file.write_at(offset, leaf)
+        return _LeafOnDisk(self._file, offset, leaf, free)
+
+
+class _LeafOnDisk:
+    """Place of a tensor in the file; where nothing refers to it any more, it is free."""
+
+    def __init__(self, file: UnnamedFile, offset: int, tensor: Tensor, free: list[int]) -> None:
+        self._file, self._offset, self._free = file, offset, free
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+
+    def read(self) -> Tensor:
+        values = torch.empty(self._shape, dtype=self._dtype)
+        self._file.read_into(self._offset, values)
+        return values
+
+    def __del__(self) -> None:
+        self._free.append(self._offset)
 
 
 def _bytes(values: Tensor) -> memoryview:

@@ -1,16 +1,20 @@
-"""The part of a model that makes final hidden states: all of it but the output layer, its towers included."""
+"""Which module of a model of transformers is which: what makes final hidden states, the output layer, the blocks."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from quantforge.errors import RefusedError
+
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 
 def inner_of(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the part of a model that returns ``last_hidden_state``; None where its class does not tell.
+    """Return the part of a model that returns ``last_hidden_state``, towers included; None where the class says none.
 
     Some classes (llama4) do not say which part it is. There it is the one with the same embedding and no output layer.
     """
@@ -48,3 +52,48 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
             if found is not None:
                 return found
     return None
+
+
+def blocks_of(model: PreTrainedModel) -> str:
+    """Return the name of the list of decoder blocks: the longest within the decoder.
+
+    Modules that transformers marks as layers come before others.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    decoder = model.get_decoder()
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
+    inside = {name: module for name, module in lists.items() if _within(decoder, module)}
+    lists = inside or lists  # some classes call their output layer the decoder
+    marked = {
+        name: len(module)
+        for name, module in lists.items()
+        if all(isinstance(item, GradientCheckpointingLayer) for item in module)
+    }
+    lengths = marked or {name: len(module) for name, module in lists.items()}
+    if not lengths:
+        raise RefusedError("it has no list of decoder blocks", "--method rtn")
+    longest: str = max(lengths, key=lambda name: lengths[name])
+    return longest
+
+
+def _within(decoder: nn.Module | None, module: nn.Module) -> bool:
+    return decoder is None or any(module is item for item in decoder.modules())
+
+
+def decoder_of(model: PreTrainedModel, blocks: str) -> nn.Module:
+    """Return the text tower: the innermost model that holds a list of blocks, by its name."""
+    from transformers import PreTrainedModel as Model
+
+    found: nn.Module = model
+    for name in accumulate(blocks.split(".")[:-1], "{}.{}".format):
+        part = model.get_submodule(name)
+        found = part if isinstance(part, Model) else found
+    return found

@@ -1,13 +1,16 @@
 """Weights that come and go: modules of a skeleton filled from a checkpoint, in float32, and emptied again.
 
 Names are those of the declarations. The running model holds all experts of a block in one parameter; they are read one
-at a time, whether files hold them so or one by one.
+at a time, whether files hold them so or one by one. Of an embedding only the rows of tokens that occur are held.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +22,8 @@ from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.model.names import Names
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor
+
+LARGE = 1 << 24  # numbers of an embedding that is held whole
 
 
 class TensorSource(Protocol):
@@ -148,6 +153,52 @@ class WholeWeights:
 
     def _read(self, stored: str) -> Tensor:
         return _read(self._source, stored, self._device)
+
+
+class EmbeddingRows:
+    """An embedding of a model, held for the tokens that occur; safe on several threads.
+
+    The model looks its tokens up by their own numbers, as ever; before it does, they are renumbered to the rows that
+    are held. Rows of a token that comes up later, a padding token that the model puts in, are read then.
+
+    Args:
+        module: the embedding, which is empty.
+        read: returns the rows of ascending tokens.
+        tokens: that occur, ascending, or few of them.
+        stack: takes the hook that renumbers.
+    """
+
+    def __init__(
+        self, module: nn.Module, read: Callable[[Tensor], Tensor], tokens: Tensor, stack: ExitStack
+    ) -> None:
+        self._module, self._read, self._tokens = module, read, tokens
+        self._lock = threading.Lock()
+        setattr(module, "padding_idx", None)  # noqa: B010  # of any class that embeds
+        module.weight = parameter(read(tokens))
+        handle = module.register_forward_pre_hook(self._renumber, with_kwargs=True)
+        stack.callback(handle.remove)
+        stack.callback(empty, module)
+
+    def _renumber(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = dict(kwargs)
+        ids = args[0] if args else values.pop(next(iter(values)))
+        with self._lock:
+            occurring = torch.unique(ids).to(self._tokens)
+            if not torch.isin(occurring, self._tokens).all():
+                self._tokens = torch.unique(torch.cat([self._tokens, occurring]))
+                self._module.weight = parameter(self._read(self._tokens).to(ids.device))
+        rows = torch.searchsorted(self._tokens, ids.to(self._tokens)).to(ids.device)
+        return (rows, *args[1:]), values
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that is called with tokens alone."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    taken = list(inspect.signature(type(module).forward).parameters)
+    return taken[1:] in (["input"], ["input_ids"])
 
 
 def _read(source: TensorSource, name: str, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Names of tensors in files, and in the running model: one bridge, by transformers' own rules.
+"""Names of tensors in files, and in the running model: one bridge, by transformers' own rules or by declarations.
 
 Files keep the names of a family's first release; the model that transformers builds today has others, and holds some
 tensors in another form: all experts of a layer in one parameter, q, k and v apart. transformers has rules for this,
@@ -6,16 +6,21 @@ which it applies whenever it loads: renamings, and converters that stack, join, 
 are applied to headers, so that one record says, for every parameter of the running model, of which stored tensors it is
 made and how. Nothing is looked up in a table of our own: what transformers does not convert has no place here either.
 
-The rules are read of transformers' objects; what a rule computes is learnt by running it on tensors without memory,
-and so are the names and shapes that come of it.
+The rules are read of transformers' objects; what a rule computes is learnt by running it, on tensors with or without
+memory, and so are the names and shapes that come of it. Where a rule only puts matrices into a stack, a `Place` says
+where each of them lies, so that a stack is filled matrix by matrix.
+
+Of a declared family the declarations are the bridge, and no rule is asked but for other towers, which are not declared.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +28,82 @@ from torch import Tensor
 from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from quantforge.architectures import Place
+from quantforge.architectures import Place, Stack
+from quantforge.architectures.matched import Matched, Role
 from quantforge.errors import InputError
-from quantforge.model.conversion import Source, converted
+from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Names", "Source"]
+    from quantforge.checkpoint.reader import Checkpoint
+
+_JOINS = ((), ("Concatenate",))  # what may follow the stacking of experts: gate and up become one
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Stored tensors of which parameters of the running model are made.
+
+    Attributes:
+        parameters: their names, with the shapes that the rule gives them.
+        stored: names of the stored tensors, in the order in which the rule takes them.
+        patterns: of each stored tensor the pattern of the rule that took it; empty where only the name differs.
+        rule: transformers' converter, None where only the name differs.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    stored: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    rule: Any = None
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Return what the rule does, by the names of transformers' operations."""
+        return tuple(type(item).__name__ for item in self.rule.operations) if self.rule else ()
+
+    def places(self) -> dict[str, Place]:
+        """Return the place of each stored matrix in a stack of experts, by stored name.
+
+        The stack bears the full name of its parameter. Empty for a rule that does more than to stack.
+        """
+        steps: Sequence[Any] = self.rule.operations if self.rule else ()
+        joins = steps[1:]
+        stacks = self.operations[:1] == ("MergeModulelist",) and steps[0].dim == 0
+        if not stacks or self.operations[1:] not in _JOINS or len(self.parameters) > 1:
+            return {}
+        if any(step.dim != 1 or step.num_shards_attribute for step in joins):
+            return {}
+        order = [text for text in self.rule.source_patterns if text in self.patterns]
+        if len(order) != 1 + len(joins) * (len(order) - 1):
+            return {}
+        (parameter,) = self.parameters
+        stack = Stack(parameter, tuple(text.replace("*", "{}") for text in order))
+        counts: Counter[str] = Counter()
+        found = {}
+        for name, pattern in zip(self.stored, self.patterns, strict=True):
+            found[name] = Place(stack, order.index(pattern), counts[pattern])
+            counts[pattern] += 1
+        return found
 
 
 class Names:
     """The bridge between the stored tensors of one checkpoint and the parameters of one model.
+
+    Args:
+        model: its parameters take no memory, or are there.
+        stored: headers of the tensors.
+        matched: the same checkpoint, whose declarations describe the decoder; None: transformers' rules are applied.
 
     Attributes:
         sources: what every parameter is made of, by its name; those of one rule share a `Source`.
@@ -43,27 +111,29 @@ class Names:
         ignored: those among them that the class of the model ignores on purpose.
         tied: parameters that are another one: a tied head, layers that share their weights.
         missing: parameters and kept buffers of the model that are made of nothing and are not tied.
+        places: where the stored matrices of experts lie in stacks of the running model, by stored name.
     """
 
-    def __init__(self, model: PreTrainedModel, stored: Iterable[StoredTensor]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: Iterable[StoredTensor],
+        matched: Matched | None = None,
+    ) -> None:
         self._model = model
         self._wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         self._shapes = {tensor.name: tensor.shape for tensor in stored}
         self._runtime: dict[str, str] = {}
         self.sources: dict[str, Source] = {}
-        self._resolve()
+        self.places: dict[str, Place] = {}
+        if matched is None:
+            self._apply_rules()
+        else:
+            self._follow_declarations(matched)
         self.left_over = tuple(name for name in self._shapes if name not in self._runtime)
         self.tied = _tied(model, self.sources)
         absent = self._wanted.keys() - self.sources.keys() - self.tied.keys()
         self.missing = tuple(name for name in self._wanted if name in absent)
-
-    @cached_property
-    def places(self) -> dict[str, Place]:
-        """Return where the stored matrices of experts lie in stacks of the running model, by stored name."""
-        found: dict[str, Place] = {}
-        for source in self.distinct():
-            found |= source.places()
-        return found
 
     def distinct(self) -> Iterator[Source]:
         """Yield the sources, each once."""
@@ -115,9 +185,9 @@ class Names:
             (parameter,) = source.parameters
             return {parameter: read(source.stored[0])}
         first = self._runtime[source.stored[0]]
-        return converted(self._model, source.rule, source.stored, source.patterns, read, first)
+        return _converted(self._model, source.rule, source.stored, source.patterns, read, first)
 
-    def _resolve(self) -> None:
+    def _apply_rules(self) -> None:
         """Find the parameter of each stored tensor, as transformers does when it loads."""
         found_rules = get_model_conversion_mapping(self._model)
         renamings = [rule for rule in found_rules if isinstance(rule, core.WeightRenaming)]
@@ -138,6 +208,29 @@ class Names:
             patterns.append(pattern or "")
         for first, (rule, names, patterns) in taken.items():
             self._add(first, rule, names, patterns)
+        for source in self.distinct():
+            self.places |= source.places()
+
+    def _follow_declarations(self, matched: Matched) -> None:
+        """Find the parameter of each stored tensor as its family declares it, and of those of towers by rules."""
+        if getattr(self._model.config, "text_config", None) is not None:
+            towers = Names(self._model, [tensor.stored for tensor in matched.foreign])
+            self.sources |= towers.sources
+            self._runtime |= towers._runtime
+            self._shapes |= {name: towers.shape(name) for name in towers._runtime}
+        stacks: dict[str, list[str]] = defaultdict(list)
+        for tensor in matched.tensors:
+            if tensor.role is Role.FOREIGN:
+                continue
+            if tensor.expert >= 0:
+                place = self.places[tensor.stored.name] = matched.place(tensor)
+                block = matched.block_name(tensor.block)
+                stacks[f"{block}.{place.stack.parameter}"].append(tensor.stored.name)
+            elif tensor.name in self._wanted:
+                self._add(tensor.name, None, [tensor.stored.name], [""])
+        for parameter, stored in stacks.items():
+            self.sources[parameter] = Source({parameter: self._wanted[parameter]}, tuple(stored))
+            self._runtime |= dict.fromkeys(stored, parameter)
 
     def _add(self, first: str, rule: Any, names: list[str], patterns: list[str]) -> None:
         if rule is None:
@@ -150,7 +243,7 @@ class Names:
             source = Source({first: self._shapes[names[0]]}, tuple(names))
         else:
             empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
-            made = converted(self._model, rule, names, patterns, empty.__getitem__, first)
+            made = _converted(self._model, rule, names, patterns, empty.__getitem__, first)
             shapes = {name: tuple(value.shape) for name, value in made.items()}
             source = Source(shapes, tuple(names), tuple(patterns), rule)
         for parameter, shape in source.parameters.items():
@@ -167,6 +260,68 @@ class Names:
                 "configuration and weights are not of one model",
                 tensor=source.stored[0],
             )
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint without declarations that lacks parameters which transformers builds.
+
+    Declarations account for every tensor while a run is planned. Without them linears are found by their names, and
+    what is not there is not missed; a loader would fill it with random numbers. So the model is built without memory,
+    and asked. A checkpoint of which transformers builds no model is left alone.
+
+    Raises:
+        InputError: parameters are missing, or have another shape than the configuration asks for.
+    """
+    try:
+        model = build(checkpoint.config)
+    except InputError:
+        return
+    names = Names(model, [entry.stored() for entry in checkpoint.entries.values()])
+    missing = names.missing
+    if len(missing) > len(names.sources):
+        return  # the checkpoint is of another class of the family, whose names are not these
+    if missing:
+        raise InputError(
+            f"{checkpoint.path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+            "a complete checkpoint holds every tensor; fetch the model again",
+            file=str(checkpoint.path),
+        )
+
+
+def _converted(
+    model: PreTrainedModel,
+    rule: Any,
+    names: Sequence[str],
+    patterns: Sequence[str],
+    read: Callable[[str], Tensor],
+    first: str,
+) -> dict[str, Tensor]:
+    """Run a converter on stored tensors; return the parameters that it makes, by name.
+
+    Args:
+        model: whose parameters they are.
+        rule: transformers' converter.
+        names: of the stored tensors.
+        patterns: of the rule, one for each of them.
+        read: returns a stored tensor by name.
+        first: the parameter in which the first of them ends.
+
+    Raises:
+        InputError: the converter fails on them.
+    """
+    own = deepcopy(rule)
+    for name, pattern in zip(names, patterns, strict=True):
+        own.add_tensor(first, name, pattern, read(name))
+    try:
+        made = own.convert(first, model=model, config=model.config)
+    except _FAILURES as error:
+        steps = " and ".join(type(item).__name__ for item in rule.operations)
+        raise InputError(
+            f"{first}: transformers cannot make it of {len(names)} tensor(s) ({names[0]}) by {steps}: {error}",
+            "the checkpoint is not complete, or not of this model",
+            tensor=names[0],
+        ) from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _tied(model: PreTrainedModel, sources: Mapping[str, Source]) -> dict[str, str]:

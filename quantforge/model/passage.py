@@ -4,36 +4,109 @@ Of most models everything beside the hidden states (masks, rotary embeddings) de
 it is recorded once. Of others it depends on the tokens, or on what earlier blocks returned: embeddings of each layer,
 keys and values of an earlier layer, chosen tokens, a history of states. There the model's own code around the blocks
 is run anew for rows whenever they pass a block, with stand-ins that return what the earlier blocks have returned.
-Nothing has to be known of what the code does.
+Nothing has to be known of what the code does. A
+block may return its hidden states alone or first in a tuple; a stand-in returns what its block would.
 
 Of earlier blocks this takes, for each row: the hidden states behind the last one; what it returned beside them; what
 blocks put into mappings that they were given; and the states behind those blocks whose output is read again later,
 which are found by changing the outputs one at a time. The states are stored as ever, the rest lies where they do, in
-memory or on disk (`quantforge.model.kept_leaves`).
+memory or on disk (`KeptLeaves`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.standins import Call, StandIn, beside_of, mappings
-from quantforge.model.state_layout import StateLayout
+from quantforge.model.hidden_states import HiddenStates, KeptLeaves, StateLayout
 
 if TYPE_CHECKING:
     from quantforge.model.decoder_calls import DecoderCalls
 
+STATES = "hidden_states"
 PROBED = 32  # tokens of the row that shows what is read again
 Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
+
+
+class Call(NamedTuple):
+    """The arguments of one forward of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StandIn(nn.Module):
+    """Stand-in for a block: notes what the block would get and hands the hidden states on, or returns an answer.
+
+    Attributes:
+        states, call: of the last forward that was noted: the hidden states, and what came beside them.
+        answer: returns what the stand-in is to return instead; None where it notes.
+        returned: as that of `LayerKind`.
+    """
+
+    def __init__(self, block: nn.Module, returned: int = 0) -> None:
+        super().__init__()
+        self.states = torch.empty(0)
+        self.call = Call((), {})
+        self.answer: Callable[[Tensor, Call], Any] | None = None
+        self.returned = returned
+        self._block = (block,)  # in a tuple, so that it is no part of the model
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the block, which models ask for the kind of its attention and the like."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._block[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block would, with hidden states that are not its."""
+        states, call = parted(args, kwargs)
+        if self.answer is not None:
+            return self.answer(states, call)
+        self.states, self.call = states, call
+        return self.wrapped(states)
+
+    def wrapped(self, states: Tensor, beside: tuple[Any, ...] = ()) -> Any:
+        """Return hidden states as the block returns its own."""
+        if not self.returned:
+            return states
+        return (states, *(beside or (None,) * (self.returned - 1)))
+
+    def forget(self) -> None:
+        """Let go of what was noted."""
+        self.states, self.call = torch.empty(0), Call((), {})
+
+
+def parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Return the hidden states of a call, which are its first argument or have their name, and the rest of it."""
+    if args:
+        return args[0], Call(args[1:], kwargs)
+    rest = dict(kwargs)
+    return rest.pop(STATES), Call((), rest)
+
+
+def states_of(returned: Any) -> Tensor:
+    """Return the hidden states that a block returned."""
+    found: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
+    return found
+
+
+def beside_of(returned: Any) -> tuple[Any, ...]:
+    """Return what a block returned beside its hidden states."""
+    return tuple(returned[1:]) if isinstance(returned, tuple | list) else ()
+
+
+def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
+    """Return the arguments of a call that a block can put something into, by name."""
+    return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
 
 
 class Reached(NamedTuple):

@@ -10,13 +10,15 @@ rows, and emptied. At the end the stand-ins inject the final states, and norm, h
 model's own code. The result is that of the whole model.
 
 Memory: one block in float32, the hidden states (or one micro-batch of them, when they are on disk), and the
-activations of one micro-batch. Of the embedding only the rows of tokens that occur are held.
+activations of one micro-batch. Of the embedding only the rows of tokens that occur are held; everything else outside of
+the blocks is filled, but for the head.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,16 +28,31 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures.match import Matched, Role, declared
 from quantforge.errors import InputError
-from quantforge.model.around_blocks import AroundBlocks
-from quantforge.model.block import BlockPart
-from quantforge.model.block_rows import Batch
-from quantforge.model.decoder_calls import decoder_calls
+from quantforge.model.block import Batch, BlockPart, BlockRows
+from quantforge.model.decoder_calls import DecoderCalls, decoder_calls
 from quantforge.model.experts import Experts
-from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk, TokenStates
-from quantforge.model.loading import ModuleWeights, TensorSource, empty, parameter
+from quantforge.model.hidden_states import (
+    HiddenStates,
+    InMemory,
+    KeptLeaves,
+    OnDisk,
+    StateLayout,
+    TokenStates,
+)
+from quantforge.model.inner import decoder_of, inner_of
+from quantforge.model.loading import (
+    LARGE,
+    EmbeddingRows,
+    ModuleWeights,
+    TensorSource,
+    empty,
+    is_lookup,
+    parameter,
+)
 from quantforge.model.names import Names
+from quantforge.model.passage import Call, Passage, Replay, ShapeCalls, StandIn
 from quantforge.model.skeleton import build
 
 if TYPE_CHECKING:
@@ -70,30 +87,38 @@ class ModelStream:
         precision: str = "float32",
     ) -> None:
         self._precision = precision
-        images = None if isinstance(rows, Tensor) or rows.images is None else rows
+        self._images = None if isinstance(rows, Tensor) or rows.images is None else rows
         rows = rows if isinstance(rows, Tensor) else rows.ids
-        self._alone = images is not None
         self._architecture, self._dimensions = declared(matched)
         _check_rows(rows, self._dimensions, self._architecture)
-        self._matched = matched
-        self._rows = rows
+        self._checkpoint, self._matched, self._rows = checkpoint, matched, rows
         self._micro_batch = micro_batch
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
+        self._inner = inner_of(self._model) or self._model
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
-        directory = activations if isinstance(activations, Path) else None
-        given = None if isinstance(activations, Path) else activations
-        seen = None
-        if images is not None:
-            seen = partial(decoder_calls, checkpoint, matched, images, device=self._device)
-
-        self._around = AroundBlocks(
-            self._model, matched, self._weights, rows, self._device, directory, seen
-        )
-        self._blocks = self._around.blocks
-        self._directory, self._given = directory, given
+        self._directory = activations if isinstance(activations, Path) else None
+        self._given = None if isinstance(activations, Path) else activations
         self._stores: list[HiddenStates] = []
         self._states: HiddenStates
+        self._layout = StateLayout(0, (self._dimensions.hidden,))
+        self._leaves = KeptLeaves(self._directory)  # of what blocks return beside the states
+        self._calls: dict[int, list[Call]] = {}  # of all blocks, by the number of rows
+        self._decoder_calls: DecoderCalls | None = None
+        self._replay: Replay | None = None
+        self._of_thread = threading.local()
+        self._held = ExitStack()
+        self._held.callback(self._leaves.close)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+        blocks = self._model.get_submodule(self._architecture.blocks)
+        assert isinstance(blocks, nn.ModuleList)  # for the type checker
+        self._blocks = list(blocks)
+        kinds = zip(self._blocks, matched.layers, strict=True)
+        self._standins = [StandIn(block, kind.returned) for block, kind in kinds]
+        for index, standin in enumerate(self._standins):
+            blocks[index] = standin
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +128,7 @@ class ModelStream:
 
     def close(self) -> None:
         """Release the hidden states, what blocks returned beside them, and the rows of embeddings."""
-        self._around.close()
+        self._held.close()
         for store in self._stores:
             store.close()
 
@@ -116,34 +141,56 @@ class ModelStream:
             if not part.advanced:
                 raise RuntimeError(f"{part.name} was not advanced")
             part.close()
-            replay = self._around.replay
-            if replay is not None and index in replay.again:
-                replay.again[index] = self._copy()
+            if self._replay is not None and index in self._replay.again:
+                self._replay.again[index] = self._copy()
 
     def embed(self) -> None:
-        """Embed all rows."""
-        for start, packed in self._around.embedded(list(self._spans())):
+        """Embed all rows, and record what blocks get beside them, or prepare to compute it anew."""
+        self._fill()
+        if self._images is not None:
+            self._decoder_calls = decoder_calls(
+                self._checkpoint,
+                self._matched,
+                self._images,
+                decoder_of(self._model, self._architecture.blocks),
+                self._leaves,
+                device=self._device,
+            )
+        self._layout = StateLayout.of(self._embedded(0, 1).shape, 1, self._rows.shape[1])
+        for start, stop in self._spans():
+            states = self._layout.packed(self._embedded(start, stop))
             if not start:
                 self._states = self._given or self._store()
-            self._write(start, packed)
+            self._write(start, states)
+        self._forget()
+        if self._architecture.replayed or self._decoder_calls is not None:
+            ids = self._rows.to(self._device)
+            self._replay = Replay(
+                self._standins, self._run, ids, self._layout, self._leaves, self._decoder_calls
+            )
+        else:
+            self._held.close()
+            self._standins[-1].answer = self._final_states
 
     def block(self, index: int) -> BlockPart:
         """Return a block, filled from the checkpoint; the hidden states are taken for those in front of it."""
         module = self._blocks[index]
         refill = partial(self._weights.fill_block, module, index)
         stored = refill()
-        kind, name = self._matched.layers[index], self._matched.block_name(index)
-        rows, length = self._rows.shape
+        kind = self._matched.layers[index]
         experts, bfloat16 = None, self._precision == "bfloat16"
         if kind.stacks:
             load = partial(self._weights.expert, module, index)
+            name = self._matched.block_name(index)
             experts = Experts(name, module, kind, load, bfloat16=bfloat16)
+        count, length = self._rows.shape
         return BlockPart(
-            (index, module, self._matched, stored, experts),
-            partial(self._batches, index),
-            self._write,
-            self._store,
-            (rows, length),
+            index,
+            module,
+            self._matched,
+            stored,
+            BlockRows((count, length), partial(self._batches, index), self._write, self._store),
+            experts,
             refill=refill,
             bfloat16=bfloat16,
         )
@@ -152,7 +199,7 @@ class ModelStream:
         """Yield the states after the last block, the input of the head: ``[rows, length, hidden]`` per micro-batch."""
         for start, stop in self._ends():
             states = self._states.read(start, stop).to(self._device)
-            yield self._finish(self._around.inner, start, states).last_hidden_state
+            yield self._finish(self._inner, start, states).last_hidden_state
 
     def logits(self) -> Iterator[Tensor]:
         """Yield logits ``[rows, length, vocab]`` per micro-batch, after the last block. The whole head is in memory."""
@@ -160,6 +207,75 @@ class ModelStream:
             for start, stop in self._ends():
                 states = self._states.read(start, stop).to(self._device)
                 yield self._finish(self._model, start, states).logits
+
+    def _fill(self) -> None:
+        """Fill everything around the blocks but the head and towers; of embeddings the rows of tokens that occur."""
+        own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
+        head, main = self._architecture.head, self._architecture.embedding
+        tokens = torch.unique(self._rows)
+        for name in self._model.state_dict():
+            path = name.rpartition(".")[0]
+            module = self._model.get_submodule(path)
+            large = is_lookup(module) and module.weight.numel() > LARGE
+            if path == main or (large and name in self._matched.by_name):
+                occurring = tokens if path == main else tokens[:0]
+                EmbeddingRows(module, partial(self._weights.rows, name), occurring, self._held)
+            elif path != head and (name in own or not self._architecture.text_config):
+                self._weights.fill(self._model, name)
+
+    def _run(self, ids: Tensor) -> Tensor:
+        """Return the hidden states behind the last norm."""
+        found: Tensor = self._inner(input_ids=ids, use_cache=False).last_hidden_state
+        return found
+
+    def _embedded(self, start: int, stop: int) -> Tensor:
+        """Return the hidden states before the first block; note what the blocks get beside them."""
+        if self._decoder_calls is None:
+            self._run(self._rows[start:stop].to(self._device))
+            self._calls.setdefault(stop - start, [standin.call for standin in self._standins])
+            return self._standins[0].states
+        found = []
+        for row in range(start, stop):
+            with self._decoder_calls.at(row):
+                self._run(self._rows[row : row + 1].to(self._device))
+            found.append(self._standins[0].states)
+        return found[0] if len(found) == 1 else torch.cat(found, self._layout.axis)
+
+    def _passage(self, index: int) -> Passage:
+        """Return how rows get into a block."""
+        if self._replay is not None:
+            return self._replay.at(index)
+        calls = {rows: found[index] for rows, found in self._calls.items()}
+        return ShapeCalls(self._layout, calls)
+
+    def _batches(self, index: int) -> Iterator[Batch]:
+        passage = self._passage(index)
+        for start, stop in self._spans():
+            yield Batch(start, self._states.read(start, stop).to(self._device), passage)
+
+    def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
+        """Return what the model, or its inner part, computes of the packed states of rows behind the last block.
+
+        Safe on several threads.
+        """
+        if self._replay is not None:
+            return self._replay.ended(
+                start, states, lambda ids: model(input_ids=ids, use_cache=False)
+            )
+        self._of_thread.states = self._layout.unpacked(states)
+        try:
+            return model(inputs_embeds=states[..., : self._dimensions.hidden], use_cache=False)
+        finally:
+            del self._of_thread.states
+            self._forget()
+
+    def _final_states(self, _: Tensor, __: Call) -> Any:
+        """Return, in the place of the last block, the states that this thread finishes."""
+        return self._standins[-1].wrapped(self._of_thread.states)
+
+    def _forget(self) -> None:
+        for standin in self._standins:
+            standin.forget()
 
     @contextmanager
     def _filled_head(self) -> Iterator[None]:
@@ -175,10 +291,6 @@ class ModelStream:
         finally:
             empty(head)
 
-    def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
-        """Return what a model computes of the states of rows behind the last block; safe on several threads."""
-        return self._around.finished(model, start, states)
-
     def _write(self, start: int, states: Tensor) -> None:
         self._states.write(start, states)
 
@@ -189,28 +301,23 @@ class ModelStream:
             copy.write(start, self._states.read(start, stop))
         return copy
 
+    def _store(self, width: int | None = None) -> TokenStates:
+        """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
+        rows, length = self._rows.shape
+        shape = (rows, length, width or self._layout.width)
+        store = OnDisk(*shape, self._directory) if self._directory else InMemory(*shape)
+        self._stores.append(store)
+        return store
+
     def _names(self) -> Names | None:
         """Return the bridge for what files hold in another form; most declarations that were written need none."""
         if self._architecture.derived is None and not self._architecture.converted:
             return None
         return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
 
-    def _store(self, width: int | None = None) -> TokenStates:
-        """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
-        rows, length = self._rows.shape
-        shape = (rows, length, width or self._around.layout.width)
-        store = OnDisk(*shape, self._directory) if self._directory else InMemory(*shape)
-        self._stores.append(store)
-        return store
-
-    def _batches(self, index: int) -> Iterator[Batch]:
-        passage = self._around.passage(index)
-        for start, stop in self._spans():
-            yield Batch(start, self._states.read(start, stop).to(self._device), passage)
-
     def _ends(self) -> Iterator[tuple[int, int]]:
         """Yield the rows that go through the end of the model together."""
-        yield from self._spans(1 if self._alone else 0)
+        yield from self._spans(1 if self._images is not None else 0)
 
     def _spans(self, step: int = 0, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the rows from the ``first`` one on that pass together."""

@@ -1,29 +1,50 @@
-"""Run a block of a skeleton with random weights in float64, observe its linears, and run it with changed weights.
+"""Run a block of a skeleton with random weights, and prove by trial which tensor absorbs a scale of an activation.
 
 transformers' norms and softmax ask for float32. Here they compute in float64 too, so that equivalent computations agree
-to twelve digits and others do not. Linears with equal inputs read the same activation.
+to twelve digits and others do not.
+
+A candidate is divided by a random factor per channel, and the linears that read the activation are multiplied by it, as
+`fold` does. The block has to return the same output, in float64 to eleven digits: with weights of the usual size, and
+with weights 16 times as large, because a function that clamps is linear for small numbers. If only the candidate is
+divided, the output has to change; otherwise the trial proves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers.pytorch_utils import Conv1D
 
+from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.model.fold import expand_heads
 from quantforge.model.loading import empty, parameter
+from quantforge.model.passage import Call, states_of
 from quantforge.model.skeleton import as_refusals
-from quantforge.model.standins import Call
 from quantforge.numerics.function_mode import Function, FunctionMode
 
 LARGE = 1 << 26  # parameters of a block that is held in float32
 GAIN = (0.5, 1.5)  # of vectors: norms, decays, biases
+LOUD = 16.0
+
+
+class TrialLimits(NamedTuple):
+    """Limits relative to the largest output: at most ``same`` is equal, more than ``changed`` is different."""
+
+    same: float
+    changed: float
+
+
+LIMITS = {torch.float64: TrialLimits(1e-11, 1e-8), torch.float32: TrialLimits(2e-5, 1e-3)}
+
+MOST = 8  # slices of a linear
+LABELS = {2: ("gate", "up"), 3: ("b", "c", "x")}
+HEADS = ("q", "k", "v")
 
 
 class _Wide(FunctionMode):
@@ -121,95 +142,182 @@ class TrialBlock:
         return value.to(self.dtype) if is_number else value
 
 
-@dataclass
-class ReadActivation:
-    """An activation that linears read: ``[tokens, in_features]``.
-
-    With the linears in computing order, and the modules that return it.
-    """
-
-    value: Tensor
-    linears: list[str]
-    makers: tuple[str, ...]
-
-
-class Watched(FunctionMode):
-    """What is observed while a block runs.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor, or a slice of a fused linear, that may absorb a scale.
 
     Attributes:
-        activations: in computing order.
-        linears: in computing order.
-        irregular: linears that were called more than once, or with something else than one tensor.
-        chosen_among: the widths of what ``topk`` chose from: numbers of experts.
-        fused: whether scores were computed by the fused kernel.
-        returned: what the block returned.
+        absorber: the tensor or slice.
+        sizes, labels: sizes and names of the slices of its linear, in order; empty if it is the whole linear.
+        heads: see `SharedInput`.
+        repeats: how often the sequence of slices repeats along the rows.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.activations: list[ReadActivation] = []
-        self.linears: list[str] = []
-        self.irregular: set[str] = set()
-        self.chosen_among: set[int] = set()
-        self.fused = False
-        self.returned: Any = None
-        self._made: list[tuple[str, Tensor]] = []
+    absorber: Absorber
+    sizes: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    heads: bool = False
+    repeats: int = 1
 
-    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note which functions are called."""
-        if function in {torch.topk, Tensor.topk}:
-            self.chosen_among.add(args[0].shape[-1])
-        self.fused |= function is nn.functional.scaled_dot_product_attention
-        return function(*args, **kwargs)
+    @property
+    def rows(self) -> slice | list[int]:
+        """Return the rows of the linear that are the channels of the activation."""
+        if not self.sizes:
+            return slice(None)
+        index = self.labels.index(self.absorber.rows)
+        first, last = sum(self.sizes[:index]), sum(self.sizes[: index + 1])
+        if self.repeats == 1:
+            return slice(first, last)
+        starts = range(0, self.repeats * sum(self.sizes), sum(self.sizes))
+        return [row for start in starts for row in range(start + first, start + last)]
 
-    def listen(self, module: nn.Module, stack: ExitStack) -> None:
-        """Listen to the linears of a module, and to the modules that multiply channels by a vector."""
-        for name, child in module.named_modules():
-            if is_linear(child):
-                hook = partial(self._reads, name)
-                stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            elif isinstance(getattr(child, "weight", None), Tensor) and child.weight.dim() == 1:
-                stack.callback(child.register_forward_hook(partial(self._makes, name)).remove)
 
-    def _reads(
-        self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def proven(
+    block: TrialBlock,
+    linears: tuple[str, ...],
+    makers: tuple[str, ...],
+    earlier: tuple[str, ...],
+    dimensions: Dimensions,
+    *,
+    transposed: bool = False,
+) -> Candidate | None:
+    """Return the first candidate that is proven to absorb a scale of an activation; None if there is none.
+
+    Args:
+        block: filled.
+        linears: that read the activation.
+        makers: modules that returned it.
+        earlier: linears that were computed before.
+        dimensions: its heads are those of attention.
+        transposed: linears hold ``[in_features, out_features]``.
+    """
+    trial = _Trial(block, linears, dimensions, transposed=transposed)
+    candidates = [*_norms(block, makers, trial.width), *_rows(trial, earlier)]
+    return next((item for item in candidates if trial.holds(item)), None)
+
+
+def _norms(block: TrialBlock, makers: tuple[str, ...], width: int) -> Iterator[Candidate]:
+    for name in makers:
+        if block.parameter(f"{name}.weight").shape == (width,):
+            for kind in (Absorbs.NORM, Absorbs.NORM_PLUS_ONE):
+                yield Candidate(Absorber(kind, name))
+
+
+def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
+    """Yield linears, and slices of linears, whose rows may be the channels of the activation."""
+    width, sizes = trial.width, trial.dimensions
+    heads = width == sizes.q
+    for name in reversed(earlier):
+        rows, count = trial.rows(name), trial.rows(name) // width
+        if heads and rows == sizes.kv:
+            yield Candidate(Absorber(Absorbs.ROWS, name), heads=True)
+        if rows == width:
+            yield Candidate(Absorber(Absorbs.ROWS, name))
+        if heads and rows == sizes.qkv:
+            yield _sliced(name, (sizes.q, sizes.kv, sizes.kv), 2, HEADS, heads=True)
+        if rows % width == 0 and 1 < count <= MOST:
+            labels = LABELS.get(count, tuple(f"part{index}" for index in range(count)))
+            for index in reversed(range(count)):
+                yield _sliced(name, (width,) * count, index, labels)
+        yield from _repeated(name, rows, width, sizes)
+
+
+def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[Candidate]:
+    """Yield the last rows of every head, or of every group of heads that share theirs."""
+    of_heads = width == sizes.q
+    choices = {(sizes.heads, width // sizes.heads)} if width % sizes.heads == 0 else set()
+    if of_heads:
+        choices.add((sizes.kv_heads, sizes.head))
+    for count, last in sorted(choices):
+        heads = of_heads and count == sizes.kv_heads
+        rest = rows // count - last
+        if count == 1 or rows % count or rest <= 0:
+            continue
+        fused = rest % last == 0 and rest > last
+        parts = (rest - last, last, last) if fused else (rest, last)
+        labels = HEADS if fused else ("k", "v")
+        found = _sliced(name, parts, len(parts) - 1, labels, heads=heads)
+        yield replace(found, repeats=count)
+
+
+def _sliced(
+    name: str, sizes: tuple[int, ...], index: int, labels: tuple[str, ...], *, heads: bool = False
+) -> Candidate:
+    return Candidate(Absorber(Absorbs.ROWS, name, labels[index]), sizes, labels, heads)
+
+
+class _Trial:
+    """Try candidates for one activation."""
+
+    def __init__(
+        self,
+        block: TrialBlock,
+        linears: tuple[str, ...],
+        dimensions: Dimensions,
+        *,
+        transposed: bool,
     ) -> None:
-        if name in self.linears or len(args) != 1 or kwargs:
-            self.irregular.add(name)
-            return
-        x = _flat(args[0])
-        self.linears.append(name)
-        for known in self.activations:
-            if known.value.shape == x.shape and torch.equal(known.value, x):
-                known.linears.append(name)
-                return
-        makers = [key for key, y in self._made if y.shape == x.shape and torch.equal(y, x)]
-        self.activations.append(ReadActivation(x, [name], tuple(makers)))
+        self._block, self._linears, self.dimensions = block, linears, dimensions
+        self._transposed = transposed
+        self.width = self._weight(linears[0]).shape[1]
 
-    def _makes(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and output.dim() > 1:
-            self._made.append((name, _flat(output)))
+    def _weight(self, linear: str) -> Tensor:
+        weight = self._block.parameter(f"{linear}.weight")
+        return weight.T if self._transposed else weight
+
+    def rows(self, linear: str) -> int:
+        """Return the number of output features of a linear."""
+        return self._weight(linear).shape[0]
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Return whether the block returns the same after a fold."""
+        if not self._same(candidate):
+            return False
+        with self._block.louder(LOUD):
+            return self._same(candidate)
+
+    def _same(self, candidate: Candidate) -> bool:
+        generator = torch.Generator().manual_seed(7)
+        count = self.dimensions.kv if candidate.heads else self.width
+        channels = torch.exp2(
+            2 * torch.rand(count, generator=generator, dtype=self._block.dtype) - 1
+        )
+        scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
+        divided = self._divided(candidate, channels)
+        multiplied = {}
+        for linear in self._linears:
+            weight = self._weight(linear) * scale
+            multiplied[f"{linear}.weight"] = weight.T if self._transposed else weight
+        return same_after(self._block, divided, multiplied)
+
+    def _divided(self, candidate: Candidate, channels: Tensor) -> Mapping[str, Tensor]:
+        module, kind = candidate.absorber.module, candidate.absorber.kind
+        known = dict(self._block.module.named_parameters())
+        weight = known[f"{module}.weight"]
+        changed = {}
+        if kind is Absorbs.NORM_PLUS_ONE:
+            changed[f"{module}.weight"] = (weight + 1) / channels - 1
+        elif kind is Absorbs.NORM:
+            changed[f"{module}.weight"] = weight / channels
+        else:
+            turned = self._weight(module).clone()
+            turned[candidate.rows] /= channels[:, None]
+            changed[f"{module}.weight"] = turned.T if self._transposed else turned
+        bias = known.get(f"{module}.bias")
+        if bias is not None:
+            changed[f"{module}.bias"] = bias.clone()
+            changed[f"{module}.bias"][candidate.rows] /= channels
+        return changed
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module multiplies by a matrix that can be quantized."""
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a linear holds ``[in_features, out_features]``."""
-    return isinstance(module, Conv1D)
-
-
-def watched(block: TrialBlock) -> Watched:
-    """Run a block and return what was observed."""
-    found = Watched()
-    with ExitStack() as stack:
-        found.listen(block.module, stack)
-        stack.enter_context(found)
-        found.returned = block.run()
-    return found
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1, x.shape[-1]).clone()
+def same_after(
+    block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
+) -> bool:
+    """Return whether a block returns the same with both changes, and something else with ``divided`` alone."""
+    before = states_of(block.run())
+    most, limits = before.abs().max(), LIMITS[block.dtype]
+    both = (states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    if not both <= limits.same * most:
+        return False
+    half = (states_of(block.run(divided)) - before).abs().max()
+    return bool(half > limits.changed * most)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantforge.architectures import SharedInput
 from quantforge.model.block import BlockPart
 from quantforge.model.observe import Accumulator
-from quantforge.model.standins import Call
+from quantforge.model.passage import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.threads import total

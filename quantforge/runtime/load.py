@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantforge.architectures.expert_sets import has_single_experts
+from quantforge.architectures.match import Matched, match
+from quantforge.architectures.matched import Role
 from quantforge.events import Event
 from quantforge.formats import detect, kv_scales
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
-from quantforge.model.declared_names import names_of
 from quantforge.model.model_class import known_type
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
@@ -45,7 +47,6 @@ from quantforge.runtime.weight_cuts import Share
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quantforge.architectures.match import Matched
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.formats import ModuleLayout
     from quantforge.plans import StoredTensor
@@ -125,7 +126,7 @@ def load(
     matched = settle_tied(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
-    names = names_of(model, matched, checkpoint.config)
+    names = _names_of(model, matched, checkpoint.config)
     plain = decoded(model, names, layouts, matched.architecture)
     where = torch.device(device)
     cuts = cuts_of(model, matched, layouts, share)
@@ -152,6 +153,27 @@ def load(
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
         names=names,
     )
+
+
+def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]) -> Names:
+    """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
+
+    Those rules know no single experts of a family that publishes stacks: for such files declarations are derived.
+
+    Raises:
+        InputError: tensors have no place in the model.
+        RefusedError: no declarations can be derived; the message says why.
+    """
+    stored = [tensor.stored for tensor in matched.tensors]
+    if matched.architecture is None or matched.architecture.converted:
+        names = Names(model, stored)
+        if not has_single_experts(names.left_over):
+            return names
+        from quantforge.model.derive_checkpoint import derive_for
+
+        matched = match(config, stored, derive_for(config, stored))
+    own = [tensor.stored for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
+    return Names(model, own, matched)
 
 
 def _sizes(

@@ -142,7 +142,7 @@ class Job:
         from quantforge.numerics.team import reproducible
 
         if planned.matched.architecture is None and not planned.matched.draft:
-            from quantforge.model.whole_checkpoint import check_whole
+            from quantforge.model.names import check_whole
 
             check_whole(self.source)
         # The peak that the plan promises is of what is alive.

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from quantforge.architectures.match import Matched, Role, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.block_weights import Block
+from quantforge.model.block import BlockPart
 from quantforge.model.fold import fold
 from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
-from tests.equivalence.test_stream import InFloat64, random_scale
+from tests.equivalence.test_stream import NO_ROWS, InFloat64, random_scale
 
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 MOST = 1e-5  # logits are about 2, and float32 sums may be made in another order
@@ -146,7 +146,7 @@ def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: 
                 item.name: matched.by_name.get(f"{name}.{item.name}") for item in kind.parameters
             }
             stored = {key: tensor.stored for key, tensor in known.items() if tensor}
-            block = Block(index, model.get_submodule(name), matched, stored)
+            block = BlockPart(index, model.get_submodule(name), matched, stored, NO_ROWS)
             for number, shared in enumerate(block.inputs):
                 if shared.absorber is None:
                     continue

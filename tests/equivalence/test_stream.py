@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.block_rows import Batch
-from quantforge.model.block_weights import Block
+from quantforge.model.block import Batch, BlockPart, BlockRows
 from quantforge.model.fold import expand_heads, fold, representable
+from quantforge.model.hidden_states import InMemory
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
 from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny
@@ -28,6 +28,9 @@ from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCA
 ALL = frozenset(Statistic)
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 FEW = ROWS[:3]  # a micro-batch of two and one that is not full
+NO_ROWS = BlockRows(
+    (0, 0), lambda: iter(()), lambda start, states: None, lambda width: InMemory(0, 0, width)
+)
 
 
 @dataclass
@@ -320,17 +323,17 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def blocks_of(model: Any, matched: Matched) -> list[Block]:
+def blocks_of(model: Any, matched: Matched) -> list[BlockPart]:
     found = []
     for index in range(matched.blocks):
         prefix = matched.block_name(index)
         module = model.get_submodule(prefix)
         stored = {key: matched.by_name[f"{prefix}.{key}"].stored for key in module.state_dict()}
-        found.append(Block(index, module, matched, stored))
+        found.append(BlockPart(index, module, matched, stored, NO_ROWS))
     return found
 
 
-def random_scale(block: Block, shared: Any, seed: int) -> Tensor:
+def random_scale(block: BlockPart, shared: Any, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     width = block.dimensions.kv if shared.heads else block.weight(shared.key).shape[1]
     scale = torch.exp(torch.randn(width, generator=generator, dtype=torch.float64))

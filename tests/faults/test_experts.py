@@ -23,8 +23,8 @@ from quantforge.execution import calibrated_experts, claims
 from quantforge.execution.calibrated_experts import CalibratedExperts
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.decoded import decoded
-from quantforge.model import routed_tokens
 from quantforge.model.expert_statistics import ExpertStatistics
+from quantforge.model.experts import RoutedTokens
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from tests.conftest import Tiny
@@ -207,12 +207,12 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
 def test_an_expert_without_any_token(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = routed_tokens.RoutedTokens.keep
+    keep = RoutedTokens.keep
 
     def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
-    monkeypatch.setattr(routed_tokens.RoutedTokens, "keep", never_three)
+    monkeypatch.setattr(RoutedTokens, "keep", never_three)
     done = quantize(tiny("mixtral"), tmp_path / "q", swift("awq+gptq", scheme=SCHEME))
     assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
     assert "rounding-fallback" not in {event.kind for event in done.events}

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block import BlockPart, refuse_experts
-from quantforge.model.block_rows import Batch
+from quantforge.model.block import Batch, BlockPart, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource
 from quantforge.model.stream import ModelStream
@@ -219,7 +218,7 @@ class _BackwardStream(ModelStream):
 
     def _refuse_memory(self, part: BlockPart) -> None:
         """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""
-        replay = self._around.replay
+        replay = self._replay
         if replay is not None and replay.at(part.index + 1).remembers:
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",

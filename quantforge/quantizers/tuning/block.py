@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Absorbs
 from quantforge.architectures import Place as ExpertPlace
-from quantforge.model.block import BlockPart
-from quantforge.model.block_rows import Batch
-from quantforge.model.experts import Experts
+from quantforge.model.block import Batch, BlockPart
+from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.routed_tokens import RoutedTokens
 from quantforge.numerics.linear_gradients import cutting_linears
 from quantforge.numerics.team import side_by_side, threads_of
 from quantforge.numerics.threads import one_thread

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.model.block import BlockPart, refuse_experts
-from quantforge.model.block_rows import Batch
+from quantforge.model.block import Batch, BlockPart, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.finite import finite
@@ -179,7 +178,7 @@ class TuningStream(ModelStream):
         self._refuse_memory(part)
 
     def _refuse_memory(self, part: BlockPart) -> None:
-        replay = self._around.replay
+        replay = self._replay
         if replay is not None and replay.at(part.index + 1).remembers:
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
@@ -189,7 +188,7 @@ class TuningStream(ModelStream):
 
     def _passing(self, index: int) -> Callable[[int], Batch]:
         """Return what gives a single row of the result on its way into a block."""
-        passage, ahead = self._around.passage(index), self._ahead
+        passage, ahead = self._passage(index), self._ahead
         assert ahead is not None
         return lambda row: Batch(row, ahead.read(row, row + 1).to(self._device), passage)
 
@@ -246,7 +245,7 @@ class TuningStream(ModelStream):
         return found
 
     def _single(self, index: int, rows: list[int], states: list[Tensor]) -> list[Batch]:
-        passage = self._around.passage(index)
+        passage = self._passage(index)
         return [Batch(row, state, passage) for row, state in zip(rows, states, strict=True)]
 
     def _divergence(

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quantforge.evaluation.head import Head, check_head
-from quantforge.model.inner import inner
-from quantforge.model.outside import blocks_of
+from quantforge.model.inner import blocks_of, inner
 from quantforge.runtime.load import load
 from scripts import tiny_families
 

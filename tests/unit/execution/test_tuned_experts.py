@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.events import Policy
-from quantforge.model import routed_tokens
+from quantforge.model.experts import RoutedTokens
 from quantforge.quantizers.tuning.block import TunedBlock
 from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.verification.verify import VerificationOptions, verify
@@ -156,12 +156,12 @@ def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
 def test_an_expert_without_tokens_keeps_its_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = routed_tokens.RoutedTokens.keep
+    keep = RoutedTokens.keep
 
     def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
-    monkeypatch.setattr(routed_tokens.RoutedTokens, "keep", never_three)
+    monkeypatch.setattr(RoutedTokens, "keep", never_three)
     model = short(tmp_path, "mixtral")
     quantize(model, tmp_path / "plain", tuned(tune=0))
     done = quantize(model, tmp_path / "tuned", tuned())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.errors import ResourceError
-from quantforge.model.kept_leaves import KeptLeaves
+from quantforge.model.hidden_states import KeptLeaves
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quantforge.model.hidden_states import InMemory
-from quantforge.model.kept_leaves import KeptLeaves
-from quantforge.model.passage import Replay, same
-from quantforge.model.standins import StandIn
-from quantforge.model.state_layout import StateLayout
+from quantforge.model.hidden_states import InMemory, KeptLeaves, StateLayout
+from quantforge.model.passage import Replay, StandIn, same
 
 ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
 

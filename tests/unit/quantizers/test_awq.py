@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,9 @@ from torch import Tensor
 
 from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.model.block import BlockPart
-from quantforge.model.block_rows import Batch
+from quantforge.model.block import Batch, BlockPart
 from quantforge.model.fold import expand_heads, fold
-from quantforge.model.hidden_states import InMemory
-from quantforge.model.passage import ShapeCalls
-from quantforge.model.standins import Call
+from quantforge.model.passage import Call, ShapeCalls
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
@@ -29,7 +27,7 @@ from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import AwqOptions, Rounding
 from quantforge.scheme import Scheme
 from tests.conftest import VOCABULARY, Tiny
-from tests.equivalence.test_stream import InFloat64
+from tests.equivalence.test_stream import NO_ROWS, InFloat64
 
 ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
 ROUNDING = Rounding(awq=AwqOptions(rows=4))
@@ -74,17 +72,16 @@ def in_float64(part: BlockPart) -> BlockPart:
         }
         return passage._replace(calls=calls)
 
-    batches = [Batch(b.start, b.states.double(), wide(b.passage)) for b in part._batches()]
-    module = part.module.double()
-    block = (part.index, module, part._matched, part._stored)
-    return BlockPart(
-        block, lambda: iter(batches), lambda start, states: None, lambda: InMemory(0, 0, 0), (0, 0)
-    )
+    batches = [Batch(b.start, b.states.double(), wide(b.passage)) for b in part._rows.batches()]
+    found = copy(part)
+    found.module = part.module.double()
+    found._rows = NO_ROWS._replace(batches=lambda: iter(batches))
+    return found
 
 
 def outputs(part: BlockPart) -> Tensor:
     with InFloat64():
-        found = [b.run(part.module) for b in part._batches()]
+        found = [b.run(part.module) for b in part._rows.batches()]
     return torch.cat(found)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.grids import ScaleType
-from quantforge.model.block_rows import Batch
+from quantforge.model.block import Batch
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
