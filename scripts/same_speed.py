@@ -3,7 +3,7 @@
     python scripts/same_speed.py [--before COMMIT] [--turns 3] [--only NAME ...] [--out FILE.json]
 
 Each version runs its own copies of `benchmarks/speed.py`, `cpu_decode.py`, `gguf_encode.py` and `release.py`, in sizes
-that take a minute, on one thread. A turn runs both versions, the order changing from turn to turn. A figure is slower
+that take minutes, on one thread. A turn runs both versions, the order changing from turn to turn. A figure is slower
 if its median is worse by more than `ALLOWED` and the difference between the older version's own runs; then it exits 5.
 Other work on the machine makes the figures useless.
 """
@@ -68,10 +68,10 @@ def main() -> int:
                         for key, seconds in costs(name, measured(name, tree)).items():
                             figures[f"{name}: {key}"][side].append(seconds)
                         print(turn, name, side, flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(figures, indent=1) + "\n")
         finally:
             subprocess.run([*git, "remove", "--force", older], check=True)
-    if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return report(figures)
 
 

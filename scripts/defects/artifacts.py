@@ -368,7 +368,7 @@ class Shop:
 
 
 def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> None:
-    """Run a command of `MADE` in a process of its own, and remove the records that it leaves.
+    """Run a command of `MADE` in a forked process, and remove the records that it leaves.
 
     Args:
         command: the template.
@@ -376,23 +376,22 @@ def by_command(command: str, model: Path, out: Path, made: Path = Path()) -> Non
         out: the artifact to be.
         made: the folder with other artifacts of the source.
     """
+    from quantforge.cli.app import main
+    from tests.runs import ended, forked
+
     rows = ROWS if model.name in TRAINED else FEW
     # The words in braces may hold braces themselves.
     line = command.format(**WORDS, model="{model}", made=made, rows=rows).format(model=model)
-    words = [
-        sys.executable,
-        "-m",
-        "quantforge",
-        *line.split(),
-        "--threads",
-        "1",
-        "-q",
-        "-o",
-        str(out),
-    ]
-    run = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError(f"{' '.join(words[2:])}\n{run.stderr}")
+    words = [*line.split(), "--threads", "1", "-q", "-o", str(out)]
+    errors = out.with_name(f".{out.name}.errors")
+
+    def work() -> None:
+        sys.argv = ["quantforge", *words]
+        main()
+
+    if ended(forked(work, errors)):
+        raise RuntimeError(f"quantforge {' '.join(words)}\n{errors.read_text()}")
+    errors.unlink()
     out.with_name(f"{out.name}.quantforge.json").unlink(missing_ok=True)
     for name in RECORDS if out.is_dir() else ():
         (out / name).unlink(missing_ok=True)

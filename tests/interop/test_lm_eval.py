@@ -63,6 +63,25 @@ metric_list:
 """
 
 
+@pytest.fixture(scope="module")
+def library_index():
+    """Index the tasks of the library, which takes ten seconds, once for all tests."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager().task_index
+
+
+@pytest.fixture
+def indexed(library_index, monkeypatch):
+    """Give this index to every search for a task that the library has."""
+    from lm_eval.tasks._index import TaskIndex
+
+    build = TaskIndex.build
+    monkeypatch.setattr(
+        TaskIndex, "build", lambda self, paths: {**library_index} if paths else build(self, paths)
+    )
+
+
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
     """Three task files on local data; nothing may be asked of the hub."""
@@ -100,6 +119,7 @@ def test_local_tasks(tiny, tasks):
     assert 0 <= found["local_write"]["exact_match"] <= 1
 
 
+@pytest.mark.usefixtures("indexed")
 @pytest.mark.parametrize(
     ("name", "hint"), [("local_tesk", "did you mean 'local_texts'?"), ("zzz*", "lm-eval ls tasks")]
 )
@@ -109,6 +129,7 @@ def test_a_misspelled_name_is_refused(tasks, name, hint):
     assert hint in str(refusal.value.hint)
 
 
+@pytest.mark.usefixtures("indexed")
 def test_a_pattern_that_means_thousands_of_tasks_is_refused(tasks, monkeypatch):
     monkeypatch.setattr(task_library, "MOST_TASKS", 2)
     with pytest.raises(InputError, match="means more than 2 tasks"):
@@ -191,6 +212,7 @@ def test_no_name_is_not_no_wish(tiny, names):
     assert ended.exit_code == 2 or "no task" in str(ended.exception)
 
 
+@pytest.mark.usefixtures("indexed")
 @pytest.mark.thorough
 def test_a_group_means_tasks_of_other_files_and_of_the_library(tiny, tasks, tmp_path):
     file, group = tmp_path / "t.yaml", tmp_path / "g.yaml"
@@ -234,6 +256,7 @@ def test_nothing_of_a_task_reaches_the_terminal_and_no_program_is_asked(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("indexed")
 def test_patterns_are_all_that_they_mean(tiny, tasks, tmp_path):
     answers = TaskModel(load(tiny("llama")).model, tokenizer_of(tiny("llama")), 64)
     wanted = Tasks((*tasks[0], "local_te*"))
