@@ -17,7 +17,7 @@ from quantforge.execution.observers import (
     with_ranges,
 )
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim

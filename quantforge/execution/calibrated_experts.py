@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quantforge.events import Event
 from quantforge.execution.observers import with_ranges
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.execution.transforming import transformed
 from quantforge.execution.units import expert_unit
 from quantforge.model.expert_statistics import ExpertStatistics

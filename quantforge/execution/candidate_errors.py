@@ -32,7 +32,7 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.journal import Workspace
-    from quantforge.execution.record import Record
+    from quantforge.execution.journal import Record
     from quantforge.planning.planner import Planned
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample

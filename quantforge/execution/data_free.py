@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import Behind

@@ -29,7 +29,8 @@ from quantforge.execution.journal import Workspace
 from quantforge.execution.lockstep import execute_together
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import phase
-from quantforge.execution.record import Record, events_of, figures_of, progress_of, scaled_of
+from quantforge.execution.journal import Record, events_of, figures_of, scaled_of
+from quantforge.execution.progress import progress_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.tuning import Tuning

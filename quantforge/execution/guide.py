@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, checksum
+from quantforge.execution.journal import Record
+from quantforge.execution.unit_output import checksum
 from quantforge.planning.guidance import guided
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 

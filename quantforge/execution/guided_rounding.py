@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim

@@ -7,10 +7,14 @@ deep inside of a verb can tell without being handed anything, and tells nobody w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
+
+from quantforge_files import system
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,20 @@ def tell(
     )
 
 
-def place() -> tuple[str, float]:
-    """Return the present phase, and the share of the verb that is done."""
-    course = _COURSE.get()
-    return ("", 0.0) if course is None else (course.phase, course.at)
+def progress_of(
+    unit: str, record: Mapping[str, Any], done: int, total: int, start: float
+) -> Progress:
+    """Return the report of a finished unit that was begun at ``start``, in seconds of the monotonic clock."""
+    figures = record.get("figures", {}).values()
+    errors = [values["error"] for values in figures if "error" in values]
+    course = _COURSE.get() or _Course(ignore)
+    return Progress(
+        part=unit,
+        phase=course.phase,
+        share=course.at,
+        done=done,
+        total=total,
+        seconds=time.monotonic() - start,
+        error=sum(errors) / len(errors) if errors else None,
+        peak_bytes=system.peak_bytes(),
+    )

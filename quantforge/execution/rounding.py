@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantforge.errors import RefusedError
 from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.execution.row_wise import RowWise, Strips, round_rows
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import Behind

@@ -16,7 +16,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.execution.record import Record
+from quantforge.execution.journal import Record
 from quantforge.numerics.threads import in_order
 from quantforge.packers.row_codes import strip_of
 from quantforge.packers.tensor import QuantizedTensor

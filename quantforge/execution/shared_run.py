@@ -34,7 +34,8 @@ from quantforge.execution.handed_states import HandedStates, SteppedBackError
 from quantforge.execution.journal import recorded_fingerprint, records_of, written
 from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import tell
-from quantforge.execution.record import Record, events_of, progress_of
+from quantforge.execution.journal import Record, events_of
+from quantforge.execution.progress import progress_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput

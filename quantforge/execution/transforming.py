@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quantforge.execution.record import Record, merge
+from quantforge.execution.journal import Record, merge
 from quantforge.quantizers import is_sparse, transform_of
 from quantforge.quantizers.sparsity import figures, sparsify
 

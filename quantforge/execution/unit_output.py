@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import torch
 
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor, torch_dtype
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
-from quantforge.execution.record import checksum, runs
 from quantforge.formats.storage import Storage
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.plans import StoredTensor, TensorPlan
+
+COPY_BYTES = 1 << 25  # of the strips in which tensors are only copied or checked
 
 
 class UnitOutput:
@@ -116,3 +120,17 @@ class UnitOutput:
                 file=str(entry.file),
                 tensor=name,
             )
+
+
+def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Yield strips of rows of about `COPY_BYTES` as ``(first, last)``; a scalar is one strip."""
+    rows = stored.shape[0] if stored.shape else 1
+    step = max(1, COPY_BYTES * rows // max(1, stored.nbytes))
+    for first in range(0, max(rows, 1), step):
+        yield first, min(first + step, rows)
+
+
+def checksum(value: Tensor, before: int) -> int:
+    """Return the CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, before)

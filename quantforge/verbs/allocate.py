@@ -395,7 +395,7 @@ def measured(
 
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.candidate_errors import candidate_errors
-    from quantforge.execution.resumption import fingerprint_of
+    from quantforge.execution.journal import fingerprint_of
     from quantforge.numerics.team import reproducible
 
     settings, plans = search.settings, [*search.plans.values()]

@@ -21,7 +21,7 @@ from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.journal import recorded_fingerprint
-from quantforge.execution.resumption import fingerprint_of
+from quantforge.execution.journal import fingerprint_of
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
 from quantforge.results.provenance import STATEMENT

@@ -16,7 +16,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.events import Event
 from quantforge.execution.progress import phase, tell
-from quantforge.execution.resumption import fingerprint_of
+from quantforge.execution.journal import fingerprint_of
 from quantforge.formats import format_of
 from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory

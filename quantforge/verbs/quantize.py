@@ -21,7 +21,7 @@ from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.resumption import begun, check_journal, done_tensors
+from quantforge.execution.journal import open_journal, check_journal, done_tensors
 from quantforge.execution.units import check_shareable, claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, quantized_source
@@ -189,7 +189,7 @@ def _working(job: Job, inputs: RunInputs) -> Iterator[Working]:
     plan, source = planned.plan, inputs.source
     units = units_of(plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
-    work = begun(stage, claims, inputs.fingerprint, settings)
+    work = open_journal(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)

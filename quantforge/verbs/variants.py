@@ -29,7 +29,7 @@ from quantforge.checkpoint.reader import QUANTIZATION, Checkpoint
 from quantforge.checkpoint.stage import check_apart
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.progress import phase, tell
-from quantforge.execution.resumption import check_versions
+from quantforge.execution.journal import check_versions
 from quantforge.formats import format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model

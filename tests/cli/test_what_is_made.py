@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.execution.record import scaled_of
+from quantforge.execution.journal import scaled_of
 from tests.runs import ROWS, command
 
 

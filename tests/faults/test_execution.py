@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import execute as execution
-from quantforge.execution import record
+from quantforge.execution import unit_output
 from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
@@ -52,7 +52,7 @@ def errors(source: Path, out: Path) -> dict[str, float]:
 def test_every_tensor_is_kept_or_near(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(record, "COPY_BYTES", 1000)  # what is copied is copied in many runs of rows
+    monkeypatch.setattr(unit_output, "COPY_BYTES", 1000)  # what is copied is copied in many runs of rows
     done = quantize(tiny(family), out, recipe(**values))
     found = errors(tiny(family), out)
     rounded = {tensor.name for tensor in done.plan.quantized()}

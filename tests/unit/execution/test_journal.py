@@ -19,7 +19,7 @@ from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
-from quantforge.execution import journal, record
+from quantforge.execution import journal, unit_output
 from quantforge.execution.journal import (
     FINGERPRINT,
     JOURNAL,
@@ -27,8 +27,9 @@ from quantforge.execution.journal import (
     recorded_fingerprint,
     write_durably,
 )
-from quantforge.execution.record import checksum, events_of, figures_of, merge, runs
-from quantforge.execution.resumption import done_tensors, fingerprint_of, workspace_of
+from quantforge.execution.unit_output import checksum, runs
+from quantforge.execution.journal import events_of, figures_of, merge
+from quantforge.execution.journal import done_tensors, fingerprint_of, workspace_of
 from quantforge.execution.units import units_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
@@ -305,7 +306,7 @@ def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
 def test_runs_of_rows_cover_a_tensor_within_their_bytes(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "COPY_BYTES", 12)
+    monkeypatch.setattr(unit_output, "COPY_BYTES", 12)
     stored = StoredTensor("t", "U8", shape)
     cut = list(runs(stored))
     rows = shape[0] if shape else 1

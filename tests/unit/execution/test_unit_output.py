@@ -15,7 +15,7 @@ from torch import Tensor
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
-from quantforge.execution import record
+from quantforge.execution import unit_output
 from quantforge.execution.data_free import DataFree, fitted_with
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.storage import storage_of
@@ -30,7 +30,7 @@ VALUE = torch.arange(28.0).view(7, 4)
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutput]:
-    monkeypatch.setattr(record, "COPY_BYTES", 40)  # runs of two rows
+    monkeypatch.setattr(unit_output, "COPY_BYTES", 40)  # runs of two rows
     writer = WeightsWriter(tmp_path, [FilePlan("file", 164, (), PLACES)])
     yield UnitOutput(storage_of("plain"), writer)
     writer.sync()
@@ -45,7 +45,7 @@ def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
 
 
 def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
-    whole = record.checksum(VALUE, 0)
+    whole = unit_output.checksum(VALUE, 0)
     output.keep_in_runs(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
     assert output.finish() == {"rows": whole}
     assert torch.equal(value_of(output, "rows")[0], VALUE)
