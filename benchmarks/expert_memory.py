@@ -30,7 +30,7 @@ from quantforge import verbs
 from quantforge.model import hidden_states
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
+import quantforge.execution.execute, quantforge.execution.calibration
 import quantforge.quantizers.gptq, quantforge.quantizers.strips, quantforge.formats.compressed_tensors
 import numba, transformers.models.qwen3_moe.modeling_qwen3_moe
 

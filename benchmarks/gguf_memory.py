@@ -32,7 +32,7 @@ from pathlib import Path
 from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.row_wise
+import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.data_free
 import quantforge.packers.ggml.packer, quantforge.packers.ggml.row_loops, quantforge.packers.ggml.search_loops
 
 def status(key):

@@ -28,7 +28,7 @@ from pathlib import Path
 from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
+import quantforge.execution.execute, quantforge.execution.calibration
 import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.strips
 import numba, quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
 

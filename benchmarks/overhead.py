@@ -26,7 +26,7 @@ from quantforge import __version__, verbs
 from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.execution import calibrated_block, relayout, source_tensors, unit_output
+from quantforge.execution import calibrated_block, relayout, rounding, unit_output
 from quantforge.execution.journal import Workspace
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
@@ -46,7 +46,7 @@ WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "checksums and finiteness": (
         (unit_output, "checksum"),
         (unit_output.UnitOutput, "check"),
-        *((module, "scan_finite") for module in (source_tensors, calibrated_block, relayout)),
+        *((module, "scan_finite") for module in (rounding, calibrated_block, relayout)),
     ),
     "journal": ((Workspace, "__init__"), (Workspace, "commit"), (Workspace, "remove")),
     "fsync of weights": ((WeightsWriter, "sync"),),

@@ -40,7 +40,7 @@ from pathlib import Path
 from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-import quantforge.execution.execute, quantforge.execution.self_calibration, quantforge.execution.calibration
+import quantforge.execution.execute, quantforge.execution.calibration
 import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors
 import transformers.models.llama.modeling_llama
 model, text, out, rows, length, threads, way = sys.argv[1:]

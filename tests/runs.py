@@ -202,9 +202,9 @@ def crash_after(part: str) -> Callable[[Progress], None]:
 
 def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
     """Interrupt the measurement of candidates at the third block, once; return the blocks that begin."""
-    from quantforge.execution import linear_errors
+    from quantforge.execution import candidate_errors
 
-    original: Any = linear_errors.LinearErrors.of
+    original: Any = candidate_errors.LinearErrors.of
     seen: list[int] = []
 
     def counted(own: Any, part: Any, *rest: Any) -> Any:
@@ -213,7 +213,7 @@ def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
             raise KeyboardInterrupt
         return original(own, part, *rest)
 
-    patch.setattr(linear_errors.LinearErrors, "of", counted)
+    patch.setattr(candidate_errors.LinearErrors, "of", counted)
     return seen
 
 

@@ -13,7 +13,6 @@ In this folder:
     expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
     guide               Weights of calibration tokens for guided statistics: a unit of a run before its blocks
     guided_rounding     Rounding under guided statistics
-    handed_states       Hidden states that processes hand on: a file for every micro-batch in front of every block
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     linear_errors       Linears and experts of one block, rounded under each candidate scheme for `candidate_errors`

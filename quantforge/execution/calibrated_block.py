@@ -1,54 +1,161 @@
-"""One block of a calibrated run: observe what its linears read, transform, round, write."""
+"""One block of a calibrated run: observe what its linears read, transform, round, write.
+
+Most of what is observed belongs to the block as the source has it; ranges of inputs and of the KV cache belong to the
+block that is rounded, so that they are observed once more where transforms have changed it. Several runs observe a
+block in one pass (`observe`); each then transforms, rounds and writes it by itself (`CalibratedBlock`).
+
+Experts of a block are observed, transformed, rounded and written one after the other. Each is a unit of its own in the
+journal, so that a run that is interrupted inside of a layer resumes after the last expert that was done. What that one
+returns for its tokens is computed again then, for the next block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.execution.calibrated_experts import CalibratedExperts, Do, Wanted
-from quantforge.execution.observers import (
-    Moment,
-    Observer,
-    observe,
-    observers_of,
-    wanted_of,
-    with_ranges,
-)
-from quantforge.execution.progress import tell
+from quantforge.events import Event
 from quantforge.execution.journal import Record, merge
-from quantforge.execution.transforming import transformed
-from quantforge.model.statistics import Statistics
+from quantforge.execution.progress import tell
+from quantforge.execution.units import expert_unit
+from quantforge.model.expert_statistics import ExpertStatistics
+from quantforge.model.observe import Accumulator
+from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.numerics.allocator import trim
+from quantforge.plans import Action, Plan
+from quantforge.quantizers import METHODS, is_sparse, needs, transform_of
+from quantforge.quantizers.sparsity import figures, sparsify
+from quantforge.runtime.kv_cache import CachePeaks, listening
 
 if TYPE_CHECKING:
-    from quantforge.execution.block_tensors import BlockTensors
+    from quantforge.architectures import SharedInput
     from quantforge.execution.data_free import DataFree
-    from quantforge.execution.guided_rounding import GuidedRounding
-    from quantforge.execution.lockstep import SeenTogether
-    from quantforge.execution.rounding import MatrixRounding
+    from quantforge.execution.guide import GuidedRounding
+    from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
+    from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
 
+LISTED = 8  # experts that an event names
+HESSIAN = frozenset({Statistic.HESSIAN})
+
+# Does a unit inside of a block, an expert, unless it is done; returns whether it did.
+DoExpert = Callable[[str, Callable[[], Record]], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """What a run looks at in a block, and what it has seen of the block as the source has it.
+
+    Attributes:
+        inputs: keys of the shared inputs that it looks at.
+        before: statistics of them that it wants of the block as the source has it.
+        after: those that it wants of the block that its transforms have changed.
+        peaks: of keys and values of the KV cache, None where its scales are not measured.
+        twice: whether the block is observed once more after the transforms.
+        statistics: what was seen of the inputs.
+    """
+
+    inputs: Sequence[str]
+    before: frozenset[Statistic]
+    after: frozenset[Statistic]
+    peaks: CachePeaks | None
+    twice: bool
+    statistics: dict[str, Statistics]
+
+
+def observe(
+    part: BlockPart, blocks: Sequence[CalibratedBlock], *, advance: bool
+) -> list[Observed]:
+    """Pass the rows through a block once for several runs; return what each would have observed alone.
+
+    Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
+    does may depend on which are there.
+
+    Args:
+        part: the block, with the hidden states that reach it.
+        blocks: the workers of the runs.
+        advance: whether the hidden states are replaced by what the block returns in the same pass, unless a run needs
+            another one.
+    """
+    tell(f"block {part.index}: observing", share=0.0)
+    asked = [block.asks(part) for block in blocks]
+    wanted: dict[str, frozenset[Statistic]] = {}
+    for one in asked:
+        for key in one.inputs:
+            wanted[key] = wanted.get(key, frozenset()) | one.before
+    found = _pass_rows(
+        part,
+        wanted,
+        [one.peaks for one in asked if not one.twice],
+        advance=advance and all(block.passes_once(one) for block, one in zip(blocks, asked, strict=True)),
+        keep=max(block.kept_rows for block in blocks),
+    )
+    trim()
+    return [
+        replace(
+            one, statistics={key: found[key].only(one.before) for key in one.inputs if key in found}
+        )
+        for one in asked
+    ]
+
+
+def _pass_rows(
+    part: BlockPart,
+    wanted: Mapping[str, frozenset[Statistic]],
+    peaks: Iterable[CachePeaks | None],
+    *,
+    advance: bool = False,
+    keep: int = 0,
+) -> dict[str, Statistics]:
+    """Run the calibration rows through a block; return the statistics that are wanted, by shared input.
+
+    Args:
+        part: the block.
+        wanted: by the key of the shared input.
+        peaks: gets the keys and values that the attention of the block hands to its cache.
+        advance: replace the hidden states by the outputs of the block in the same pass.
+        keep: then keep the states of so many rows as they were.
+    """
+    listeners = [one for one in peaks if one is not None]
+    with ExitStack() as hooks:
+        for one in listeners:
+            hooks.enter_context(listening(part.module, one))
+        return part.observe(wanted, advance=advance, keep=keep, whole=bool(listeners))
+
+
+def observes_twice(plan: Plan) -> bool:
+    """Return whether blocks are observed once more after the transforms."""
+    ranges = of_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
+    scales = any(tensor.action is Action.MEASURE for tensor in plan.tensors)
+    return bool(plan.transforms) and (bool(ranges) or scales)
+
+
+def observe_head(planned: Planned, stream: ModelStream) -> Statistics:
+    """Observe what a quantized head reads, the output of the final norm, when the rows are behind the last block."""
+    total = Accumulator(needs(planned.plan.rounder, importance=planned.recipe.rounding.weighs))
+    for states in stream.final_hidden():
+        total.add(states.reshape(-1, states.shape[-1]))
+    return total.result()
+
 
 class CalibratedBlock:
-    """Worker on blocks through which the calibration rows pass.
+    """The work of one run on blocks through which the calibration rows pass.
 
     Attributes:
         guided: rounds the linears where their statistics are guided.
-        early: whether rows pass experts before these are rounded, for others who wait: they are run once more.
     """
 
-    def __init__(
-        self, planned: Planned, rounding: MatrixRounding, data_free: DataFree, tensors: BlockTensors
-    ) -> None:
+    def __init__(self, data_free: DataFree, tensors: BlockTensors) -> None:
         self.guided: GuidedRounding | None = None
-        self.early = False
-        self._plan, self._recipe = planned.plan, planned.recipe
-        self._rounding, self._data_free, self._tensors = rounding, data_free, tensors
-        self._experts = CalibratedExperts(planned, rounding, tensors)
+        self._data_free, self._rounding, self._tensors = data_free, data_free.rounding, tensors
+        self._plan, self._recipe = self._rounding.planned.plan, self._rounding.planned.recipe
 
     @property
     def changes(self) -> bool:
@@ -60,80 +167,132 @@ class CalibratedBlock:
         """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
         return self._recipe.awq.rows if self.changes else 0
 
-    def watching(self, part: BlockPart) -> tuple[list[Observer], list[str]]:
-        """Return the observers of a block, and the keys of the shared inputs that they look at."""
-        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
-        read = [
-            shared.key for shared in part.inputs if any(name in changing for name in shared.linears)
-        ]
-        observers = observers_of(
-            self._plan, part.index, targets.values(),
-            importance=self._recipe.rounding.weighs, cache=self._recipe.kv_cache,
-        )  # fmt: skip
-        return observers, read
+    def asks(self, part: BlockPart) -> Observed:
+        """Return what is to be observed of a block.
 
-    def work(
-        self, part: BlockPart, do: Do, *, ends: bool, seen: SeenTogether | None = None
-    ) -> Record:
-        """Observe, transform, round and write a block; return its record. Errors as `Run.execute`.
-
-        Args:
-            part: the block, with the hidden states that reach it.
-            do: does a unit inside of it, an expert, unless it is done.
-            ends: whether nobody reads what it computes.
-            seen: what was observed of it in a pass for several runs; see `observe_together`.
+        Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
         """
         targets, changing = self._tensors.targets(part), self._tensors.changing(part)
-        observers, read = self.watching(part)
-        if seen is not None:
-            observers = list(seen.observers)
-        moments = {moment: [one for one in observers if one.moment is moment] for moment in Moment}
-        advance = not ends
-        once = not moments[Moment.AFTER] and self.guided is None
-        observed = dict(seen.statistics) if seen is not None else {}
-        if seen is None:
-            observed = self._observe(part, moments[Moment.BEFORE], read, advance and once)
-        if self.early and advance and part.experts is not None:
-            part.advance_seen()
-            advance = False
-        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
-        if self._plan.transforms:
-            tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
-        record, observed = transformed(
-            self._plan.transforms, part, observed, own, self._recipe.rounding, self._recipe.zeros
+        if not self._plan.guide:
+            wanted = needs(self._plan.method, importance=self._recipe.rounding.weighs)
+        else:
+            transforms = (METHODS[word].needs for word in self._plan.transforms)
+            wanted = frozenset[Statistic]().union(*transforms)
+        ranges = of_inputs(tensor.scheme.input for tensor in targets.values() if tensor.scheme)
+        peaks = CachePeaks() if self._scales(part) else None
+        return Observed(
+            [item.key for item in part.inputs if any(one in changing for one in item.linears)],
+            wanted if self.changes else wanted | ranges,
+            ranges if self.changes else frozenset(),
+            peaks,
+            twice=self.changes and (bool(ranges) or peaks is not None),
+            statistics={},
         )
-        if moments[Moment.AFTER]:
-            after = observe(part, moments[Moment.AFTER], read, advance=False)
-            observed = with_ranges(observed, after)
-        self._round(part, observed, targets, record, advance=advance)
-        observed = {}  # the Hessians of what is done
+
+    def passes_once(self, observed: Observed) -> bool:
+        """Return whether the rows may advance while a block is observed: it is not observed again."""
+        return not observed.twice and self.guided is None
+
+    def _scales(self, part: BlockPart) -> list[TensorPlan]:
+        """Return the scales of a KV cache that are measured in a block: those of keys and of values."""
+        return [
+            tensor
+            for tensor in self._plan.tensors
+            if tensor.part == part.index and tensor.action is Action.MEASURE
+        ]
+
+    def work(
+        self, part: BlockPart, observed: Observed, do_expert: DoExpert, *, advance: bool
+    ) -> Record:
+        """Transform, round and write a block that was observed; return its record. Errors as `Run.execute`.
+
+        Args:
+            part: the block, with the hidden states that reach it, or that it returns.
+            observed: of the block as the source has it.
+            do_expert: does an expert, unless it is done.
+            advance: whether the hidden states are to be replaced by what the source's block returns.
+        """
+        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
+        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
+        if self.changes:
+            tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
+        record, statistics = self._transformed(part, observed.statistics, own)
+        observed.statistics.clear()  # Hessians are freed as soon as they are done with
+        if observed.twice:
+            after = _pass_rows(part, dict.fromkeys(observed.inputs, observed.after), [observed.peaks])
+            statistics = _with_ranges(statistics, after)
+        self._round(part, statistics, targets, record, advance=advance)
+        statistics = {}
         self._write_kept(part)
         trim()
         if part.experts is not None:
-            wanted = Wanted(*(wanted_of(found) for found in moments.values()))
-            merge(
-                record,
-                self._experts.work(part, changing, wanted, do, add=advance, guided=self.guided),
-            )
+            merge(record, self._experts(part, changing, observed, do_expert, add=advance))
         if advance and not part.advanced:  # by a block that transforms had not changed yet
             part.advance_source()
-        for observer in observers:
-            for name, value in observer.found():
-                self._rounding.output.write(name, value)
+        if observed.peaks is not None:
+            scales = observed.peaks.scales(self._recipe.kv_cache)
+            for tensor, value in zip(self._scales(part), scales, strict=True):
+                self._rounding.output.write(tensor.name, value)
         return record
 
-    def _observe(
-        self, part: BlockPart, observers: Sequence[Observer], read: Sequence[str], advance: bool
-    ) -> dict[str, Statistics]:
-        tell(f"block {part.index}: observing", share=0.0)
-        observed = observe(part, observers, read, advance=advance, keep=self.kept_rows)
-        trim()
-        return observed
+    def _transformed(
+        self,
+        part: BlockPart,
+        statistics: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+    ) -> tuple[Record, dict[str, Statistics]]:
+        """Apply the transforms to a block or one of its experts, in place, one after the other.
+
+        Args:
+            part: the block whose weights change.
+            statistics: by shared input.
+            targets: linears that are rounded afterwards, or get zeros, by their names in the block.
+
+        Returns:
+            The record, and the statistics that hold afterwards.
+        """
+        layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
+        schemes = {name: layer.weight for name, layer in layers.items()}
+        record: Record = {}
+        for transform in self._plan.transforms if targets else ():
+            if is_sparse(transform):
+                merge(record, self._with_zeros(transform, part, statistics, targets))
+                continue
+            statistics, events, changes = transform_of(transform).apply(
+                part, statistics, schemes, self._recipe.rounding, layers
+            )
+            merge(record, {"events": [one.to_json() for one in events], "transform": changes})
+        return record, dict(statistics)
+
+    def _with_zeros(
+        self,
+        method: str,
+        part: BlockPart,
+        statistics: Mapping[str, Statistics],
+        targets: Mapping[str, TensorPlan],
+    ) -> Record:
+        """Make weights of a block zero, one shared input after the other; arguments as of `_transformed`."""
+        zeros, damping = self._recipe.zeros, self._recipe.rounding.gptq.damping
+        assert zeros is not None  # planning has refused the method without
+        record: Record = {}
+        for shared in part.inputs:
+            names = [name for name in shared.linears if name in targets and targets[name].sparse]
+            if not names or shared.key not in statistics:
+                continue
+            weights = {targets[name].name: part.weight(name) for name in names}
+            seen = statistics[shared.key]
+            found, events = sparsify(method, weights, seen, zeros, damping)
+            merge(record, {"events": [event.to_json() for event in events]})
+            for name in names:
+                key = targets[name].name
+                merge(record, {"figures": {key: figures(weights[key], found[key], seen)}})
+                part.set_weight(name, found[key])
+        return record
 
     def _round(
         self,
         part: BlockPart,
-        observed: Mapping[str, Statistics],
+        statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         record: Record,
         *,
@@ -145,9 +304,9 @@ class CalibratedBlock:
         where a transform has changed the block.
         """
         if self.guided is not None:
-            passing = advance and not self._plan.transforms and part.experts is None
+            passing = advance and not self.changes and part.experts is None
             own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
-            merge(record, self.guided.work(part, observed, own, advance=passing))
+            merge(record, self.guided.work(part, statistics, own, advance=passing))
             return
         for index, shared in enumerate(part.inputs):
             chosen = [name for name in shared.linears if name in targets]
@@ -156,7 +315,7 @@ class CalibratedBlock:
             done = 1 - 0.5 * (1 - index / len(part.inputs))
             tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
             weights = {targets[name].name: part.weight(name) for name in chosen}
-            merge(record, self._rounding.shared(weights, observed.get(shared.key, Statistics())))
+            merge(record, self._rounding.shared(weights, statistics.get(shared.key, Statistics())))
             trim()
 
     def _write_kept(self, part: BlockPart) -> None:
@@ -164,10 +323,182 @@ class CalibratedBlock:
         for local, tensor in self._tensors.kept(part).items():
             if tensor.expert >= 0:
                 continue
-            if part.is_apart(local) or not self._plan.transforms:
+            if part.is_apart(local) or not self.changes:
                 self._data_free.copy(tensor)
                 continue
             value = part.parameter(local).to(torch_dtype(tensor.dtype))
             scan_finite(tensor.name, value)
             self._rounding.output.keep(tensor, value)
             part.set_parameter(local, value.float())
+
+    def _experts(
+        self,
+        part: BlockPart,
+        targets: Mapping[str, TensorPlan],
+        observed: Observed,
+        do_expert: DoExpert,
+        *,
+        add: bool,
+    ) -> Record:
+        """Do all experts of a block, each a unit of its own; return the record of what concerns them together.
+
+        Args:
+            part: the block, with the tokens that reach its experts.
+            targets: its linears that are quantized, or get zeros.
+            observed: which statistics are wanted.
+            do_expert: does an expert, unless it is done.
+            add: whether what the experts return is added up, for the next block.
+        """
+        experts = part.experts
+        assert experts is not None
+        assert experts.tokens is not None
+        if add:
+            experts.tokens.begin_outputs()
+        mine = {name: plan for name, plan in targets.items() if plan.expert >= 0}
+        options = self._recipe.calibration
+
+        def statistics(wanted: frozenset[Statistic]) -> ExpertStatistics:
+            return ExpertStatistics(
+                experts, wanted, everyone=options.experts == "all", seed=options.seed
+            )
+
+        # Transforms judge single linears by their Hessians.
+        judged = HESSIAN if self.changes else frozenset()
+        views = _ExpertViews(
+            statistics(observed.before | judged if mine else frozenset()),
+            statistics(observed.after) if observed.after and mine else None,
+            statistics(HESSIAN) if self.guided is not None and mine else None,
+        )
+        numbers = experts.numbers
+        counts = dict(zip(numbers, experts.tokens.counts(len(numbers)), strict=True))
+        kept = {tensor.expert for tensor in self._tensors.kept(part).values()}
+        written = {tensor.expert for tensor in mine.values()} | kept
+        for index, number in enumerate(numbers):
+            unit = expert_unit(part.index, number)
+            tell(f"{unit} of {len(numbers)}", share=0.5 + 0.5 * index / len(numbers))
+            work = partial(self._expert, part, number, views, mine, counts[number], add=add)
+            # Where it is not written, files hold it in a tensor of all experts, which stays.
+            done = number in written and do_expert(unit, work)
+            if add and not done:
+                experts.run(number, *experts.tokens.of(number), {}, add=True)
+            experts.release(number)
+            trim()
+        events = self._few_tokens(experts.name, counts) if mine else []
+        return {"events": [event.to_json() for event in events]}
+
+    def _expert(
+        self,
+        part: BlockPart,
+        number: int,
+        views: _ExpertViews,
+        targets: Mapping[str, TensorPlan],
+        count: int,
+        *,
+        add: bool,
+    ) -> Record:
+        """Do one expert; ``count`` is the number of its tokens."""
+        mine = {name: plan for name, plan in targets.items() if plan.expert == number}
+        inputs = [shared for shared in part.inputs if shared.expert == number]
+        found = views.before.of(number, add=add)
+        statistics = {shared.key: found[part.stack_of(shared.key)] for shared in inputs if found}
+        record, statistics = self._transformed(part, statistics, mine)
+        if views.after is not None and mine:
+            seen = views.after.of(number, add=False)
+            ranges = {shared.key: seen[part.stack_of(shared.key)] for shared in inputs}
+            statistics = _with_ranges(statistics, ranges)
+        quantized = {name: plan for name, plan in mine.items() if plan.scheme}
+        rounded: Record = {}
+        if self.guided is not None and views.guide is not None:
+            rounded = self.guided.expert(part, views.guide, inputs, statistics, quantized)
+        else:
+            for shared in inputs:
+                weights = {
+                    plan.name: part.weight(name)
+                    for name in shared.linears
+                    if (plan := quantized.get(name)) is not None
+                }
+                if weights:
+                    merge(rounded, self._rounding.shared(weights, statistics[shared.key]))
+        for values in rounded.get("figures", {}).values():
+            values["tokens"] = float(count)
+        merge(record, rounded)
+        for local, tensor in self._tensors.kept(part).items():
+            if tensor.expert == number:
+                self._rounding.output.keep(tensor, part.parameter(local))
+        return record
+
+    def _few_tokens(self, name: str, counts: Mapping[int, int]) -> Sequence[Event]:
+        """Return the event for experts that saw few tokens or none."""
+        least = self._recipe.calibration.min_expert_tokens
+        few = sorted((count, number) for number, count in counts.items() if count < least)
+        if not few:
+            return []
+        listed = ", ".join(f"{number} ({count})" for count, number in few[:LISTED])
+        more = ", ..." if len(few) > LISTED else ""
+        detail = (
+            f"{len(few)} of {len(counts)} experts saw fewer than {least} tokens: {listed}{more}"
+        )
+        return [Event("expert-few-tokens", name, detail)]
+
+
+class _ExpertViews(NamedTuple):
+    """Statistics of the experts of a block: as the source has them, after the transforms, and for a guide."""
+
+    before: ExpertStatistics
+    after: ExpertStatistics | None
+    guide: ExpertStatistics | None
+
+
+def _with_ranges(
+    first: Mapping[str, Statistics], second: Mapping[str, Statistics]
+) -> dict[str, Statistics]:
+    """Return the first statistics of inputs, with the ranges of the second where these were observed."""
+    return {
+        key: replace(found, peaks=second[key].peaks, histogram=second[key].histogram)
+        if key in second
+        else found
+        for key, found in first.items()
+    }
+
+
+class BlockTensors:
+    """Lookup of what a plan does with the tensors of a block.
+
+    Args:
+        plan: with every tensor.
+        output: where the tensors are written.
+    """
+
+    def __init__(self, plan: Plan, output: UnitOutput) -> None:
+        self._by_name = {tensor.name: tensor for tensor in plan.tensors}
+        self._output = output
+
+    def targets(self, part: BlockPart) -> dict[str, TensorPlan]:
+        """Return the linears of a block that are quantized, by their names inside of it."""
+        plans = self.changing(part)
+        return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
+
+    def changing(self, part: BlockPart) -> dict[str, TensorPlan]:
+        """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
+        plans = {name: self._by_name[part.stored_name(f"{name}.weight")] for name in part.linears}
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.sparse or plan.action is Action.QUANTIZE
+        }
+
+    def kept(self, part: BlockPart) -> dict[str, TensorPlan]:
+        """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""
+        plans = {local: self._by_name[part.stored_name(local)] for local in part.parameters()}
+        return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
+
+    def load_kept(self, part: BlockPart) -> None:
+        """Let the kept parameters of a block, but those of its experts, be what was written of them."""
+        for local, tensor in self.kept(part).items():
+            if tensor.expert >= 0 or part.is_apart(local):
+                continue
+            if tensor.decay:
+                # Nothing changes a decay, and the logarithm of what is stored differs in its last bits.
+                continue
+            (value,) = self._output.read(tensor).values()
+            part.set_parameter(local, self._output.storage.kept(tensor, value).float())

@@ -1,4 +1,9 @@
-"""Calibration rows for a model: drawn from a source, checked against the plan, with their events."""
+"""Calibration rows for a model: drawn from a source, checked against the plan, with their events.
+
+The model may write them itself (``self``): no text is needed, and the text is in the model's own distribution. Each row
+begins with the token that begins texts (or ends them, where there is none) and is sampled at temperature 1, the
+distribution that the model was trained to have. Rows are sampled together, from a seeded generator of our own.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantforge.architectures.match import declared
+from quantforge.architectures.positions import embedding_rows
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.formats.opening import tokenizer_folder
+from quantforge.formats.opening import open_model, tokenizer_folder
+from quantforge.numerics.products import cutting
 from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
@@ -26,6 +34,8 @@ from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.sampler import Sample, tokens_per_column_warning
 from quantforge_calibration.tokenizer import load_tokenizer
+
+BATCH = 32  # rows that the model writes together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +54,30 @@ class Calibrated:
         seen = {} if images is None else {"images": images.count, "tokens_filled": images.filled}
         left = {"unused_columns": self.unused} if self.unused else {}
         return {**asdict(self.sample.report), **seen, **left, "sources": self.sources}
+
+
+def calibrated_for(
+    checkpoint: Checkpoint, planned: Planned, settings: Settings
+) -> Calibrated | None:
+    """Draw the rows that a planned run needs; None if it needs none.
+
+    Raises:
+        InputError: as `calibrate`.
+        RefusedError: more events than the policy allows.
+    """
+    if not planned.plan.needs and planned.recipe.prune_experts is None:
+        return None
+    options = planned.recipe.calibration
+    check_towers(named_image(options, settings.calibration), checkpoint.config)
+    found = calibrate(
+        checkpoint.path, options, planned.plan, settings.calibration,
+        vocabulary=declared(planned.matched)[1].vocab,
+        offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
+    )  # fmt: skip
+    for note in found.notes:
+        settings.note(note)
+    settings.policy.check([*planned.plan.substitutions, *found.events])
+    return found
 
 
 def calibrate(
@@ -115,27 +149,52 @@ def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Eve
     return events
 
 
-def calibrated_for(
-    checkpoint: Checkpoint, planned: Planned, settings: Settings
-) -> Calibrated | None:
-    """Draw the rows that a planned run needs; None if it needs none.
+def own_rows(model: Path, options: CalibrationOptions, device: str) -> Callable[[int, int], Tensor]:
+    """Return the function that samples ``[rows, length]`` token ids; the model is loaded when it is called.
 
-    Raises:
-        InputError: as `calibrate`.
-        RefusedError: more events than the policy allows.
+    The whole model is in memory while it samples (its size is what `plan` says for this source).
     """
-    if not planned.plan.needs and planned.recipe.prune_experts is None:
-        return None
-    from quantforge.execution.self_calibration import own_rows
 
-    options = planned.recipe.calibration
-    check_towers(named_image(options, settings.calibration), checkpoint.config)
-    found = calibrate(
-        checkpoint.path, options, planned.plan, settings.calibration,
-        vocabulary=declared(planned.matched)[1].vocab,
-        offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
-    )  # fmt: skip
-    for note in found.notes:
-        settings.note(note)
-    settings.policy.check([*planned.plan.substitutions, *found.events])
-    return found
+    def sample(rows: int, length: int) -> Tensor:
+        from quantforge.runtime.load import load
+
+        with tokenizer_folder(model) as (folder, _):
+            tokenizer = load_tokenizer(folder, embedding_rows(open_model(model).config))
+        first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if first is None:
+            raise InputError(
+                "calibration 'self': the tokenizer has neither a token that begins texts nor one that ends them",
+                "use --calibration builtin or a file",
+            )
+        loaded = load(model, device=device)
+        generator = torch.Generator().manual_seed(options.seed)
+        batches = [
+            _sample(loaded.model, min(BATCH, rows - start), length, first, generator, device)
+            for start in range(0, rows, BATCH)
+        ]
+        return torch.cat(batches)
+
+    return sample
+
+
+@torch.inference_mode()
+def _sample(
+    model: torch.nn.Module,
+    rows: int,
+    length: int,
+    first: int,
+    generator: torch.Generator,
+    device: str,
+) -> Tensor:
+    ids = torch.full((rows, 1), first, dtype=torch.int64, device=device)
+    cache = None
+    while ids.shape[1] < length:
+        with cutting():
+            result = model(
+                input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        cache = result.past_key_values
+        chances = result.logits[:, -1].float().softmax(-1).cpu()
+        drawn = torch.multinomial(chances, 1, generator=generator).to(device)
+        ids = torch.cat((ids, drawn), dim=1)
+    return ids.cpu()

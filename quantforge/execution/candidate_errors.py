@@ -13,49 +13,51 @@ Kendall's tau between these figures and those of all rows was 0.988 or more unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quantforge.execution.guide import observe_gradients, token_weights
-from quantforge.execution.linear_errors import LinearErrors
-from quantforge.execution.passing_rows import stream_of
-from quantforge.execution.progress import phase
+from quantforge.execution.guide import HESSIAN, observe_gradients, token_weights
+from quantforge.execution.progress import phase, tell
+from quantforge.model.block import Weighed
+from quantforge.model.expert_statistics import ExpertStatistics
+from quantforge.model.observe import Accumulator
+from quantforge.model.statistics import Statistics
+from quantforge.numerics.allocator import trim
 from quantforge.planning.guidance import guided
-from quantforge.planning.run_work import GRADIENT_ROWS
+from quantforge.planning.run_work import GRADIENT_ROWS, OUTPUT_ROWS
 from quantforge.quantizers import rounder_of
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.execution.journal import Workspace
-    from quantforge.execution.journal import Record
+    from quantforge.architectures import SharedInput
+    from quantforge.execution.journal import Record, Workspace
+    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
-    from quantforge.settings import Settings
+    from quantforge.quantizers.methods import Rounder
+    from quantforge.recipe import Recipe
+    from quantforge.scheme import Scheme
     from quantforge_calibration.sampler import Sample
 
 GRADIENTS = "gradients"  # the unit before those of the blocks
 
 
 def candidate_errors(
-    checkpoint: Checkpoint,
-    planned: Sequence[Planned],
-    sample: Sample,
-    settings: Settings,
-    work: Workspace,
+    inputs: RunInputs, sample: Sample, planned: Sequence[Planned], work: Workspace
 ) -> dict[str, list[float]]:
     """Return the nats per token that each plan's scheme costs, by the canonical name of the linear.
 
     Blocks that the journal has are not measured again.
 
     Args:
-        checkpoint: the source.
-        planned: one plan for each candidate, alike but for the schemes of the linears of blocks.
+        inputs: of the first candidate's run.
         sample: calibration rows.
-        settings: how it runs.
+        planned: one plan for each candidate, alike but for the schemes of the linears of blocks.
         work: the journal, with hidden states and weights of tokens beside it while it runs.
 
     Raises:
@@ -77,7 +79,7 @@ def candidate_errors(
     with token_weights(first, directory, weighed.ids.shape, 1, made) as weights:
         if made is None:
             with phase("", 0.5):
-                made = observe_gradients(weights, checkpoint, first, weighed, settings, directory)
+                made = observe_gradients(weights, inputs, weighed, directory)
                 work.commit(GRADIENTS, made)
         errors = LinearErrors(
             partial(_masses, weights, sample.ids.shape, few),
@@ -85,7 +87,7 @@ def candidate_errors(
             rounder_of(first.plan.rounder),
             first.recipe,
         )
-        stream = stream_of(checkpoint, first, sample, settings, directory)
+        stream = inputs.stream(sample, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
             for part in stream:
                 if units[part.index] in work.done:
@@ -107,3 +109,148 @@ def _masses(weights: TokenWeights, shape: torch.Size, rows: slice, linear: str) 
 def _joined(records: Iterable[Record]) -> dict[str, list[float]]:
     """Return the nats of all blocks."""
     return {name: nats for record in records for name, nats in record["nats"].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearErrors:
+    """Errors of the linears of blocks under candidates.
+
+    Attributes:
+        masses: returns the weights of all tokens for a linear, ``[rows, length]``; 0 for rows without gradients.
+        tokens: how many have gradients.
+        rounder: that of the run.
+        recipe: of the candidates.
+    """
+
+    masses: Callable[[str], Tensor]
+    tokens: int
+    rounder: Rounder
+    recipe: Recipe
+
+    def of(
+        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+    ) -> dict[str, list[float]]:
+        """Return the errors of one block under the schemes of each candidate, and advance it."""
+        found: dict[str, list[float]] = {}
+        asked = [(shared, _asked(shared, part, schemes)) for shared in part.inputs]
+        inputs = [(shared, linears) for shared, linears in asked if linears and shared.expert < 0]
+        passing = part.experts is None
+        for index, (shared, linears) in enumerate(inputs):
+            where = f"{part.name}: {', '.join(linears)}"
+            tell(f"{where}: observing", share=0.5 * index / len(inputs))
+            masses = {one: self.masses(f"{part.name}.{one}") for one in linears}
+            plain, *own = part.observe_weighed(
+                [
+                    Weighed(shared.key, HESSIAN),
+                    *(Weighed(shared.key, HESSIAN, masses[one]) for one in linears),
+                ],
+                advance=passing and index == len(inputs) - 1,
+            )
+            trim()
+            tell(f"{where}: rounding", share=0.5 * (index + 0.5) / len(inputs))
+            found |= self._rounded(part, plain, dict(zip(linears, own, strict=True)), schemes)
+            trim()
+        if part.experts is not None:
+            if part.experts.tokens is None:
+                part.observe({})
+            found |= self._experts(part, schemes)
+            part.advance_seen()
+        elif not inputs:
+            part.advance()
+        return found
+
+    def _experts(
+        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+    ) -> dict[str, list[float]]:
+        """Return likewise the errors of the experts of a block whose tokens are collected."""
+        found: dict[str, list[float]] = {}
+        experts, options = part.experts, self.recipe.calibration
+        assert experts is not None
+        assert experts.tokens is not None
+        inputs = {
+            shared: linears
+            for shared in part.inputs
+            if shared.expert >= 0 and (linears := _asked(shared, part, schemes))
+        }
+        if not inputs:
+            return found
+        statistics = ExpertStatistics(
+            experts, HESSIAN, everyone=options.experts == "all", seed=options.seed
+        )
+        for place, number in enumerate(experts.numbers):
+            tell(f"{part.name}: expert {number}", share=0.5 + 0.5 * place / len(experts.numbers))
+            tokens, _ = experts.tokens.of(number)
+            plain = statistics.of(number, add=False)
+            for shared, linears in inputs.items():
+                if shared.expert != number:
+                    continue
+                own = {}
+                for one in linears:
+                    mass, total = self.masses(f"{part.name}.{one}").flatten(), Accumulator(HESSIAN)
+                    some = tokens[mass[tokens] > 0]
+                    experts.run(number, some, mass[some].sqrt(), {part.stack_of(one): total})
+                    own[one] = total.result()
+                found |= self._rounded(part, plain[part.stack_of(shared.key)], own, schemes)
+            experts.release(number)
+            trim()
+        return found
+
+    def _rounded(
+        self,
+        part: BlockPart,
+        plain: Statistics,
+        own: Mapping[str, Statistics],
+        schemes: Sequence[Mapping[str, Scheme]],
+    ) -> dict[str, list[float]]:
+        """Round the linears of one input under every candidate; return the errors.
+
+        Args:
+            part: the block.
+            plain: the statistics under which they are rounded.
+            own: of each linear, those in which tokens count with its weights.
+            schemes: of each candidate.
+        """
+        # One name for each linear and candidate, so that one factorization serves all.
+        asked = {
+            f"{one} {place}": (one, scheme[f"{part.name}.{one}"])
+            for place, scheme in enumerate(schemes)
+            for one in own
+        }
+        apart = not any(scheme.whole for _, scheme in asked.values())
+        some = {one: _some_rows(part.weight(one)) if apart else part.weight(one) for one in own}
+        rounded = self.rounder.round_shared(
+            {key: some[one] for key, (one, _) in asked.items()},
+            plain,
+            {key: scheme for key, (_, scheme) in asked.items()},
+            self.recipe.rounding,
+        )
+        found = {}
+        for one, statistics in own.items():
+            name = f"{part.name}.{one}"
+            mean = float(self.masses(name).sum(dtype=torch.float64)) / self.tokens
+            scale = 0.5 * mean * len(part.weight(one)) / len(some[one])
+            found[name] = [
+                scale * _error(some[one], rounded[f"{one} {place}"].tensor.decode(), statistics)
+                for place in range(len(schemes))
+            ]
+        return found
+
+
+def _asked(
+    shared: SharedInput, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+) -> list[str]:
+    """Return the linears of an input that are rounded."""
+    return [one for one in shared.linears if f"{part.name}.{one}" in schemes[0]]
+
+
+def _some_rows(weight: Tensor) -> Tensor:
+    """Return rows that stand for all of them, where no row of a candidate sees another."""
+    return weight[:: max(1, len(weight) // OUTPUT_ROWS)].contiguous()
+
+
+def _error(weight: Tensor, rounded: Tensor, statistics: Statistics) -> float:
+    """Return ``tr(E H E^T)``, 0 where no gradient reaches the linear."""
+    if statistics.hessian is None:
+        return 0.0
+    error = weight.float() - rounded.to(weight.device)
+    return float(((error @ statistics.hessian) * error).sum(dtype=torch.float64))

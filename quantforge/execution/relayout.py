@@ -67,7 +67,7 @@ def settle_all(conversion: Conversion, *, allow_inexact: bool, workers: int = 1)
 
 def _round(conversion: Conversion, tensor: TensorPlan, workers: int) -> None:
     """Round a matrix that the source holds plainly to nearest, in strips of rows."""
-    from quantforge.execution.row_wise import RowWise, Strips, round_rows
+    from quantforge.execution.data_free import RowWise, Strips, round_rows
     from quantforge.model.statistics import Statistics
 
     assert tensor.scheme is not None

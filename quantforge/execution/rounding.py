@@ -1,55 +1,57 @@
-"""Rounding of the matrices that read one shared input, and their way into the files of the format."""
+"""Rounding of the matrices that read one shared input: read from the source, rounded, written in the format.
+
+Of an input that is quantized too, its range or its outlier columns go with the matrices. A dynamic input needs nothing
+to be observed. A static one needs a histogram of its magnitudes; LLM.int8()'s threshold the largest magnitude of each
+column, to report how many columns it concerns and to keep the largest of them in 16 bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import RefusedError
-from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
+from quantforge.events import Event
 from quantforge.execution.journal import Record, merge
-from quantforge.execution.row_wise import RowWise, Strips, round_rows
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.threads import Behind
-from quantforge.quantizers import PLAIN, Rounded, rounder_of
-from quantforge.quantizers.rtn import judging
-from quantforge.settings import Settings, workers_of
+from quantforge.packers.input_rounding import static_scale
+from quantforge.quantizers import Rounded, rounder_of
+from quantforge.settings import workers_of
 
 if TYPE_CHECKING:
-    from quantforge.execution.source_tensors import SourceTensors
+    from quantforge.architectures.matched import Matched
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
+    from quantforge.scheme import Activation
 
 
 class MatrixRounding:
     """Rounder of a plan's matrices.
 
     Attributes:
+        planned: the run.
         source: where weights are read.
         output: where the results go.
         importance: mean squares of columns that are known without calibration, by tensor.
         workers: threads that round strips side by side.
     """
 
-    def __init__(
-        self,
-        planned: Planned,
-        source: SourceTensors,
-        output: UnitOutput,
-        settings: Settings,
-        importance: Mapping[str, Tensor],
-    ) -> None:
-        self.source, self.output, self.importance = source, output, importance
+    def __init__(self, inputs: RunInputs, output: UnitOutput) -> None:
+        planned, settings = inputs.planned, inputs.settings
+        self.planned, self.output, self.importance = planned, output, inputs.importance
+        self.source = SourceTensors(inputs.checkpoint, planned.matched, settings.device)
+        self.workers = workers_of(settings)
         self._recipe, self._rounder = planned.recipe, planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
-        self.workers = workers_of(settings)
 
     def known(self, tensor: TensorPlan) -> Statistics:
         """Return what is known of the input of a matrix without calibration, on the device of its weights."""
@@ -93,51 +95,18 @@ class MatrixRounding:
             tensor = self._by_name[name]
             inputs = self._recipe.inputs
             whole = with_input(result.tensor, tensor, weights[name], statistics, inputs)
-            self._write(tensor, whole)
+            self.pack_and_write(tensor, whole)
             counted, left = outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *left)]
             merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
 
-    def rows(self, tensors: Iterable[TensorPlan], behind: Behind) -> Record:
-        """Round matrices to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
-        record: Record = {}
-        together: dict[str, Strips] = {}
-        matrices = (self._row_wise(tensor, behind, together) for tensor in tensors)
-        with closing(round_rows(matrices, self.workers)) as done:
-            for matrix, found in done:
-                merge(record, found)
-                if strips := together.pop(matrix.tensor.name, None):
-                    behind.do(partial(self._write, matrix.tensor, strips.whole()))
-        return record
+    def pack_and_write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
+        """Write a rounded matrix as the format stores it.
 
-    def _row_wise(self, tensor: TensorPlan, behind: Behind, together: dict[str, Strips]) -> RowWise:
-        """Return how a matrix is rounded in strips; those that are written as one are put ``together`` by name."""
-        scheme = tensor.scheme
-        assert scheme is not None
-        rounding, statistics = self._recipe.rounding, self.known(tensor)
-
-        def rounded(weight: Tensor) -> Rounded:
-            weights, schemes = {tensor.name: weight}, {tensor.name: scheme.weight}
-            return rounder_of(PLAIN).round_shared(weights, statistics, schemes, rounding)[
-                tensor.name
-            ]
-
-        def write(first: int, rows: QuantizedTensor) -> None:
-            behind.wait()
-            (stored,) = tensor.stored
-            packed = self.output.storage.pack(tensor, rows)[stored.name]
-            self.output.write_rows(stored.name, first, packed)
-
-        def add(first: int, rows: QuantizedTensor) -> None:
-            strips = together.setdefault(tensor.name, Strips(tensor.matrix[0]))
-            strips.add(first, replace(rows, input=scheme.input))
-
-        read = partial(self.source.weight_rows, tensor)
-        importance = judging(statistics, rounding)
-        return RowWise(tensor, rounded, read, write if tensor.by_rows else add, importance)
-
-    def _write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
+        Raises:
+            RefusedError: the files cannot hold a value.
+        """
         try:
             packed = self.output.storage.pack(tensor, whole)
         except RefusedError as error:  # a value that the files cannot spell
@@ -146,3 +115,131 @@ class MatrixRounding:
             ) from error
         for stored, value in packed.items():
             self.output.write(stored, value)
+
+
+class SourceTensors:
+    """The tensors of a checkpoint; every reading raises `InputError` for a value that is not finite.
+
+    Attributes:
+        device: where weights are put.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, matched: Matched, device: str) -> None:
+        self._checkpoint, self._matched = checkpoint, matched
+        self.device = device
+
+    def whole(self, tensor: TensorPlan) -> Tensor:
+        """Return a tensor as it is stored."""
+        name = self._name_of(tensor)
+        value = self._checkpoint.read(name)
+        scan_finite(name, value)
+        return value
+
+    def rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
+        """Return rows ``first:last`` of a tensor as they are stored."""
+        name = self._name_of(tensor)
+        value = self._checkpoint.read_rows(name, first, last)
+        scan_finite(name, value, first=first, rows=tensor.shape[0])
+        return value
+
+    def weight(self, tensor: TensorPlan) -> Tensor:
+        """Return a weight as float32 ``[out_features, in_features]``."""
+        weight = self.whole(tensor).to(self.device, torch.float32)
+        return weight.T.contiguous() if tensor.transposed else weight
+
+    def weight_rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
+        """Return rows of a weight that is not transposed, as float32."""
+        return self.rows(tensor, first, last).to(self.device, torch.float32)
+
+    def _name_of(self, tensor: TensorPlan) -> str:
+        """Return the name of a tensor in the source; a head that is untied from now on is read from the embedding."""
+        if tensor.name in self._checkpoint.entries:
+            return tensor.name
+        architecture = self._matched.architecture
+        assert architecture is not None  # only declared models have tied heads to untie
+        return self._matched.by_name[f"{architecture.embedding}.weight"].stored.name
+
+
+def with_input(
+    tensor: QuantizedTensor,
+    plan: TensorPlan,
+    weight: Tensor,
+    statistics: Statistics,
+    observer: str,
+) -> QuantizedTensor:
+    """Return a rounded matrix that says how its input is quantized.
+
+    With it goes what calibration found: the range of a static input, as ``observer`` chooses it (see `static_scale`),
+    and LLM.int8()'s columns of ``weight``, the matrix before rounding.
+
+    Raises:
+        RefusedError: a static range, or columns to keep, without any observation.
+    """
+    activation = plan.scheme.input if plan.scheme else None
+    if activation is None or not activation.measured:
+        return replace(tensor, input=activation)
+    if statistics.peaks is None or (statistics.histogram is None and not activation.dynamic):
+        what = "a static range" if not activation.dynamic else "outlier columns"
+        raise RefusedError(
+            f"{plan.name}: {what} of its input ({activation}) has to be measured",
+            "give a text to calibrate on, or take dynamic inputs: int8:row:sym+int8:token:dynamic",
+            tensor=plan.name,
+        )
+    if activation.dynamic:
+        found = _kept(weight, outlier_columns(activation, statistics.peaks), activation.kept)
+    else:
+        assert statistics.histogram is not None
+        peak = float(statistics.peaks.max())
+        scale = static_scale(activation, statistics.histogram, peak, observer)
+        found = {"input_scale": torch.tensor([[scale]], dtype=torch.float32)}
+    return replace(tensor, parameters={**tensor.parameters, **found}, input=activation)
+
+
+def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:
+    """Return the ascending columns that are kept in 16 bits: those with the largest peaks beyond the threshold."""
+    order = peaks.argsort(descending=True, stable=True)[: activation.kept]
+    return order[peaks[order] > (activation.threshold or 0.0)].sort().values
+
+
+def _kept(weight: Tensor, columns: Tensor, most: int) -> dict[str, Tensor]:
+    slots = min(most, weight.shape[1])
+    padded = torch.nn.functional.pad(columns, (0, slots - len(columns)), value=-1)
+    values = weight.new_zeros(len(weight), slots)
+    values[:, : len(columns)] = weight[:, columns]
+    limit = torch.finfo(torch.float16).max
+    return {
+        "outlier_columns": padded.int(),
+        "outlier_weight": values.clamp(-limit, limit).half(),
+    }
+
+
+def without_outliers(statistics: Statistics, plan: TensorPlan) -> Statistics:
+    """Uncouple columns that stay in 16 bits from the rest of the Hessian, in place: they leave no error to others."""
+    activation = plan.scheme.input if plan.scheme else None
+    hessian, peaks = statistics.hessian, statistics.peaks
+    if activation is None or not activation.kept or hessian is None or peaks is None:
+        return statistics
+    columns = outlier_columns(activation, peaks)
+    diagonal = hessian.diagonal()[columns].clone()
+    hessian[columns] = 0
+    hessian[:, columns] = 0
+    hessian[columns, columns] = diagonal
+    return statistics
+
+
+def outliers(
+    plan: TensorPlan, statistics: Statistics
+) -> tuple[dict[str, float], tuple[Event, ...]]:
+    """Return how many columns pass the threshold of a layer, and an event if that is more than are kept."""
+    activation = plan.scheme.input if plan.scheme else None
+    if activation is None or activation.threshold is None or statistics.peaks is None:
+        return {}, ()
+    count = int((statistics.peaks > activation.threshold).sum())
+    figures = {"outlier_columns": float(count)}
+    if not activation.kept:
+        return figures, ()
+    figures["kept_columns"] = float(min(count, activation.kept))
+    if count <= activation.kept:
+        return figures, ()
+    detail = f"{count} columns pass {activation.threshold:g}, {activation.kept} are kept in 16 bits"
+    return figures, (Event("outliers-left", plan.name, detail),)

@@ -6,14 +6,21 @@ done, whoever gets the lock of the output runs the plan as ever, but copies what
 Processes that give the same command share a run without calibration, whose units need no other (``--join``). Ranks of
 torchrun share a calibrated one, too. A calibrated block reads what the source's blocks before it compute, never what
 another rank has rounded. So ranks follow one another through the blocks, and hand on the hidden states of each
-micro-batch (`HandedStates`): while one observes a block, the next is already observed by another, and what is observed
-is rounded meanwhile.
+micro-batch: while one observes a block, the next is already observed by another, and what is observed is rounded
+meanwhile.
+
+Hidden states are handed on in a file for every micro-batch in front of every block. A rank reads what the block before
+its own makes of a micro-batch, possibly while the next is still being made, and writes what its own block makes of it.
+What is in a file depends on the source and the rows alone: it does not matter who writes it, or how often. Files are
+written on a thread of their own, one after the other, while the rank goes on: until a block is handed in nobody relies
+on them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,35 +28,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
+from quantforge.checkpoint.disk import folder, save, writing
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.lock import StaleLockMonitor, Watch
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.checkpoint.writer import WeightsWriter
-from quantforge.errors import BusyError, IntegrityError, ResourceError
+from quantforge.errors import BusyError, InputError, IntegrityError, ResourceError
 from quantforge.execution import claims as claiming
-from quantforge.execution.block_tensors import BlockTensors
-from quantforge.execution.calibrated_block import CalibratedBlock
+from quantforge.execution.calibrated_block import (
+    BlockTensors,
+    CalibratedBlock,
+    observe,
+    observe_head,
+)
 from quantforge.execution.data_free import DataFree
-from quantforge.execution.handed_states import HandedStates, SteppedBackError
 from quantforge.execution.journal import recorded_fingerprint, records_of, written
-from quantforge.execution.passing_rows import observe_head, stream_of
 from quantforge.execution.progress import tell
 from quantforge.execution.journal import Record, events_of
 from quantforge.execution.progress import progress_of
 from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.source_tensors import SourceTensors
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, claimed_units
 from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan, StoredTensor
+from quantforge_files.roles import STATES
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.stage import Stage
     from quantforge.execution.claims import Claim, Claims
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
-    from quantforge.settings import Settings
-    from quantforge.verbs.job import RunInputs
     from quantforge_calibration.sampler import Sample
 
 Result = TypeVar("Result")
@@ -57,6 +68,7 @@ POLL_SECONDS = 0.2  # between two tries to get a lock
 WAIT_SECONDS = 0.02  # for states that others compute
 # With a process that puts the result together: digests of large files take minutes.
 PATIENCE_SECONDS = 900.0
+SUM_BYTES = 8  # at the end of a file of hidden states
 INSIDE = "inside"  # in the record of a unit: those of the units that went with it
 KEPT = "kept"  # in the record of a unit that one process alone had finished: it is in the journal of the output
 
@@ -67,8 +79,7 @@ class Worker:
     Args:
         claims: which units are whose.
         units: of the run.
-        prepared: the run.
-        settings: how it runs.
+        inputs: what is to be made.
         kept: names of the units that the journal has: rows pass them, and nothing else is done.
     """
 
@@ -76,29 +87,22 @@ class Worker:
         self,
         claims: Claims,
         units: Sequence[Unit],
-        prepared: RunInputs,
-        settings: Settings,
+        inputs: RunInputs,
         kept: Collection[str] = (),
     ) -> None:
         self._claims, self._units = claims, {unit.name: unit for unit in units}
-        self._kept = kept
-        self._planned, self._checkpoint = prepared.planned, prepared.checkpoint
-        self._settings, self._importance = settings, prepared.importance
-        self._source = SourceTensors(self._checkpoint, self._planned.matched, settings.device)
+        self._inputs, self._kept = inputs, kept
         self._records: list[Record] = []
 
-    def work_off(self, sample: Sample | None) -> None:
+    def work_off(self) -> None:
         """Do units that no other process does, until all are done or the run is over.
-
-        Args:
-            sample: calibration rows that pass the blocks.
 
         Raises:
             InputError: a weight or an activation is not finite.
             IntegrityError: the source changed meanwhile.
             RefusedError: more events of this worker's units than the policy allows.
         """
-        looks = bool(self._planned.plan.needs)
+        sample, looks = self._inputs.sample, bool(self._inputs.planned.plan.needs)
         rows = [
             name for name, unit in self._units.items() if looks and name != OUTER and unit.tensors
         ]
@@ -123,10 +127,10 @@ class Worker:
         if self._claims.run is None:
             return
         handed = HandedStates(self._claims.run / "states")
-        blocks = [block_unit(index) for index in range(self._planned.matched.blocks)]
+        blocks = [block_unit(index) for index in range(self._inputs.planned.matched.blocks)]
         names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
-        given = (self._checkpoint, self._planned, sample, self._settings, self._claims.directory)
-        with closing(handed), stream_of(*given, handed) as stream:
+        place = self._claims.directory
+        with closing(handed), self._inputs.stream(sample, place, handed) as stream:
             stream.embed()
             while (claim := self._claims.take(names)) is not None:
                 name = self._claims.names[claim.unit]
@@ -179,41 +183,42 @@ class Worker:
         if not claim.lost:
             self._records += [record, *record.get(INSIDE, {}).values()]
             told = progress_of(unit.name, record, self._claims.count(), total, start)
-            self._settings.progress(told)
-            self._settings.policy.check(events_of(self._records))
+            self._inputs.settings.progress(told)
+            self._inputs.settings.policy.check(events_of(self._records))
 
     def _written(self, claim: Claim, unit: Unit, work: Callable[[DataFree], Record]) -> Record:
         """Write the tensors of a unit; return its record with the checksums."""
         stored, size = places(unit)
         files = [FilePlan(claim.file("data"), size, (), stored)] if size else []
         with WeightsWriter(claim.directory, files) as writer:
-            output = UnitOutput(storage_of(self._planned.plan.format), writer)
-            rounding = MatrixRounding(
-                self._planned, self._source, output, self._settings, self._importance
-            )
-            record = work(DataFree(self._planned.plan, rounding))
+            output = UnitOutput(storage_of(self._inputs.planned.plan.format), writer)
+            record = work(DataFree(MatrixRounding(self._inputs, output)))
             return {**record, "unit": unit.name, "sums": output.finish()}
 
     def _block(self, part: BlockPart, handed: HandedStates, free: DataFree) -> Record:
-        last = part.index == self._planned.matched.blocks - 1
-        ends = last and not self._units[HEAD].tensors
-        output, inside = free.rounding.output, {}
-        tensors = BlockTensors(self._planned.plan, output)
-        block = CalibratedBlock(self._planned, free.rounding, free, tensors)
+        planned, output = self._inputs.planned, free.rounding.output
+        last = part.index == planned.matched.blocks - 1
+        advance = not last or bool(self._units[HEAD].tensors)
+        inside: dict[str, Record] = {}
 
-        def do(name: str, work: Callable[[], Record]) -> None:
+        def do_expert(name: str, work: Callable[[], Record]) -> bool:
             with output.apart():
                 inside[name] = {**work(), "unit": name, "sums": output.sums}
+            return True
 
-        block.early = True
-        record = block.work(part, do, ends=ends)
-        if not part.advanced and not ends:
+        block = CalibratedBlock(free, BlockTensors(planned.plan, output))
+        (observed,) = observe(part, [block], advance=advance)
+        early = advance and part.experts is not None
+        if early:  # others wait: the experts run once more, as they are in the source
+            part.advance_seen()
+        record = block.work(part, observed, do_expert, advance=advance and not early)
+        if not part.advanced and advance:
             part.advance()
         handed.flush()
         return {**record, INSIDE: inside} if inside else record
 
     def _head(self, stream: ModelStream, free: DataFree) -> Record:
-        return free.head(self._units[HEAD], observe_head(self._planned, stream))
+        return free.head(self._units[HEAD], observe_head(self._inputs.planned, stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +323,101 @@ def locked(
                 raise
         time.sleep(POLL_SECONDS)
     return None
+
+
+class SteppedBackError(Exception):
+    """The states that a rank waits for will not come unless it does something else first."""
+
+
+class HandedStates:
+    """Hidden states in front of one block, which are read, and after it, which are written.
+
+    Args:
+        directory: of the files; made where it is missing.
+
+    Attributes:
+        block: in front of which states are read; -1 while rows are embedded.
+        wait: called again and again while a file is missing.
+        whole: tells whether all states in front of the block have been written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.block = -1
+        self.wait: Callable[[], None] = lambda: None
+        self.whole: Callable[[], bool] = lambda: False
+        self._directory = directory
+        self._shape: tuple[int, ...] = ()
+        self._writer = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
+        with writing(directory, 0):
+            folder(directory)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the rows of one micro-batch in front of the block, as soon as they are there.
+
+        Raises:
+            IntegrityError: the file is not what a rank had written.
+            SteppedBackError: see `wait`.
+        """
+        path = self._file(self.block, start)
+        states = torch.empty(stop - start, *self._shape)
+        size = states.nbytes + SUM_BYTES
+        data, whole = bytearray(), False
+        while not (data or whole):
+            whole = self.whole()
+            with suppress(InputError):  # it is removed as soon as the block is done by another
+                data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
+            if not data:
+                self.wait()
+        if len(data) == size:
+            found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
+            if _checksum(found) == data[-SUM_BYTES:]:
+                return found.view_as(states)
+        raise IntegrityError.at(
+            path,
+            "is not what a worker had written",
+            f"start afresh: rm -r {self._directory.parents[1]}",
+        )
+
+    def write(self, start: int, states: Tensor) -> None:
+        """Hand on the rows of one micro-batch after the block, unless that was done; see `flush`.
+
+        Raises:
+            ResourceError: as `flush`, for what was written before.
+        """
+        self.flush()  # one micro-batch at a time waits in memory
+        self._shape = tuple(states.shape[1:])
+        path = self._file(self.block + 1, start)
+        if not path.exists():
+            words = states.detach().to("cpu", torch.float32).contiguous()
+            data = words.numpy().tobytes() + _checksum(words)
+            self._written = self._writer.submit(save, path, data, overwrite=True)
+
+    def flush(self) -> None:
+        """Wait until everything is in its file.
+
+        Raises:
+            ResourceError: the disk is full, or the run is over and its directory gone.
+        """
+        if self._written is not None:
+            self._written.result()
+
+    def forget(self, block: int) -> None:
+        """Remove what lies in front of a block that is done."""
+        for path in self._directory.glob(f"{block}.*"):
+            with suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Leave the files to others."""
+        self._writer.shutdown()
+
+    def _file(self, block: int, start: int) -> Path:
+        return self._directory / f"{block}.{start}"
+
+
+def _checksum(states: Tensor) -> bytes:
+    """Return the sum of the words of float32 states: against accidents, in a tenth of the time of a CRC."""
+    words = states.reshape(-1).view(torch.int32 if states.numel() % 2 else torch.int64)
+    total = int(words.sum(dtype=torch.int64))
+    return (total % (1 << 8 * SUM_BYTES)).to_bytes(SUM_BYTES, "big")

@@ -10,7 +10,7 @@ only then written into the weight files. A run that is resumed later writes it a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -33,15 +33,10 @@ from quantforge.quantizers.tuning.matrix import CODES
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.execution.block_tensors import BlockTensors
-    from quantforge.execution.journal import Workspace
-    from quantforge.execution.unit_output import UnitOutput
+    from quantforge.execution.execute import Run
     from quantforge.model.block import BlockPart
-    from quantforge.planning.planner import Planned
     from quantforge.quantizers.tuning.block import TunedBlock, Written
     from quantforge.quantizers.tuning.stream import Tuned, TuningStream
-    from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
 LISTED = 8  # experts that an event names
@@ -50,41 +45,14 @@ LISTED = 8  # experts that an event names
 class Tuning:
     """Tuning of what the blocks of a run have written."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        checkpoint: Checkpoint,
-        output: UnitOutput,
-        tensors: BlockTensors,
-        work: Workspace,
-        settings: Settings,
-        tell: Callable[[str, Record, float], None],
-        share: Callable[[str], float],
-    ) -> None:
-        """Tune under a plan, into a journal.
-
-        Args:
-            planned: of the run.
-            checkpoint: the source.
-            output: of the run's units.
-            tensors: of the blocks.
-            work: the journal.
-            settings: of the run.
-            tell: called with the name of every unit that was tuned, its record, and when its tuning began.
-            share: returns which share of the work a unit is.
-        """
-        self._planned, self._checkpoint, self._output = planned, checkpoint, output
-        self._tensors, self._work, self._settings = tensors, work, settings
-        self._tell, self._share = tell, share
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._planned, self._settings = run.inputs.planned, run.inputs.settings
+        self._journal, self._output = run.journal, run.output
         self._alone = False
 
     @property
-    def any(self) -> bool:
-        """Return whether anything is tuned, so that gradients are taken."""
-        return bool(self._planned.plan.tune)
-
-    @property
-    def names(self) -> list[str]:
+    def units(self) -> list[str]:
         """Return the names of its units, in order: the blocks, then the whole model where there are epochs for it."""
         epochs = self._planned.plan.tune
         blocks = [tune_unit(index) for index in range(self._planned.matched.blocks)]
@@ -93,7 +61,7 @@ class Tuning:
     @property
     def missing(self) -> list[str]:
         """Return the names of those that are not done yet."""
-        return [name for name in self.names if name not in self._work.done]
+        return [name for name in self.units if name not in self._journal.done]
 
     def begin(self, *, alone: bool) -> None:
         """Write what was learned before the run was interrupted; ``alone``: no other run shares its pass.
@@ -102,9 +70,9 @@ class Tuning:
             IntegrityError: what was learned is damaged.
         """
         self._alone = alone
-        for name in self.names:
-            if name in self._work.done:
-                self._write(name, self._work.done[name])
+        for name in self.units:
+            if name in self._journal.done:
+                self._write(name, self._journal.done[name])
 
     def follows(self, index: int) -> bool:
         """Return whether a block is to be tuned right after its rounding.
@@ -121,33 +89,33 @@ class Tuning:
         """Return whether blocks are to be tuned, each right after its rounding."""
         return any(map(self.follows, range(self._planned.matched.blocks)))
 
-    def streaming(self, sample: Sample) -> TuningStream:
+    def stream(self, sample: Sample) -> TuningStream:
         """Return the blocks with the rows that reach them, in the source and in the result."""
         # With transformers, which takes seconds.
         from quantforge.quantizers.tuning.stream import TuningStream
 
         settings = self._settings
         return TuningStream(
-            self._checkpoint, self._planned.matched, sample, device=settings.device,
+            self._run.inputs.checkpoint, self._planned.matched, sample, device=settings.device,
             micro_batch=self._planned.recipe.calibration.micro_batch,
-            activations=self._work.directory if settings.activations == "disk" else None,
+            activations=self._journal.directory if settings.activations == "disk" else None,
         )  # fmt: skip
 
-    def block(self, stream: TuningStream, part: BlockPart) -> None:
-        """Tune a block that the rows have just passed in the source, unless that is done; errors as `rest`.
+    def learn_block(self, stream: TuningStream, part: BlockPart) -> None:
+        """Tune a block that the rows have just passed in the source, unless that is done; errors as `learn_missing`.
 
         The rows of the result pass it then. All earlier blocks were handed over, too.
         """
         name, start = tune_unit(part.index), time.monotonic()
-        with phase("", self._share(name), TUNE):
+        with phase("", self._run.share(name), TUNE):
             if self._planned.plan.transforms:
                 part.restore()
-            if name not in self._work.done:
+            if name not in self._journal.done:
                 seed = self._planned.recipe.calibration.seed
                 self._block_done(stream.tune_block(part, self._read, seed, _told), start)
             stream.pass_result(part, self._read)
 
-    def rest(self, sample: Sample) -> None:
+    def learn_missing(self, sample: Sample) -> None:
         """Learn what is missing, one unit after the other.
 
         Raises:
@@ -158,19 +126,19 @@ class Tuning:
         if not missing:
             return
         seed = self._planned.recipe.calibration.seed
-        with phase("", sum(map(self._share, missing)), TUNE):
+        with phase("", sum(map(self._run.share, missing)), TUNE):
             if missing != [TUNE]:
-                with self.streaming(sample) as stream:
+                with self.stream(sample) as stream:
                     for tuned in stream.tune_blocks(self._read, self._has, seed, _told):
                         self._block_done(tuned, start)
             if whole := whole_epochs(self._planned.plan.tune):
-                with self.streaming(sample) as stream:
+                with self.stream(sample) as stream:
                     tuned = stream.tune(self._read, whole, seed, _told)
                     about = {"divergence": {"before": tuned.before, "after": tuned.after}}
                     self._done(TUNE, tuned.blocks, about, start)
 
     def _has(self, index: int) -> bool:
-        return tune_unit(index) in self._work.done
+        return tune_unit(index) in self._journal.done
 
     def _block_done(self, tuned: Tuned, start: float) -> None:
         about = {"error": {"before": tuned.before, "after": tuned.after}}
@@ -179,9 +147,10 @@ class Tuning:
     def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, start: float) -> None:
         """Keep what was learned in a unit, say in the journal that it is done, and write it."""
         record = self._kept(name, blocks, about)
-        self._work.commit(name, record)
+        self._journal.commit(name, record)
         self._write(name, record)
-        self._tell(name, record, start)
+        self._run.report(name, record, start)
+        self._settings.policy.check(self._run.events())
 
     def _kept(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
         """Keep what was learned of blocks beside the journal, and return the record of that."""
@@ -200,7 +169,7 @@ class Tuning:
 
     def _path(self, unit: str) -> Path:
         """Return the file of what was learned in a unit, in the directory of the journal."""
-        return self._work.directory / f"{unit.replace(' ', '-')}.bin"
+        return self._journal.directory / f"{unit.replace(' ', '-')}.bin"
 
     def _write(self, unit: str, record: Record) -> None:
         """Write what was learned in a unit into the weight files.
@@ -210,7 +179,7 @@ class Tuning:
         """
         path = self._path(unit)
         there = path.exists()
-        with FILES.stream(path, TUNED, self._work.directory) if there else BytesIO() as file:
+        with FILES.stream(path, TUNED, self._journal.directory) if there else BytesIO() as file:
             for name in record["tuned"]:
                 stored = self._output.entry(name)
                 data = file.read(stored.nbytes)
@@ -220,7 +189,7 @@ class Tuning:
                 if checksum(value, 0) != record["sums"][name]:
                     raise IntegrityError(
                         f"{path}: what was tuned of {name} is not what the interrupted run had written",
-                        f"start afresh: rm -r {self._work.directory}",
+                        f"start afresh: rm -r {self._journal.directory}",
                         file=str(path),
                     )
                 self._output.rewrite(name, value)
@@ -232,11 +201,11 @@ class Tuning:
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
-            for name, tensor in self._tensors.targets(part).items()
+            for name, tensor in self._run.tensors.targets(part).items()
         }
         if self._planned.plan.transforms:  # gains go on from what these have left
-            self._tensors.load_kept(part)
-        kept = self._tensors.kept(part)
+            self._run.tensors.load_kept(part)
+        kept = self._run.tensors.kept(part)
 
         def stored(local: str) -> Tensor:
             plan = kept[local]
@@ -249,7 +218,7 @@ class Tuning:
     def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""
         found: list[tuple[str, Tensor]] = []
-        for linear, tensor in self._tensors.targets(block.part).items():
+        for linear, tensor in self._run.tensors.targets(block.part).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
@@ -260,7 +229,7 @@ class Tuning:
                 steps = matrix.steps[CODES].snapshot()
                 figures["recoded"] = float(steps.count_nonzero()) / steps.numel()
             merge(record, {"figures": {tensor.name: figures}})
-        kept = self._tensors.kept(block.part)
+        kept = self._run.tensors.kept(block.part)
         for name, gains in block.gains.items():
             tensor = kept[name]
             (before_,) = self._output.read(tensor).values()

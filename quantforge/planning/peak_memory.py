@@ -39,7 +39,7 @@ FLOAT = 4
 # Tokenizer, plan, and what a process takes when it first computes: library code that is paged in, work buffers of
 # matrix products, what the heap keeps (`quantforge.numerics.allocator`).
 OVERHEAD = 50_000_000
-# Of a matrix that is rounded in strips (`quantforge.execution.row_wise`); float32 copies of a strip inside ggml's
+# Of a matrix that is rounded in strips (`quantforge.execution.data_free`); float32 copies of a strip inside ggml's
 # packers, and what stays of compiling their loops.
 RUN_ELEMENTS = 1 << 19  # 2 MB: what one step writes, the next finds in the cache
 RUN_COPIES = 13.0

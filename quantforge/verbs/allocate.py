@@ -395,6 +395,7 @@ def measured(
 
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.candidate_errors import candidate_errors
+    from quantforge.execution.run_inputs import RunInputs
     from quantforge.execution.journal import fingerprint_of
     from quantforge.numerics.team import reproducible
 
@@ -412,9 +413,10 @@ def measured(
         recipe = search.wanted.to_toml()
         fingerprint = fingerprint_of(recipe, files, calibrated, settings.device, None)
         fingerprint["candidates"] = ", ".join(search.plans)
+        inputs = RunInputs(plans[0], settings, source, files, calibrated, {}, fingerprint)
         with _kept(beside, fingerprint) as work:
             with phase("measuring", 0.9 * share):
-                found = candidate_errors(source, plans, calibrated.sample, settings, work)
+                found = candidate_errors(inputs, calibrated.sample, plans, work)
             yield found
             work.remove()
 

@@ -32,10 +32,7 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.output import note_memory, space, stage_for
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quantforge.execution.calibration import Calibrated
-    from quantforge_calibration.sampler import Sample
+    from quantforge.execution.run_inputs import RunInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +55,6 @@ class Outcome:
     resumed: bool
     scaled: tuple[int, int] | None = None
     adapter: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunInputs:
-    """What decides the bytes of a run, read before it begins, so that a resumed run can compare it.
-
-    Attributes:
-        checkpoint: the source as the recipe changes all of it.
-        planned: the run.
-        source: for the manifest.
-        calibrated: calibration text, None where none is needed.
-        importance: of columns, by name of the source's tensor; empty without a file of it.
-        fingerprint: by which a resumed run is compared.
-    """
-
-    checkpoint: Checkpoint
-    planned: Planned
-    source: Mapping[str, Any]
-    calibrated: Calibrated | None
-    importance: Mapping[str, Tensor]
-    fingerprint: Mapping[str, str]
-
-    @property
-    def sample(self) -> Sample | None:
-        """Return the calibration rows that pass through the blocks."""
-        return self.calibrated.sample if self.calibrated and self.planned.plan.needs else None
 
 
 @dataclass(frozen=True)
@@ -139,6 +110,7 @@ class Job:
         from quantforge.execution.calibration import calibrated_for
         from quantforge.execution.expert_saliency import removed_experts
         from quantforge.execution.importance import known_importance
+        from quantforge.execution.run_inputs import RunInputs
         from quantforge.numerics.team import reproducible
 
         if planned.matched.architecture is None and not planned.matched.draft:
@@ -164,7 +136,7 @@ class Job:
         planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
         recipe = planned.recipe.to_toml()
         return RunInputs(
-            checkpoint, planned, source, calibrated, known_importance(planned, settings),
+            planned, settings, checkpoint, source, calibrated, known_importance(planned, settings),
             fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix),
         )  # fmt: skip
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
@@ -35,19 +36,12 @@ from quantforge.verbs.allocate import asked_size, sized_recipe
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import finished, forget
 from quantforge.verbs.imatrix import with_importance
-from quantforge.verbs.job import Job, Outcome, RunInputs, plan_job
+from quantforge.verbs.job import Job, Outcome, plan_job
 from quantforge.verbs.output import placed_in, space
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
-
-
-@dataclass(slots=True)
-class Working:
-    """A run whose files are open; ``outcome`` is known when it is published."""
-
-    run: Run
-    outcome: list[Outcome] = field(default_factory=list)
+    from quantforge.execution.run_inputs import RunInputs
 
 
 @check_arguments(RecipeOptions)
@@ -163,43 +157,42 @@ def _make(job: Job) -> Outcome:
     if job.settings.join:
         return _join(job)
     with job.stage:
-        return carry_out([(job, job.read())])[0]
+        return carry_out([(job.stage, job.read())])[0]
 
 
-def carry_out(work: Sequence[tuple[Job, RunInputs]]) -> list[Outcome]:
-    """Do what is left of jobs whose rows pass the blocks together, and publish. The caller holds their locks."""
-    from quantforge.execution.lockstep import execute_together
+def carry_out(work: Sequence[tuple[Stage, RunInputs]]) -> list[Outcome]:
+    """Make results whose rows pass the blocks together, or what is left of them, and publish each in its stage.
+
+    The caller holds the locks of the stages.
+    """
+    from quantforge.execution.execute import execute
     from quantforge.numerics.team import reproducible
 
+    outcomes: list[Outcome] = []
     with ExitStack() as files:
-        opened = [files.enter_context(_working(job, inputs)) for job, inputs in work]
+        runs = [files.enter_context(_opened(*one, outcomes)) for one in work]
         with reproducible(), phase("rounding", 0.95):
-            execute_together([one.run for one in opened], work[0][1].sample)
-    return [one.outcome[0] for one in opened]
+            execute(runs, work[0][1].sample)
+    return outcomes[::-1]  # the last that was opened is published first
 
 
 @contextmanager
-def _working(job: Job, inputs: RunInputs) -> Iterator[Working]:
-    """Open the files of a run, which the body executes; then publish. The caller holds the lock of the output."""
+def _opened(stage: Stage, inputs: RunInputs, outcomes: list[Outcome]) -> Iterator[Run]:
+    """Open the files and the journal of a run, which the body executes; then publish, and add the outcome."""
     from quantforge.execution.execute import Run
     from quantforge.execution.shared_run import finished_units
 
-    stage, settings = job.stage, job.settings
-    checkpoint, planned, calibrated = inputs.checkpoint, inputs.planned, inputs.calibrated
-    plan, source = planned.plan, inputs.source
+    checkpoint, planned, settings = inputs.checkpoint, inputs.planned, inputs.settings
+    plan, source, calibrated = planned.plan, inputs.source, inputs.calibrated
     units = units_of(plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
-    work = open_journal(stage, claims, inputs.fingerprint, settings)
+    journal = open_journal(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)
-        with WeightsWriter(stage.path, files, done=done_tensors(plan, work.done)) as writer:
-            run = Run(
-                planned, checkpoint, writer, work, settings, inputs.importance,
-                finished_units(claims, units),
-            )  # fmt: skip
-            one = Working(run)
-            yield one
+        with WeightsWriter(stage.path, files, done=done_tensors(plan, journal.done)) as writer:
+            run = Run(inputs, writer, journal, finished_units(claims, units))
+            yield run
         events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
         settings.policy.check(events)
         described = calibrated.describe() if calibrated else None
@@ -208,19 +201,19 @@ def _working(job: Job, inputs: RunInputs) -> Iterator[Working]:
         with phase("publishing", 1.0):
             publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except DeniedError:
-        work.close()
+        journal.close()
         raise
     except InputError:
-        work.remove()  # the same input fails again, and mended it is another: nothing to go on with
+        journal.remove()  # the same input fails again, and mended it is another: nothing to resume
         stage.discard()
         claims.remove()
         raise
     except BaseException:
-        work.close()
+        journal.close()
         raise
     claims.remove()
-    work.remove()  # the last: by the journal the next command knows that this one had ended
-    one.outcome.append(Outcome(stage.out, plan, events, work.resumed, run.scaled()))
+    journal.remove()  # the last: by the journal the next command knows that this one had ended
+    outcomes.append(Outcome(stage.out, plan, events, journal.resumed, run.scaled()))
 
 
 def _join(job: Job) -> Outcome:
@@ -252,17 +245,17 @@ def _join(job: Job) -> Outcome:
         note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, inputs, settings, kept).work_off(inputs.sample)
+            Worker(claims, units, inputs, kept).work_off()
     except DeniedError:
         raise
-    except InputError:  # as in `_working`
+    except InputError:  # as in `_opened`
         forget(stage)
         raise
 
     def finish() -> Outcome:
         claims.check_there()
         claims.check(inputs.fingerprint)
-        return carry_out([(job, inputs)])[0]
+        return carry_out([(stage, inputs)])[0]
 
     outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
     assert outcome is not None

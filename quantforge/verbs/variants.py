@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.disk import place_of_run, writing
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.lock import Lock, StaleLockMonitor
 from quantforge.checkpoint.reader import QUANTIZATION, Checkpoint
-from quantforge.checkpoint.stage import check_apart
+from quantforge.checkpoint.stage import Stage, check_apart
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.progress import phase, tell
 from quantforge.execution.journal import check_versions
@@ -40,8 +40,11 @@ from quantforge.recipe import Recipe
 from quantforge.results.source_files import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.finished_result import clear_run, kept
-from quantforge.verbs.job import Job, RunInputs, plan_job
+from quantforge.verbs.job import Job, plan_job
 from quantforge.verbs.quantize import carry_out
+
+if TYPE_CHECKING:
+    from quantforge.execution.run_inputs import RunInputs
 
 POLL_SECONDS = 0.2
 
@@ -187,7 +190,7 @@ class _Queue:
         self._monitor = StaleLockMonitor(settings.note)
         self._read: dict[str, RunInputs] = {}
 
-    def take(self, held: ExitStack) -> dict[str, tuple[Job, RunInputs]]:
+    def take(self, held: ExitStack) -> dict[str, tuple[Stage, RunInputs]]:
         """Enter the stages of jobs that are free and share a pass of the rows, of half of them where others join in.
 
         All that are free are looked at and read, so that what cannot be made is refused before work on any.
@@ -195,7 +198,7 @@ class _Queue:
         if self._shared:
             for job in self.missing.values():
                 check_versions(job.stage)
-        group: dict[str, tuple[Job, RunInputs]] = {}
+        group: dict[str, tuple[Stage, RunInputs]] = {}
         stages: dict[str, ExitStack] = {}
         for name, job in [*self.missing.items()]:
             stage = held.enter_context(ExitStack())
@@ -208,7 +211,7 @@ class _Queue:
             if group and not _share_pass(next(iter(group.values()))[1], inputs):
                 stage.close()
                 continue
-            group[name], stages[name] = (job, inputs), stage
+            group[name], stages[name] = (job.stage, inputs), stage
         names = [*group][: (len(group) + 1) // 2 if self._shared else None]
         for name in group.keys() - names:
             stages[name].close()
@@ -239,7 +242,7 @@ def _share_pass(first: RunInputs, other: RunInputs) -> bool:
     """Return whether the rows may pass the blocks once for two jobs."""
     if first.sample is None or other.sample is None:
         return False
-    from quantforge.execution.lockstep import shares_pass
+    from quantforge.execution.execute import shares_pass
 
     one, two = first.planned, other.planned
     return (

@@ -26,7 +26,7 @@ from quantforge.checkpoint.prepared import ROTATION
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
-from quantforge.execution import row_wise
+from quantforge.execution import data_free
 from quantforge.execution.progress import Progress
 from quantforge.model.stream import ModelStream
 from quantforge.plans import Plan
@@ -286,7 +286,7 @@ def test_strips_of_a_matrix_whose_rows_are_mixed_are_of_one_computation(
     one, two = tmp_path / "1.gguf", tmp_path / "2.gguf"
     quantize(tmp_path / "m", one, wanted, threads=1)
     made.clear()
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 1 << 13)
     quantize(tmp_path / "m", two, wanted, threads=2)
     assert one.read_bytes() == two.read_bytes()
     assert made["model.layers.0.mlp.down_proj.weight"] == 1

@@ -21,7 +21,8 @@ from quantforge.execution.progress import Progress
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
-from quantforge.verbs.job import Job, RunInputs
+from quantforge.execution.run_inputs import RunInputs
+from quantforge.verbs.job import Job
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, tree
 

@@ -27,9 +27,9 @@ from quantforge.errors import (
     ResourceError,
     UsageError,
 )
-from quantforge.execution import claims, handed_states, shared_run
+from quantforge.execution import claims, shared_run
 from quantforge.execution.claims import Claim
-from quantforge.execution.handed_states import HandedStates
+from quantforge.execution.shared_run import HandedStates
 from quantforge.execution.progress import Progress
 from quantforge.execution.shared_run import Worker
 from quantforge.execution.unit_output import UnitOutput
@@ -656,9 +656,9 @@ def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
             raise ResourceError("no space", "free some")
         save(path, *given, **named)
 
-    save = handed_states.save
+    save = shared_run.save
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handed_states, "save", full)
+        patch.setattr(shared_run, "save", full)
         with pytest.raises(ResourceError, match="no space"):
             join(model, out, GPTQ)
     done = sorted(path.name[:4] for path in (out.parent / UNITS).glob("*/*.done"))

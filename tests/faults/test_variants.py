@@ -12,7 +12,7 @@ import pytest
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.cli.meter import Clock
 from quantforge.errors import QuantForgeError
-from quantforge.execution import execute, lockstep
+from quantforge.execution import execute
 from quantforge.execution.progress import followed
 from quantforge.settings import Settings
 from quantforge.verbs import variants
@@ -48,22 +48,22 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     alone.mkdir()
     for name, wanted in _recipes().items():
         quantize(model, alone / name, wanted)
-    with patch.object(lockstep, "observe_together", wraps=lockstep.observe_together) as shared:
+    with patch.object(execute, "observe", wraps=execute.observe) as shared:
         assert _made(model, together) == tuple(_recipes())
-    assert {len(call.args[0]) for call in shared.call_args_list} == {4}  # all but the ranges
+    assert {len(call.args[1]) for call in shared.call_args_list} == {4, 1}  # all but the ranges
     assert tree(together) == tree(alone)
     assert _made(model, together) == ()
 
-    advance = execute.Run.pass_block
+    do = execute.Run.do
     calls = []
 
-    def stopping(self, *args, **options):
-        advance(self, *args, **options)
-        calls.append(self)
+    def stopping(self, name, *args):
+        do(self, name, *args)
+        calls.extend([name] if name.startswith("block") else [])
         if len(calls) == 3:
             raise StopError
 
-    with patch.object(execute.Run, "pass_block", stopping), pytest.raises(StopError):
+    with patch.object(execute.Run, "do", stopping), pytest.raises(StopError):
         _made(model, stopped)
     told = []
     with followed(told.append):

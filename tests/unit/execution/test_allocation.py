@@ -13,7 +13,7 @@ from quantforge import verbs
 from quantforge.checkpoint.lock import Lock
 from quantforge.cli import allocate as cli
 from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
-from quantforge.execution import candidate_errors, linear_errors
+from quantforge.execution import candidate_errors
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.size_target import parse_target
@@ -252,7 +252,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     found = []
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
-        monkeypatch.setattr(linear_errors, "OUTPUT_ROWS", outputs)
+        monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
         monkeypatch.setattr(MixtureSearch, "found", lambda _, nats, __: nats)
         found.append(
             allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quantforge.errors import IntegrityError, ResourceError
-from quantforge.execution import handed_states
-from quantforge.execution.handed_states import HandedStates
+from quantforge.execution import shared_run
+from quantforge.execution.shared_run import HandedStates
 
 ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
 
@@ -53,7 +53,7 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
         raise ResourceError("no space", "free some")
 
     states = HandedStates(tmp_path / "states")
-    monkeypatch.setattr(handed_states, "save", full)
+    monkeypatch.setattr(shared_run, "save", full)
     states.write(0, ROWS)
     with pytest.raises(ResourceError, match="no space"):
         states.flush()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.errors import RefusedError
-from quantforge.execution.quantized_inputs import outliers, with_input, without_outliers
+from quantforge.execution.rounding import outliers, with_input, without_outliers
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers.input_rounding import histogram, simulate, static_scale

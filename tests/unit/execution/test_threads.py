@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge import settings, verbs
 from quantforge.errors import InputError
-from quantforge.execution import row_wise
+from quantforge.execution import data_free
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.numerics.threads import Behind, in_order
@@ -77,7 +77,7 @@ def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gguf"])
 def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 4096)
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 4096)
     model = gguf_models.make("llama", tmp_path / "m", torch.bfloat16)
     name, file = "model.layers.1.mlp.gate_proj.weight", model / "model.safetensors"
     tensors = load_file(file)
@@ -103,7 +103,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
     assert tensors[name].shape == (2, 1)
     tensors[name][1, 0] = torch.inf
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 1280)  # strips across the two tiles
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 1280)  # strips across the two tiles
     recipe = build_recipe(None, method="rtn", scheme="int8:row:sym", scales="absmax")
     with pytest.raises(InputError, match=f"{name}: scale inf of row 1, group 0"):
         verbs.quantize(str(source), recipe, tmp_path / "out")
@@ -121,7 +121,7 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
 
 
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 4096)  # many runs of a small model
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 4096)  # many runs of a small model
     model = gguf_models.make("llama", tmp_path / "m")
     made = []
     for threads in (1, 2, 7):
@@ -152,7 +152,7 @@ def test_strips_that_are_put_together_are_the_matrix(
     monkeypatch.setattr(row_codes, "LEAST", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
-        monkeypatch.setattr(row_wise, "RUN_ELEMENTS", elements)
+        monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
         out = tmp_path / f"{elements} {threads}"
         recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=form)
         verbs.quantize(str(model), recipe, out, Settings(threads=threads))
@@ -162,17 +162,17 @@ def test_strips_that_are_put_together_are_the_matrix(
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     weight[:, 40] = 1e4  # of one group in each row
     tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
     schemes, written = {"w": tensor.scheme.weight}, []
-    matrix = row_wise.RowWise(
+    matrix = data_free.RowWise(
         tensor, lambda strip: round_shared({"w": strip}, Statistics(), schemes, Recipe())["w"],
         lambda first, last: weight[first:last].clone(),
         lambda first, tensor: written.append((first, len(tensor.codes))),
     )  # fmt: skip
-    ((_, record),) = row_wise.round_rows([matrix], workers)
+    ((_, record),) = data_free.round_rows([matrix], workers)
     assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]
     (event,) = record["events"]
     assert event["kind"] == "group-outshone"
@@ -181,7 +181,7 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
 
 @pytest.mark.parametrize("scales", ["search", "reference"])
 def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 256, generator=generator)
     weight[:4, :32] *= 30  # what matters is large in one half of the rows, and rounded worse
@@ -194,17 +194,17 @@ def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
     def rounded(rows):
         return round_shared({"w": rows}, statistics, schemes, rounding)["w"]
 
-    matrix = row_wise.RowWise(
+    matrix = data_free.RowWise(
         tensor, rounded, lambda first, last: weight[first:last].clone(),
         lambda first, tensor: None, judging(statistics, rounding),
     )  # fmt: skip
-    ((_, record),) = row_wise.round_rows([matrix])
+    ((_, record),) = data_free.round_rows([matrix])
     whole = rounded(weight.clone()).figures["error"]
     assert record["figures"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
-    monkeypatch.setattr(row_wise, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
     met, schemes = threading.Barrier(2, timeout=20), {"w": parse("int4:g32:sym")}
 
     def matrix(name):
@@ -217,11 +217,11 @@ def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
             return round_shared({"w": rows}, Statistics(), schemes, Rounding())["w"]
 
         tensor = SimpleNamespace(name=name, matrix=(8, 256), heads=0)
-        return row_wise.RowWise(
+        return data_free.RowWise(
             tensor, rounded, read, lambda first, strip: written.append((name, first))
         )
 
     written: list[tuple[str, int]] = []
-    found = row_wise.round_rows(map(matrix, "ab"), 2)
+    found = data_free.round_rows(map(matrix, "ab"), 2)
     assert [one.tensor.name for one, _ in found] == ["a", "b"]
     assert written == [(name, first) for name in "ab" for first in (0, 2, 4, 6)]

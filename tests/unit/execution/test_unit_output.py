@@ -103,7 +103,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     monkeypatch.setattr(type(output.storage), "whole", lambda *_: whole)
     source = SimpleNamespace(whole=read, rows=rows)
     rounding: Any = SimpleNamespace(source=source, output=output)
-    DataFree(SimpleNamespace(), rounding).copy(tensor)  # type: ignore[arg-type]
+    DataFree(rounding).copy(tensor)
     assert torch.equal(value_of(output, tensor.stored[0].name)[0], value)
     in_runs = bool(value.shape) and not whole
     assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])

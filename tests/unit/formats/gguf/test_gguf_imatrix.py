@@ -13,7 +13,7 @@ import torch
 
 from quantforge import verbs
 from quantforge.errors import InputError, UsageError
-from quantforge.execution import row_wise
+from quantforge.execution import data_free
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
@@ -41,10 +41,14 @@ TEXT = CalibrationOptions(samples=8, length=32)
 def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
     scheme = parse_layer("int4:g32:asym")
     one, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
-    rounding = MatrixRounding(
-        SimpleNamespace(plan=SimpleNamespace(rounder="rtn", tensors=(one, other)), recipe=Recipe()),
-        SimpleNamespace(device="meta"), SimpleNamespace(), Settings(), {"a": torch.ones(32)},
+    planned = SimpleNamespace(
+        plan=SimpleNamespace(rounder="rtn", tensors=(one, other)), recipe=Recipe(), matched=None
+    )
+    inputs = SimpleNamespace(
+        planned=planned, settings=Settings(device="meta"), checkpoint=None,
+        importance={"a": torch.ones(32)},
     )  # fmt: skip
+    rounding = MatrixRounding(inputs, SimpleNamespace())
     assert rounding.known(one).squares.is_meta
     assert rounding.known(other).squares is None
 
@@ -228,7 +232,7 @@ def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, mon
     own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
     text = CalibrationOptions(source="imatrix:x.gguf")
     for name, elements in (("whole.gguf", 1 << 30), ("strips.gguf", 4096)):
-        monkeypatch.setattr(row_wise, "RUN_ELEMENTS", elements)
+        monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
         out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
         recipe = Recipe(method="rtn", format=form, calibration=text, **own)
         verbs.quantize(str(model), recipe, out, Settings(imatrix=path))
