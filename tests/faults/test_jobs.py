@@ -18,7 +18,7 @@ from quantforge.cli import jobs
 from quantforge.errors import UsageError
 from quantforge.settings import Settings
 from quantforge.verbs import release, sweep
-from quantforge.verbs.release_files import SPEC
+from quantforge.verbs.release import SPEC
 from tests.runs import command, ended, forked, tree
 
 ROOT = Path(__file__).parents[2]

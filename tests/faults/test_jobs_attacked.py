@@ -17,7 +17,7 @@ from quantforge.cli import jobs, stopping
 from quantforge.errors import ResourceError
 from quantforge.settings import Settings
 from quantforge.verbs import release
-from quantforge.verbs.release_files import SPEC
+from quantforge.verbs.release import SPEC
 from quantforge.verbs.variants import Variants
 from tests.runs import command
 

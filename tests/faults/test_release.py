@@ -13,7 +13,7 @@ import pytest
 from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
 from quantforge.verbs import release
-from quantforge.verbs.release_files import SPEC, ReleasedVariant, repository_of, upload_script
+from quantforge.verbs.release import SPEC, ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"
