@@ -84,6 +84,8 @@ def observe(
         advance: whether the hidden states are replaced by what the block returns in the same pass, unless a run needs
             another one.
     """
+    if not blocks:
+        return []
     tell(f"block {part.index}: observing", share=0.0)
     asked = [block.asks(part) for block in blocks]
     wanted: dict[str, frozenset[Statistic]] = {}
@@ -221,8 +223,22 @@ class CalibratedBlock:
         if observed.twice:
             after = _pass_rows(part, dict.fromkeys(observed.inputs, observed.after), [observed.peaks])
             statistics = _with_ranges(statistics, after)
-        self._round(part, statistics, targets, record, advance=advance)
-        statistics = {}
+        if self.guided is not None:  # its linears are observed here, and the rows advance meanwhile
+            passing = advance and not self.changes and part.experts is None
+            own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+            merge(record, self.guided.work(part, statistics, own, advance=passing))
+        for index, shared in enumerate(part.inputs if self.guided is None else ()):
+            chosen = [name for name in shared.linears if name in targets]
+            if not chosen or shared.expert >= 0:
+                continue
+            done = 1 - 0.5 * (1 - index / len(part.inputs))
+            tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
+            weights = {targets[name].name: part.weight(name) for name in chosen}
+            seen = statistics.get(shared.key, Statistics())
+            rounded = self._rounding.round(weights, seen)
+            merge(record, self._rounding.write(rounded, weights, seen))
+            trim()
+        statistics.clear()
         self._write_kept(part)
         trim()
         if part.experts is not None:
@@ -288,35 +304,6 @@ class CalibratedBlock:
                 merge(record, {"figures": {key: figures(weights[key], found[key], seen)}})
                 part.set_weight(name, found[key])
         return record
-
-    def _round(
-        self,
-        part: BlockPart,
-        statistics: Mapping[str, Statistics],
-        targets: Mapping[str, TensorPlan],
-        record: Record,
-        *,
-        advance: bool,
-    ) -> None:
-        """Round and write the linears, one shared input after the other, and add what there is to tell.
-
-        Those with a guide are observed here, and ``advance`` says whether the rows advance meanwhile, which they do not
-        where a transform has changed the block.
-        """
-        if self.guided is not None:
-            passing = advance and not self.changes and part.experts is None
-            own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
-            merge(record, self.guided.work(part, statistics, own, advance=passing))
-            return
-        for index, shared in enumerate(part.inputs):
-            chosen = [name for name in shared.linears if name in targets]
-            if not chosen or shared.expert >= 0:
-                continue
-            done = 1 - 0.5 * (1 - index / len(part.inputs))
-            tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
-            weights = {targets[name].name: part.weight(name) for name in chosen}
-            merge(record, self._rounding.shared(weights, statistics.get(shared.key, Statistics())))
-            trim()
 
     def _write_kept(self, part: BlockPart) -> None:
         """Write what is not quantized: as the source has it, or as a transform left it."""
@@ -399,12 +386,12 @@ class CalibratedBlock:
         """Do one expert; ``count`` is the number of its tokens."""
         mine = {name: plan for name, plan in targets.items() if plan.expert == number}
         inputs = [shared for shared in part.inputs if shared.expert == number]
-        found = views.before.of(number, add=add)
-        statistics = {shared.key: found[part.stack_of(shared.key)] for shared in inputs if found}
+        before = views.before.of(number, add=add)
+        statistics = {shared.key: before[part.stack_of(shared.key)] for shared in inputs if before}
         record, statistics = self._transformed(part, statistics, mine)
         if views.after is not None and mine:
-            seen = views.after.of(number, add=False)
-            ranges = {shared.key: seen[part.stack_of(shared.key)] for shared in inputs}
+            after = views.after.of(number, add=False)
+            ranges = {shared.key: after[part.stack_of(shared.key)] for shared in inputs}
             statistics = _with_ranges(statistics, ranges)
         quantized = {name: plan for name, plan in mine.items() if plan.scheme}
         rounded: Record = {}
@@ -418,7 +405,9 @@ class CalibratedBlock:
                     if (plan := quantized.get(name)) is not None
                 }
                 if weights:
-                    merge(rounded, self._rounding.shared(weights, statistics[shared.key]))
+                    seen = statistics[shared.key]
+                    found = self._rounding.round(weights, seen)
+                    merge(rounded, self._rounding.write(found, weights, seen))
         for values in rounded.get("figures", {}).values():
             values["tokens"] = float(count)
         merge(record, rounded)

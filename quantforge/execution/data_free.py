@@ -65,7 +65,9 @@ class DataFree:
         """Round a matrix, and with it those that share a parameter, and write them."""
         group, source = fitted_with(tensor, self.rounding.planned.plan), self.rounding.source
         weights = {one.name: source.weight(one) for one in group}
-        return self.rounding.shared(weights, self.rounding.known(tensor), PLAIN)
+        statistics = self.rounding.known(tensor)
+        rounded = self.rounding.round(weights, statistics, PLAIN)
+        return self.rounding.write(rounded, weights, statistics)
 
     def head(self, unit: Unit, statistics: Statistics) -> Record:
         """Round and write a quantized head; importance from a file takes the place of ``statistics``."""
@@ -73,7 +75,9 @@ class DataFree:
         for tensor in unit.tensors:
             if tensor.name in self.rounding.importance:
                 statistics = self.rounding.known(tensor)
-        return self.rounding.shared(weights, statistics) if weights else {}
+        if not weights:
+            return {}
+        return self.rounding.write(self.rounding.round(weights, statistics), weights, statistics)
 
     def copy(self, tensor: TensorPlan) -> None:
         """Write a tensor as the source has it."""

@@ -12,9 +12,8 @@ resumes after the last of them, and the hidden states are brought there by runni
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from quantforge.execution.shared_run import FinishedUnit
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
+    from quantforge.quantizers.tuning.stream import TuningStream
     from quantforge_calibration.sampler import Sample
 
 
@@ -58,64 +58,73 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
         IntegrityError: the source changed meanwhile, or a finished unit is not as it was written.
         RefusedError: more events than the policy allows, or the files cannot hold a value.
     """
-    learns = any(run.inputs.planned.plan.tune for run in runs)
+    first, learns = runs[0], any(run.inputs.planned.plan.tune for run in runs)
     with torch.inference_mode(mode=not learns), torch.no_grad():
         for run in runs:
             run.resume(together=len(runs))
-            for unit in run.units.values():
-                if sample is None or unit.name == OUTER:
-                    run.do(unit.name, partial(run.data_free.work, unit))
-        if sample is None:
-            return
-        _pass_blocks(runs, sample)
-        for run in runs:
-            run.tuning.learn_missing(sample)
-        for run in runs:
-            run.do(HEAD, dict)  # one without tensors: others were done after the last block
+            for unit in run.missing([*run.units] if sample is None else [OUTER]):
+                with run.unit(unit) as record:
+                    record.update(run.data_free.work(run.units[unit]))
+        last = max(run.last_block for run in runs)
+        if sample is not None and last >= 0:
+            with _streaming(runs, sample) as (stream, tuned):
+                for part in stream:
+                    if tuned is not None:
+                        tuned.begin_result()
+                    start, unit = time.monotonic(), block_unit(part.index)
+                    # What the last block returns is read by nobody, unless it is tuned.
+                    advance = part.index != last or tuned is not None
+                    # Runs that change the block come last: each has to find it as the source has it.
+                    left = sorted(
+                        (run for run in runs if run.missing([unit])), key=lambda run: run.block.changes
+                    )
+                    seen = observe(part, [run.block for run in left], advance=advance)
+                    changed = False
+                    for run, observed in zip(left, seen, strict=True):
+                        if changed:
+                            part.restore()
+                        with run.unit(unit, start) as record:
+                            record.update(
+                                run.block.work(part, observed, run.do_expert, advance=advance)
+                            )
+                        start, changed = time.monotonic(), run.block.changes
+                    if advance and not part.advanced:
+                        part.advance()
+                    if tuned is not None:
+                        first.tuning.learn_block(tuned, part)
+                    if part.index == last:
+                        break
+                for run in (run for run in runs if run.late):
+                    with run.unit(HEAD) as record:
+                        statistics = observe_head(run.inputs.planned, stream)
+                        record.update(run.data_free.head(run.units[HEAD], statistics))
+        if sample is not None:
+            for run in runs:
+                run.tuning.learn_missing(sample)
+            for run in runs:
+                for unit in run.missing([HEAD]):  # one without tensors
+                    with run.unit(unit):
+                        pass
 
 
-def _pass_blocks(runs: Sequence[Run], sample: Sample) -> None:
-    """Pass the calibration rows through the blocks, as far as a unit of any run needs them."""
+@contextmanager
+def _streaming(
+    runs: Sequence[Run], sample: Sample
+) -> Iterator[tuple[ModelStream, TuningStream | None]]:
+    """Yield the blocks of the source with the rows that reach them; guides of the runs are open meanwhile.
+
+    The blocks are yielded once more where a run of its own tunes each of them while the rows are there.
+    """
+    first = runs[0]
     with ExitStack() as stack:
         for run in runs:
             stack.enter_context(run.guided(sample))
-        last = max(run.last_block for run in runs)
-        if last < 0:
-            return
-        # A run of its own tunes each block while the rows are there.
-        tuned = runs[0].tuning.stream(sample) if runs[0].tuning.follows_any else None
-        directory = runs[0].journal.directory
-        stream = stack.enter_context(tuned or runs[0].inputs.stream(sample, directory))
-        for part in stream:
-            if tuned is not None:
-                tuned.begin_result()
-            start, unit = time.monotonic(), block_unit(part.index)
-            advance = part.index != last or tuned is not None  # else nobody reads what it returns
-            missing = [run for run in runs if unit not in run.journal.done]
-            # Runs that change the block come last: each has to find it as the source has it.
-            missing.sort(key=lambda run: run.block.changes)
-            seen = observe(part, [run.block for run in missing], advance=advance) if missing else []
-            changed = False
-            for run, observed in zip(missing, seen, strict=True):
-                if changed:
-                    part.restore()
-                work = partial(run.block.work, part, observed, run.do_expert, advance=advance)
-                run.do(unit, work, start)
-                start, changed = time.monotonic(), run.block.changes
-            if advance and not part.advanced:
-                part.advance()
-            if tuned is not None:
-                runs[0].tuning.learn_block(tuned, part)
-            if part.index == last:
-                break
-        for run in runs:
-            if run.late:
-                run.do(HEAD, partial(_round_head, run, stream))
-
-
-def _round_head(run: Run, stream: ModelStream) -> Record:
-    """Observe, round and write a quantized head, when the rows are behind the last block; return its record."""
-    return run.data_free.head(run.units[HEAD], observe_head(run.inputs.planned, stream))
+        if first.tuning.follows_any:
+            tuned = stack.enter_context(first.tuning.stream(sample))
+            yield tuned, tuned
+        else:
+            stream = first.inputs.stream(sample, first.journal.directory)
+            yield stack.enter_context(stream), None
 
 
 def shares_pass(planned: Planned) -> bool:
@@ -194,8 +203,9 @@ class Run:
             sums |= record["sums"]
         for name, expected in sums.items():
             self.output.check(name, expected, f"start afresh: rm -r {self.journal.directory}")
-        for name in self._finished:
-            self.do(name, dict)
+        for name in self.missing(self._finished):
+            with self.unit(name) as record:
+                record.update(self._finished[name].copy_to(self.output))
 
     @contextmanager
     def guided(self, sample: Sample) -> Iterator[None]:
@@ -206,27 +216,31 @@ class Run:
             return
         record, strips = self.journal.done.get(GUIDE), planned.plan.guide
         with token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
-            self.do(GUIDE, partial(observe_gradients, weights, self.inputs, sample, directory))
+            if record is None:
+                with self.unit(GUIDE) as made:
+                    made.update(observe_gradients(weights, self.inputs, sample, directory))
             self.block.guided = GuidedRounding(strips, self._rounding, weights)
             yield
 
-    def do(self, name: str, work: Callable[[], Record], start: float | None = None) -> None:
-        """Do a unit that is not done yet, note it in the journal, and report it.
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return those of the units that are not done."""
+        return [name for name in names if name not in self.journal.done]
+
+    @contextmanager
+    def unit(self, name: str, start: float | None = None) -> Iterator[Record]:
+        """Do a unit: the body writes its tensors and fills its record; then it is noted in the journal and reported.
 
         Args:
             name: of the unit.
-            work: writes its tensors, and returns its record.
             start: when it was begun, in seconds of the monotonic clock; now if left out.
         """
-        if name in self.journal.done:
-            return
         start = time.monotonic() if start is None else start
+        record: Record = {}
         self.output.begin()
-        finished = self._finished.get(name)
         with phase("", self.share(name), name):
-            record = finished.copy_to(self.output) if finished else work()
+            yield record
         self.journal.commit(name, {**record, "sums": self.output.finish()})
-        if finished is None:
+        if name not in self._finished:
             self.report(name, record, start + self._inside)
         self._inside = 0.0
         self.inputs.settings.policy.check(self.events())

@@ -291,7 +291,7 @@ class GuidedRounding:
             name: float((weight.square() * diagonal).sum(dtype=torch.float64))
             for name, weight in weights.items()
         }
-        return RoundedStrip(self._rounding.rounded(weights, statistics), sizes)
+        return RoundedStrip(self._rounding.round(weights, statistics), sizes)
 
 
 def _passes(part: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:

@@ -60,25 +60,16 @@ class MatrixRounding:
             return Statistics()
         return Statistics(tokens=1, squares=squares.to(self.source.device))
 
-    def shared(
+    def round(
         self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None
-    ) -> Record:
-        """Round the matrices ``[out, in]`` of one shared input, and write them.
+    ) -> dict[str, Rounded]:
+        """Round the matrices ``[out, in]`` of one shared input, or the same rows of all of them; write nothing.
 
         Args:
             weights: by the names of the source.
             statistics: of the input.
             rounder: another one than the plan's.
-
-        Raises:
-            RefusedError: the files cannot hold a value, or the input has to be measured and was not observed.
         """
-        return self.write(self.rounded(weights, statistics, rounder), weights, statistics)
-
-    def rounded(
-        self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None
-    ) -> dict[str, Rounded]:
-        """Round matrices, or the same rows of all of them, and write nothing; arguments as of `shared`."""
         schemes = {
             name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
         }
@@ -89,7 +80,16 @@ class MatrixRounding:
     def write(
         self, rounded: Mapping[str, Rounded], weights: Mapping[str, Tensor], statistics: Statistics
     ) -> Record:
-        """Write the rounded matrices of one shared input, with what is measured of it; arguments as of `shared`."""
+        """Write the rounded matrices of one shared input, with what is measured of it; return their record.
+
+        Args:
+            rounded: by the names of the source.
+            weights: the same before rounding.
+            statistics: of the input.
+
+        Raises:
+            RefusedError: the files cannot hold a value, or the input has to be measured and was not observed.
+        """
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]

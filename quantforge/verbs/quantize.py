@@ -142,22 +142,18 @@ def quantize_opened(
     outcome = finished(job)
     if outcome is None:
         try:
-            outcome = _make(job)
+            job.stage.check()
+            job.announce()
+            if settings.join:
+                outcome = _join(job)
+            else:
+                with job.stage:
+                    (outcome,) = carry_out([(job.stage, job.read())])
         except RefusedError:  # the output exists: another process may have published meanwhile
             outcome = finished(job)
             if outcome is None:
                 raise
     return replace(outcome, adapter=settings.adapter)
-
-
-def _make(job: Job) -> Outcome:
-    """Do a job, alone or with other processes."""
-    job.stage.check()
-    job.announce()
-    if job.settings.join:
-        return _join(job)
-    with job.stage:
-        return carry_out([(job.stage, job.read())])[0]
 
 
 def carry_out(work: Sequence[tuple[Stage, RunInputs]]) -> list[Outcome]:

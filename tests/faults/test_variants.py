@@ -54,16 +54,16 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     assert tree(together) == tree(alone)
     assert _made(model, together) == ()
 
-    do = execute.Run.do
+    report = execute.Run.report
     calls = []
 
     def stopping(self, name, *args):
-        do(self, name, *args)
+        report(self, name, *args)
         calls.extend([name] if name.startswith("block") else [])
         if len(calls) == 3:
             raise StopError
 
-    with patch.object(execute.Run, "do", stopping), pytest.raises(StopError):
+    with patch.object(execute.Run, "report", stopping), pytest.raises(StopError):
         _made(model, stopped)
     told = []
     with followed(told.append):
