@@ -27,7 +27,7 @@ from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.execution import calibrated_block, relayout, rounding, unit_output
-from quantforge.execution.journal import Workspace
+from quantforge.execution.journal import Journal
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -48,7 +48,7 @@ WORK: dict[str, tuple[tuple[Any, str], ...]] = {
         (unit_output.UnitOutput, "check"),
         *((module, "scan_finite") for module in (rounding, calibrated_block, relayout)),
     ),
-    "journal": ((Workspace, "__init__"), (Workspace, "commit"), (Workspace, "remove")),
+    "journal": ((Journal, "__init__"), (Journal, "commit"), (Journal, "remove")),
     "fsync of weights": ((WeightsWriter, "sync"),),
     "side files, fsync, rename": (
         (Stage, "write_file"),

@@ -35,7 +35,7 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
-    from quantforge.execution.journal import Record, Workspace
+    from quantforge.execution.journal import Record, Journal
     from quantforge.execution.run_inputs import RunInputs
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
@@ -48,7 +48,7 @@ GRADIENTS = "gradients"  # the unit before those of the blocks
 
 
 def candidate_errors(
-    inputs: RunInputs, sample: Sample, planned: Sequence[Planned], work: Workspace
+    inputs: RunInputs, sample: Sample, planned: Sequence[Planned], work: Journal
 ) -> dict[str, list[float]]:
     """Return the nats per token that each plan's scheme costs, by the canonical name of the linear.
 

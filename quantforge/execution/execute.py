@@ -29,7 +29,7 @@ from quantforge.execution.calibrated_block import (
 )
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.guide import GuidedRounding, observe_gradients, token_weights
-from quantforge.execution.journal import Record, Workspace, events_of, figures_of, scaled_of
+from quantforge.execution.journal import Record, Journal, events_of, figures_of, scaled_of
 from quantforge.execution.progress import phase, progress_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.tuning import Tuning
@@ -152,7 +152,7 @@ class Run:
         self,
         inputs: RunInputs,
         writer: WeightsWriter,
-        journal: Workspace,
+        journal: Journal,
         finished: Mapping[str, FinishedUnit],
     ) -> None:
         """Prepare a run.

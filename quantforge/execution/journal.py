@@ -81,7 +81,7 @@ def scaled_of(records: Iterable[Record]) -> tuple[int, int] | None:
     return (sum(searched), len(searched)) if searched else None
 
 
-class Workspace:
+class Journal:
     """The journal directory beside an output. The caller holds the output's lock.
 
     Attributes:
@@ -266,13 +266,13 @@ def write_durably(path: Path, data: bytes) -> None:
     DISK.sync(path.parent)
 
 
-def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
-    """Return the journal of this run beside the stage, or of the run that it goes on with; errors as `Workspace`."""
+def journal_of(stage: Stage, fingerprint: Mapping[str, str]) -> Journal:
+    """Return the journal of this run beside the stage, or of the run that it goes on with; errors as `Journal`."""
     if stage.empty:  # what the journal speaks of was published or removed
         if written(stage.journal):
             shutil.rmtree(stage.units, ignore_errors=True)
         shutil.rmtree(stage.journal, ignore_errors=True)
-    work = Workspace(stage.journal, fingerprint)
+    work = Journal(stage.journal, fingerprint)
     if not work.resumed:
         stage.clear()
     return work
@@ -280,7 +280,7 @@ def workspace_of(stage: Stage, fingerprint: Mapping[str, str]) -> Workspace:
 
 def open_journal(
     stage: Stage, claims: Claims, fingerprint: Mapping[str, str], settings: Settings
-) -> Workspace:
+) -> Journal:
     """Return the journal of this run, or of the unfinished one that it goes on with.
 
     An overwrite ends an unfinished run that it cannot go on with. The caller holds the lock of the output.
@@ -290,7 +290,7 @@ def open_journal(
     """
     work = None
     try:
-        work = workspace_of(stage, fingerprint)
+        work = journal_of(stage, fingerprint)
         claims.check(fingerprint)
     except IntegrityError as error:
         if work is not None:
@@ -301,7 +301,7 @@ def open_journal(
         claims.remove()
         shutil.rmtree(stage.journal, ignore_errors=True)
         stage.clear()
-        work = workspace_of(stage, fingerprint)
+        work = journal_of(stage, fingerprint)
     return work
 
 

@@ -28,7 +28,7 @@ from quantforge.checkpoint.lock import Lock
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import unwritable
 from quantforge.errors import UsageError
-from quantforge.execution.journal import Workspace
+from quantforge.execution.journal import Journal
 from quantforge.execution.progress import followed, phase
 from quantforge.formats import GGUF, format_of, targets
 from quantforge.formats.format_choice import settled
@@ -422,11 +422,11 @@ def measured(
 
 
 @contextmanager
-def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Workspace]:
+def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Journal]:
     """Open the directory of a measurement, which no other run has at the same time."""
     if beside is None:
         with tempfile.TemporaryDirectory(prefix="quantforge-allocate-") as scratch:
-            yield Workspace(Path(scratch) / "journal", fingerprint)
+            yield Journal(Path(scratch) / "journal", fingerprint)
         return
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
     place = place_of_run(beside / f"allocate-{digest[:_DIGEST]}")
@@ -436,7 +436,7 @@ def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Works
     except OSError as error:
         raise unwritable(beside, error) from error
     try:
-        work = Workspace(lock.directory / "journal", fingerprint)
+        work = Journal(lock.directory / "journal", fingerprint)
         try:
             yield work
         except BaseException as error:

@@ -146,7 +146,7 @@ def killed_by(*arguments: object) -> None:
 # What stands for a kill in the last step of publishing, or right after it.
 KILLS = {
     "m.gguf": ("quantforge.verbs.output.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
-    "m": ("quantforge.execution.journal.Workspace.remove", killed_by),
+    "m": ("quantforge.execution.journal.Journal.remove", killed_by),
 }  # fmt: skip
 RECIPES = {
     "m.gguf": recipe(type="Q4_0", format="gguf", scales="absmax"),

@@ -202,7 +202,7 @@ def finished(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantforge.execution.journal.Workspace.remove", killed)
+        patch.setattr("quantforge.execution.journal.Journal.remove", killed)
         with pytest.raises(KeyboardInterrupt):
             quantize(model, out, recipe(scales="absmax"), **settings)
 

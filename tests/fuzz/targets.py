@@ -20,7 +20,7 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
 from quantforge.checkpoint.shards import file_plans, header_bytes
 from quantforge.errors import InputError, QuantForgeError
-from quantforge.execution.journal import Workspace
+from quantforge.execution.journal import Journal
 from quantforge.formats import detect
 from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
@@ -164,10 +164,10 @@ def tokenizer(data: bytes, place: Path) -> None:
 def journal(data: bytes, place: Path) -> None:
     """The journal of an interrupted run; a disk may have damaged it."""
     directory = place / "journal"
-    work = Workspace(directory, {"a": "1"})
+    work = Journal(directory, {"a": "1"})
     work.close()
     written(directory / "journal.jsonl", data)
-    Workspace(directory, {"a": "1"}).close()
+    Journal(directory, {"a": "1"}).close()
 
 
 def jsonl(data: bytes, place: Path) -> None:

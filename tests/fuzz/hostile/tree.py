@@ -131,17 +131,17 @@ def _interrupted(plain: str) -> None:
     """End a run after its second unit, as a kill would; what it leaves is found by the name of its output."""
     child = os.fork()
     if child == 0:
-        from quantforge.execution.journal import Workspace
+        from quantforge.execution.journal import Journal
 
-        commit, done = Workspace.commit, []
+        commit, done = Journal.commit, []
 
-        def twice(work: Workspace, unit: str, record: Mapping[str, object]) -> None:
+        def twice(work: Journal, unit: str, record: Mapping[str, object]) -> None:
             commit(work, unit, record)
             done.append(unit)
             if len(done) == 2:
                 os._exit(77)
 
-        Workspace.commit = twice  # type: ignore[method-assign]
+        Journal.commit = twice  # type: ignore[method-assign]
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             run([*plain.split(), "resumed"])
         os._exit(3)

@@ -23,13 +23,13 @@ from quantforge.execution import journal, unit_output
 from quantforge.execution.journal import (
     FINGERPRINT,
     JOURNAL,
-    Workspace,
+    Journal,
     recorded_fingerprint,
     write_durably,
 )
 from quantforge.execution.unit_output import checksum, runs
 from quantforge.execution.journal import events_of, figures_of, merge
-from quantforge.execution.journal import done_tensors, fingerprint_of, workspace_of
+from quantforge.execution.journal import done_tensors, fingerprint_of, journal_of
 from quantforge.execution.units import units_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
@@ -45,7 +45,7 @@ def place(tmp_path: Path) -> Path:
 
 def kept(place: Path, *units: str) -> bytes:
     """Leave a journal in which some units are done, and return its bytes."""
-    work = Workspace(place, SAME)
+    work = Journal(place, SAME)
     for unit in units:
         work.commit(unit, {"sums": {unit: 1}})
     work.close()
@@ -54,7 +54,7 @@ def kept(place: Path, *units: str) -> bytes:
 
 def opened(place: Path) -> dict[str, Any]:
     """What a journal says is done."""
-    work = Workspace(place, SAME)
+    work = Journal(place, SAME)
     work.close()
     assert work.resumed == bool(work.done)
     return work.done
@@ -65,7 +65,7 @@ def opened(place: Path) -> dict[str, Any]:
 
 def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
     assert opened(place) == {}
-    work = Workspace(place, SAME)
+    work = Journal(place, SAME)
     assert not work.resumed
     known = {"sums": {"a": 7}, "figures": {"a": {"error": math.inf}}}
     work.commit("outer", known)
@@ -75,7 +75,7 @@ def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
     assert opened(place) == work.done
     kept(place, "block 0")
     assert list(opened(place)) == ["outer", "block 0"]
-    last = Workspace(place, SAME)
+    last = Journal(place, SAME)
     last.remove()
     assert not place.exists()
     last.remove()
@@ -114,7 +114,7 @@ def test_a_line_with_its_digest_that_names_no_unit_is_refused(place: Path, text:
 def test_a_line_is_durable_before_its_unit_is_done(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Workspace(place, SAME)
+    work = Journal(place, SAME)
     seen = []
 
     def fsync(_descriptor: int) -> None:
@@ -130,7 +130,7 @@ def test_a_disk_that_takes_half_a_line_is_full(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept(place, "outer")
-    work, write = Workspace(place, SAME), os.write
+    work, write = Journal(place, SAME), os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
         with pytest.raises(ResourceError, match="No space left"):
@@ -158,7 +158,7 @@ def test_a_run_that_differs_is_refused_and_said_in_what(
 ) -> None:
     before = kept(place, "outer")
     with pytest.raises(IntegrityError, match=f"differs in: {named}$") as refused:
-        Workspace(place, other)
+        Journal(place, other)
     assert f"rm -r {place}" in refused.value.hint
     assert (place / JOURNAL).read_bytes() == before
     assert recorded_fingerprint(place) == SAME
@@ -167,7 +167,7 @@ def test_a_run_that_differs_is_refused_and_said_in_what(
 def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(place: Path) -> None:
     kept(place)
     (place / "states").write_text("left")
-    work = Workspace(place, {"recipe": "s"})
+    work = Journal(place, {"recipe": "s"})
     work.close()
     assert not work.resumed
     assert recorded_fingerprint(place) == {"recipe": "s"}
@@ -268,20 +268,20 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
 
 def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
-        work = workspace_of(stage, SAME)
+        work = journal_of(stage, SAME)
         work.close()
         (stage.path / "staged").write_text("x")
-        stale = workspace_of(stage, SAME)  # nothing was finished: what is staged is worth nothing
+        stale = journal_of(stage, SAME)  # nothing was finished: what is staged is worth nothing
         assert stage.empty
         (stage.path / "staged").write_text("x")
         stale.commit("outer", {})
         stale.close()
-        again = workspace_of(stage, SAME)
+        again = journal_of(stage, SAME)
         again.close()
         assert again.resumed
         assert (stage.path / "staged").exists()
         stage.clear()  # as when the stage was published, and a kill left the journal
-        afresh = workspace_of(stage, SAME)
+        afresh = journal_of(stage, SAME)
         afresh.remove()
         assert not afresh.resumed
 
