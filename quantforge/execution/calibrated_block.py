@@ -33,7 +33,6 @@ from quantforge.quantizers.sparsity import figures, sparsify
 from quantforge.runtime.kv_cache import CachePeaks, listening
 
 if TYPE_CHECKING:
-    from quantforge.architectures import SharedInput
     from quantforge.execution.data_free import DataFree
     from quantforge.execution.guide import GuidedRounding
     from quantforge.execution.unit_output import UnitOutput
@@ -70,9 +69,7 @@ class Observed:
     statistics: dict[str, Statistics]
 
 
-def observe(
-    part: BlockPart, blocks: Sequence[CalibratedBlock], *, advance: bool
-) -> list[Observed]:
+def observe(part: BlockPart, blocks: Sequence[CalibratedBlock], *, advance: bool) -> list[Observed]:
     """Pass the rows through a block once for several runs; return what each would have observed alone.
 
     Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
@@ -96,7 +93,8 @@ def observe(
         part,
         wanted,
         [one.peaks for one in asked if not one.twice],
-        advance=advance and all(block.passes_once(one) for block, one in zip(blocks, asked, strict=True)),
+        advance=advance
+        and all(block.passes_once(one) for block, one in zip(blocks, asked, strict=True)),
         keep=max(block.kept_rows for block in blocks),
     )
     trim()
@@ -221,7 +219,9 @@ class CalibratedBlock:
         record, statistics = self._transformed(part, observed.statistics, own)
         observed.statistics.clear()  # Hessians are freed as soon as they are done with
         if observed.twice:
-            after = _pass_rows(part, dict.fromkeys(observed.inputs, observed.after), [observed.peaks])
+            after = _pass_rows(
+                part, dict.fromkeys(observed.inputs, observed.after), [observed.peaks]
+            )
             statistics = _with_ranges(statistics, after)
         if self.guided is not None:  # its linears are observed here, and the rows advance meanwhile
             passing = advance and not self.changes and part.experts is None

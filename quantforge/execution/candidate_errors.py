@@ -35,7 +35,7 @@ from quantforge.quantizers.guidance.token_weights import TokenWeights
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
-    from quantforge.execution.journal import Record, Journal
+    from quantforge.execution.journal import Journal, Record
     from quantforge.execution.run_inputs import RunInputs
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned

@@ -29,7 +29,7 @@ from quantforge.execution.calibrated_block import (
 )
 from quantforge.execution.data_free import DataFree
 from quantforge.execution.guide import GuidedRounding, observe_gradients, token_weights
-from quantforge.execution.journal import Record, Journal, events_of, figures_of, scaled_of
+from quantforge.execution.journal import Journal, Record, events_of, figures_of, scaled_of
 from quantforge.execution.progress import phase, progress_of
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.tuning import Tuning
@@ -76,7 +76,8 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
                     advance = part.index != last or tuned is not None
                     # Runs that change the block come last: each has to find it as the source has it.
                     left = sorted(
-                        (run for run in runs if run.missing([unit])), key=lambda run: run.block.changes
+                        (run for run in runs if run.missing([unit])),
+                        key=lambda run: run.block.changes,
                     )
                     seen = observe(part, [run.block for run in left], advance=advance)
                     changed = False
@@ -168,7 +169,9 @@ class Run:
         self.units = {unit.name: unit for unit in units_of(plan, blocks)}
         self._shares = shares_of(self.units.values())
         self._finished = finished
-        self._inside = 0.0  # seconds of the experts that were done as units inside of the present one
+        self._inside = (
+            0.0  # seconds of the experts that were done as units inside of the present one
+        )
         self.output = UnitOutput(storage_of(plan.format), writer)
         self.tensors = BlockTensors(plan, self.output)
         self._rounding = MatrixRounding(inputs, self.output)

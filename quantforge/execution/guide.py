@@ -1,4 +1,4 @@
-"""Guided statistics: weights of calibration tokens from a backward pass, and rounding under Hessians that count them so.
+"""Guided statistics: weights of calibration tokens from a backward pass, and rounding under Hessians that use them.
 
 The weights are a unit of a run before its blocks. A backward pass (`guidance.backward`) leaves them in a file beside
 the journal; a run that is killed afterwards resumes from that file.
@@ -216,10 +216,10 @@ class GuidedRounding:
     ) -> Record:
         record: Record = {}
         done: dict[tuple[str, ...], list[RoundedStrip]] = {}
-        passes = [*_passes(part, [*self._all(inputs, targets)])]
+        passes = [*_passes(part, [*self._strips_of(inputs, targets)])]
         for index, strips in enumerate(passes):
             tell(f"block {part.index}: observing", share=index / len(passes))
-            weights = [self._of(part, strip, targets, record) for strip in strips]
+            weights = [self._token_weights(part, strip, targets, record) for strip in strips]
             wanted = [
                 Weighed(strip.key, HESSIAN, weight)
                 for strip, weight in zip(strips, weights, strict=True)
@@ -229,8 +229,10 @@ class GuidedRounding:
             for strip in strips:
                 tell(f"block {part.index}: rounding {', '.join(strip.linears)}")
                 own = observed.get(strip.key, Statistics())
-                guided_ones = found.pop(0)
-                statistics = replace(own, tokens=guided_ones.tokens, hessian=guided_ones.hessian)
+                guided_statistics = found.pop(0)
+                statistics = replace(
+                    own, tokens=guided_statistics.tokens, hessian=guided_statistics.hessian
+                )
                 strips_done = done.setdefault(strip.linears, [])
                 strips_done.append(self._rounded(part, strip, statistics, targets))
                 if len(strips_done) == strip.count:
@@ -240,7 +242,7 @@ class GuidedRounding:
                 trim()
         return record
 
-    def _all(
+    def _strips_of(
         self, inputs: Iterable[SharedInput], targets: Mapping[str, TensorPlan]
     ) -> Iterator[Strip]:
         """Yield the strips of all linears, in computing order."""
@@ -254,7 +256,7 @@ class GuidedRounding:
                     count = 1 if _scheme(targets[name]).whole else self._strips
                     yield from (Strip(shared.key, (name,), index, count) for index in range(count))
 
-    def _of(
+    def _token_weights(
         self, part: BlockPart, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
     ) -> Tensor | None:
         """Return the weights of the tokens for a strip ``[rows, length]``, None with an event where all are 0."""

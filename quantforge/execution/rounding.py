@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from quantforge.execution.run_inputs import RunInputs
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
     from quantforge.scheme import Activation
 

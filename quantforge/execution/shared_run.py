@@ -44,10 +44,14 @@ from quantforge.execution.calibrated_block import (
     observe_head,
 )
 from quantforge.execution.data_free import DataFree
-from quantforge.execution.journal import recorded_fingerprint, records_of, written
-from quantforge.execution.progress import tell
-from quantforge.execution.journal import Record, events_of
-from quantforge.execution.progress import progress_of
+from quantforge.execution.journal import (
+    Record,
+    events_of,
+    recorded_fingerprint,
+    records_of,
+    written,
+)
+from quantforge.execution.progress import progress_of, tell
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, claimed_units

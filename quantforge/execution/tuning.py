@@ -23,9 +23,8 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import IntegrityError
 from quantforge.events import Event
-from quantforge.execution.journal import write_durably
+from quantforge.execution.journal import Record, merge, write_durably
 from quantforge.execution.progress import phase, tell
-from quantforge.execution.journal import Record, merge
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
 from quantforge.quantizers.tuning.bounds import whole_epochs

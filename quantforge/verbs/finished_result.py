@@ -20,8 +20,7 @@ from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.journal import recorded_fingerprint
-from quantforge.execution.journal import fingerprint_of
+from quantforge.execution.journal import fingerprint_of, recorded_fingerprint
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
 from quantforge.results.provenance import STATEMENT

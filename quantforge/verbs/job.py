@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.events import Event
-from quantforge.execution.progress import phase, tell
 from quantforge.execution.journal import fingerprint_of
+from quantforge.execution.progress import phase, tell
 from quantforge.formats import format_of
 from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory

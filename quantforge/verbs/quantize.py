@@ -21,8 +21,8 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
+from quantforge.execution.journal import check_journal, done_tensors, open_journal
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.journal import open_journal, check_journal, done_tensors
 from quantforge.execution.units import check_shareable, claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, quantized_source

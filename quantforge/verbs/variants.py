@@ -28,8 +28,8 @@ from quantforge.checkpoint.lock import Lock, StaleLockMonitor
 from quantforge.checkpoint.reader import QUANTIZATION, Checkpoint
 from quantforge.checkpoint.stage import Stage, check_apart
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
-from quantforge.execution.progress import phase, tell
 from quantforge.execution.journal import check_versions
+from quantforge.execution.progress import phase, tell
 from quantforge.formats import format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model

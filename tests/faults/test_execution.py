@@ -18,10 +18,10 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import execute as execution
 from quantforge.execution import unit_output
 from quantforge.execution.progress import Progress
+from quantforge.execution.run_inputs import RunInputs
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
-from quantforge.execution.run_inputs import RunInputs
 from quantforge.verbs.job import Job
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, tree
@@ -53,7 +53,9 @@ def errors(source: Path, out: Path) -> dict[str, float]:
 def test_every_tensor_is_kept_or_near(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(unit_output, "COPY_BYTES", 1000)  # what is copied is copied in many runs of rows
+    monkeypatch.setattr(
+        unit_output, "COPY_BYTES", 1000
+    )  # what is copied is copied in many runs of rows
     done = quantize(tiny(family), out, recipe(**values))
     found = errors(tiny(family), out)
     rounded = {tensor.name for tensor in done.plan.quantized()}

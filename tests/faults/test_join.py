@@ -29,9 +29,8 @@ from quantforge.errors import (
 )
 from quantforge.execution import claims, shared_run
 from quantforge.execution.claims import Claim
-from quantforge.execution.shared_run import HandedStates
 from quantforge.execution.progress import Progress
-from quantforge.execution.shared_run import Worker
+from quantforge.execution.shared_run import HandedStates, Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny

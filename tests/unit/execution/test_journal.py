@@ -24,12 +24,16 @@ from quantforge.execution.journal import (
     FINGERPRINT,
     JOURNAL,
     Journal,
+    done_tensors,
+    events_of,
+    figures_of,
+    fingerprint_of,
+    journal_of,
+    merge,
     recorded_fingerprint,
     write_durably,
 )
 from quantforge.execution.unit_output import checksum, runs
-from quantforge.execution.journal import events_of, figures_of, merge
-from quantforge.execution.journal import done_tensors, fingerprint_of, journal_of
 from quantforge.execution.units import units_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
