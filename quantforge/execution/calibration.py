@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantforge.architectures.configuration import embedding_rows
 from quantforge.architectures.match import declared
-from quantforge.architectures.positions import embedding_rows
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
