@@ -76,8 +76,8 @@ def linked(model: Path, place: Path) -> None:
 
 def write(model: Path, entry: tuple[str, str, tuple[str, ...]], out: Path) -> None:
     """Quantize a model by one entry of `ARTIFACTS`."""
-    from quantforge.execution.execute import Settings
     from quantforge.planning.recipe_options import build_recipe
+    from quantforge.settings import Settings
     from quantforge.verbs import quantize
 
     scheme, form, extra = entry

@@ -21,10 +21,10 @@ from quantforge.evaluation import evaluate as run
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
 from quantforge.evaluation.gates import check_gates
-from quantforge.execution.execute import Settings
 from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.cpu import features
 from tests.evaluations import TEXT, options, windows_of

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
 from quantforge.architectures.cache_kinds import WORDS
-from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import Step, prefill
 from quantforge.runtime.load import load
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain

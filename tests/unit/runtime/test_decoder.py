@@ -9,7 +9,6 @@ import torch
 
 from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_layout import CacheShape
@@ -18,6 +17,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend, attend_plain

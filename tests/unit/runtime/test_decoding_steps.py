@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding_steps import rounded
@@ -15,6 +14,7 @@ from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 from quantforge.runtime.speculation import verify
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.cpu.features import feature
 

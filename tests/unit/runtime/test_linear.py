@@ -11,12 +11,12 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.execution.execute import Settings
 from quantforge.formats import detect
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import features, packed_integers

@@ -13,7 +13,6 @@ import torch
 
 from quantforge.architectures import Stack
 from quantforge.errors import RefusedError
-from quantforge.execution.execute import Settings
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe, Rule
 from quantforge.runtime import fill_experts
@@ -24,6 +23,7 @@ from quantforge.runtime.model_sizes import bytes_per_token, held_bytes
 from quantforge.runtime.packed_experts import PackedExperts, packed_experts
 from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
 from quantforge.runtime.spread_experts import SpreadExperts, gated_spread
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
 from tests.quantized import decoded, random_tensor

@@ -10,13 +10,13 @@ from torch import nn
 
 from quantforge.evaluation.divergence import score_reference
 from quantforge.evaluation.windows import Windows, cut
-from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import features

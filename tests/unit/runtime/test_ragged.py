@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from quantforge.execution.execute import Settings
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.cache_layout import CacheShape
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import SHORT, RaggedBatch, Span
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.attention import Scores
 from quantforge_kernels.kv import PAGE

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantforge.errors import RefusedError, UsageError
-from quantforge.execution.execute import Settings
 from quantforge.notation import parse
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
@@ -19,6 +18,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.problems import state
 from quantforge.runtime.tensor_shares import share_of_process
 from quantforge.runtime.weight_cuts import Cut, Share
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from tests.quantized import random_tensor
