@@ -53,7 +53,7 @@ def form(problem: Problem, parameters: Parameters, feature: str, rows: int = 1) 
 
 def code(made_for: object) -> str:
     """Return LLVM's intermediate code of a product, repeated elements of constants left out."""
-    from quantforge_kernels.cpu.integer_products import multiply
+    from quantforge_kernels.cpu.integer_programs import multiply
 
     return re.sub(
         r"<(\w+ +[\w.+-]+)(?:, \1)+>", r"<\1, ...>", str(multiply(made_for, parallel=True))
@@ -63,7 +63,7 @@ def code(made_for: object) -> str:
 def assembly(made_for: object) -> str:
     """Return the assembly that LLVM makes of it for this processor."""
     from quantforge_kernels.cpu import compiler
-    from quantforge_kernels.cpu.integer_products import multiply
+    from quantforge_kernels.cpu.integer_programs import multiply
 
     machine = compiler.target_machine()
     text: str = machine.emit_assembly(

@@ -27,11 +27,10 @@ sys.path[:0] = [str(ROOT / "kernels" / "bench"), str(ROOT / "kernels"), str(ROOT
 from experts import TURNS, grouped, owners_of  # noqa: E402
 from timing import FORMS, copies, problem, seconds  # noqa: E402
 
-from quantforge_kernels.gpu import grouped_packed, plane_launches  # noqa: E402
-from quantforge_kernels.gpu.plane_launches import LaunchShape, shape_of  # noqa: E402
-from quantforge_kernels.gpu.tiles import Configuration, key, parse, save  # noqa: E402
+from quantforge_kernels.gpu import plane_products  # noqa: E402
+from quantforge_kernels.gpu.launching import Configuration, key, parse, save  # noqa: E402
 from quantforge_kernels.grouped import OwnedRows  # noqa: E402
-from quantforge_kernels.problem import Packed  # noqa: E402
+from quantforge_kernels.problem import Packed, Problem  # noqa: E402
 
 # The linears of llamas of 1, 8 and 70 billion weights, q k v and gate up as they are joined.
 SHAPES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336", "3072x2048", "2048x2048", "16384x2048",
@@ -66,7 +65,7 @@ def main() -> None:
         for kernel in TOKENS:
             if time.monotonic() > deadline:
                 return
-            best, taken = tuned(kernel, shape_of(task), weights)
+            best, taken = tuned(kernel, task, weights)
             entries[key(kernel, task.bits, task.group_size, out_features, in_features)] = best
             print(f"{text} {form} {kernel}: {best} {taken * 1e6:.1f} us", flush=True)
         path.parent.mkdir(exist_ok=True)
@@ -79,9 +78,9 @@ def main() -> None:
         path.write_text(save(entries))
 
 
-def candidates(kernel: str, shape: LaunchShape) -> list[Configuration]:
+def candidates(kernel: str, task: Problem) -> list[Configuration]:
     """Tiles worth a try."""
-    least = plane_launches.least_tile(kernel, shape)
+    least = plane_products.least_tile(kernel, task)
     if kernel == "matvec":
         grid = itertools.product((2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4), (1, 2, 4))
     else:
@@ -89,19 +88,19 @@ def candidates(kernel: str, shape: LaunchShape) -> list[Configuration]:
     return [
         Configuration(rows, columns, warps, split)
         for rows, columns, warps, split in grid
-        if least <= columns <= max(least, shape.in_features)
-        and split * columns <= shape.in_features
+        if least <= columns <= max(least, task.in_features)
+        and split * columns <= task.in_features
         and 32 <= rows * columns // (32 * warps) <= 512
     ]
 
 
-def tuned(kernel: str, shape: LaunchShape, weights: list[Packed]) -> tuple[Configuration, float]:
+def tuned(kernel: str, task: Problem, weights: list[Packed]) -> tuple[Configuration, float]:
     """Return the fastest configuration and its time."""
-    x = torch.randn(TOKENS[kernel], shape.in_features, device="cuda").bfloat16()
+    x = torch.randn(TOKENS[kernel], task.in_features, device="cuda").bfloat16()
     found: list[tuple[float, Configuration]] = []
-    for tile in candidates(kernel, shape):
+    for tile in candidates(kernel, task):
         calls = [
-            partial(plane_launches.launch, kernel, x, words(held), held, shape, tile)
+            partial(plane_products.launch, kernel, x, words(held), held, task, tile)
             for held in weights
         ]
         try:
@@ -117,21 +116,21 @@ def tuned_experts(text: str, form: str) -> dict[str, Configuration]:
     size, experts, each = text.split(":")
     out_features, in_features = map(int, size.split("x"))
     task, packed = grouped(form, int(experts), (out_features, in_features))
-    shape, (planes, tensors) = shape_of(task.each), grouped_packed.flat(packed)
+    planes, tensors = plane_products.flat(packed)
     entries = {}
     for kernel, tokens in GROUPED_TOKENS.items():
         x = torch.randn(tokens, in_features, device="cuda").bfloat16()
         sent = [owners_of(tokens, int(experts), int(each), turn) for turn in range(TURNS)]
         found: list[tuple[float, Configuration]] = []
-        for tile in candidates(kernel, shape):
+        for tile in candidates(kernel, task.each):
             calls = [
                 partial(
-                    plane_launches.launch,
+                    plane_products.launch,
                     kernel,
                     OwnedRows(x, owners),
                     planes,
                     tensors,
-                    shape,
+                    task.each,
                     tile,
                 )
                 for owners in sent

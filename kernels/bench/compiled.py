@@ -28,11 +28,11 @@ from quantforge_kernels.gpu import (
     attention_kernel,
     eight_bits,
     layer_kernels,
-    matvec,
-    rows,
+    plane_kernels,
     ternary,
 )
-from quantforge_kernels.gpu.plane_launches import LaunchShape
+from quantforge_kernels.gpu.plane_products import constants_of
+from quantforge_kernels.problem import Problem
 
 
 def main() -> None:
@@ -55,10 +55,11 @@ def shape(
     minima: bool = False,
     superblock: int = 0,
     lower: str = "",
-) -> LaunchShape:
-    return LaunchShape(
-        grid, bits, 8192, 8192, group, symmetric, tile_rows, minima, superblock, lower
-    )
+) -> Problem:
+    return Problem(
+        8192, 8192, bits, group, symmetric, torch.bfloat16, "cuda", grid, tile_rows,
+        minima=minima, superblock=superblock, lower=lower,
+    )  # fmt: skip
 
 
 def variants() -> dict[str, tuple[Any, ...]]:
@@ -75,10 +76,10 @@ def variants() -> dict[str, tuple[Any, ...]]:
         ("q4_k row", shape(4, 32, False, minima=True, superblock=256), 2),
         ("q6_k row", shape(6, 16, superblock=256), 2),
     ):  # fmt: skip
-        constants = form.constants | {
+        constants = constants_of(form) | {
             "WHOLE": True, "EVEN": True, "MODE": mode, "EACH": 0, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
-        found[name] = (matvec.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
+        found[name] = (plane_kernels.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
         if form is four and mode == 2:
             found["int4 row, grouped"] = (
                 *found[name][:2],
@@ -90,11 +91,11 @@ def variants() -> dict[str, tuple[Any, ...]]:
         ("table rows", shape(4, 64, grid="table")),
         ("q4_k rows", shape(4, 32, False, minima=True, superblock=256)),
     ):  # fmt: skip
-        constants = form.constants | {
-            "WHOLE": True, "AFTER": form.group == 128, "WIDEN": False, "MODE": 2, "EACH": 0,
+        constants = constants_of(form) | {
+            "WHOLE": True, "AFTER": form.group_size == 128, "WIDEN": False, "MODE": 2, "EACH": 0,
             "BLOCK_E": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
         }  # fmt: skip
-        found[name] = (rows.rows_kernel, packed_types(form), constants, 2, 64 * 128)
+        found[name] = (plane_kernels.rows_kernel, packed_types(form), constants, 2, 64 * 128)
         if form is four:
             for width in (16, 64):
                 grouped = constants | {"EACH": 8, "BLOCK_E": 128, "BLOCK_M": width}
@@ -104,8 +105,12 @@ def variants() -> dict[str, tuple[Any, ...]]:
                     *found[name][3:],
                 )
     found["int4 decode"] = (
-        rows.decode_kernel, packed_types(four), four.constants | {"MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512}, 4, 0,
-    )  # fmt: skip
+        plane_kernels.decode_kernel,
+        packed_types(four),
+        constants_of(four) | {"MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512},
+        4,
+        0,
+    )
     types = {"x_ptr": "*bf16", "words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": "*bf16"}
     tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_W": 128}
     for name, mode in (("exponents", 1), ("assembly", 2)):
@@ -158,7 +163,7 @@ def variants() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def packed_types(form: LaunchShape) -> dict[str, str]:
+def packed_types(form: Problem) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
     lists = ("owners_ptr", "order_ptr", "starts_ptr")
     words = dict.fromkeys(("words0", "words1", "words2", *lists), "*i32")

@@ -15,7 +15,7 @@ from quantforge.model.skeleton import build
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
+from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.model_sizes import bytes_per_token
 from quantforge.runtime.packed_experts import packed_experts, understood

@@ -28,9 +28,10 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from quantforge_kernels import attention, kv, reference
-from quantforge_kernels.gpu import packed, plane_launches, scaled
+from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.gpu import ternary_products as ternary
-from quantforge_kernels.gpu.tiles import Configuration
+from quantforge_kernels.gpu.launching import Configuration
+from quantforge_kernels.kv_runs import KINDS
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
 
@@ -105,10 +106,12 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
         part[f"the same of ternary weights, {dtype}"] = same_ternary_bits(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
         task = Problem(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
-        if scaled.accepts(task):
+        if eight_bit_products.accepts(task):
             codes, parameters = random_weights(task)
             x = torch.randn(5, 2048, device="cuda").bfloat16()
-            y = scaled.matmul(x, scaled.prepare(codes, parameters, task), task)
+            y = eight_bit_products.matmul(
+                x, eight_bit_products.prepare(codes, parameters, task), task
+            )
             weight = reference.decode_rows(
                 reference.prepare(codes, parameters, task), task, slice(None)
             )
@@ -119,7 +122,7 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
     for form in GROUPED:
         for tokens in (1, 8, 200):
             part[f"experts, {form}, {tokens} tokens"] = grouped_error(form, tokens)
-    for kind in kv.KINDS:
+    for kind in KINDS:
         part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind, kind)
     part["attention, keys int8, values int4"] = attention_error("int8", "int4")
 
@@ -135,11 +138,11 @@ def one_error(task: Problem, rows: int) -> float:
 
 def same_bits(dtype: torch.dtype) -> bool:
     task = problem("int4 g128", (4096, 4096), dtype)
-    held = packed.prepare(*random_weights(task), task)
+    held = plane_products.prepare(*random_weights(task), task)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     results = [
-        plane_launches.launch(
-            "matvec", x, [held["words0"]], held, plane_launches.shape_of(task),
+        plane_products.launch(
+            "matvec", x, [held["words0"]], held, task,
             Configuration(8, 1024, 1, 1), mode,
         )
         for mode in (1, 2)

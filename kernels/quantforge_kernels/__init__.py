@@ -9,8 +9,6 @@ In this folder:
     kv_runs    Runs of a quantized cache: how many channels share a scale, and the bytes of a row
     layers     Norm, rotary and gate: one kernel each on a GPU, one program on a processor with vectors
     layout     The layout that the Triton kernels read: bit planes of 32-bit words, loaded 16 bytes along K at a time
-    lower      The lower of two levels of parameters, which kernels hold no wider than files do
-    probe      Probe of a kernel: it is run once, on zeros, before anything relies on it
     problem    Problems and kernels: the product that a kernel is asked for, and the functions that make a kernel
     reference  The reference: every grid, any bits, group size, type and device, in plain torch
     select     Selection of the kernel for a problem: the first one that accepts it

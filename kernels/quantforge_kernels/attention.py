@@ -1,6 +1,6 @@
 """Attention of one new token per sequence over a paged cache.
 
-By `gpu.attention_kernel` on a GPU, by `cpu.attention_program` on a processor with vectors, else in torch.
+By `gpu.attention_kernel` on a GPU, by `cpu.cache_programs` on a processor with vectors, else in torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.gpu.launching import launch_kernel
-from quantforge_kernels.kv import KINDS, PAGE, Store, decode, run_of
+from quantforge_kernels.kv import PAGE, Store, decode
+from quantforge_kernels.kv_runs import KINDS, run_of
 from quantforge_kernels.problem import has_triton, knows_float8, power_of_two
 
 PROGRAMS = 4 * 132

@@ -92,8 +92,18 @@ class GroupedKernel:
     name: str
     layout: Kernel
     accepts: Callable[[GroupedProblem], bool]
-    matmul: Callable[[Tensor, Owners, Packed, GroupedProblem], Tensor]
+    matmul: GroupedMatmul
     waits: bool = False
+
+
+GroupedMatmul = Callable[[Tensor, Owners, Packed, GroupedProblem], Tensor]
+
+
+def grouped_form(kernel: Kernel, matmul: GroupedMatmul) -> GroupedKernel:
+    """Return the grouped form of a kernel with a program of its own, for the problems that the kernel accepts."""
+    return GroupedKernel(
+        f"{kernel.name}-grouped", kernel, lambda problem: kernel.accepts(problem.each), matmul
+    )
 
 
 def by_matrix(kernel: Kernel) -> GroupedKernel:

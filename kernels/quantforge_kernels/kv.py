@@ -18,22 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge_kernels.kv_runs import KINDS, row_bytes, run_of
-
-__all__ = [
-    "CODES",
-    "KINDS",
-    "MOST",
-    "PAGE",
-    "SMALLEST",
-    "Store",
-    "decode",
-    "empty",
-    "encode",
-    "run_of",
-    "spread",
-    "token_bytes",
-]
+from quantforge_kernels.kv_runs import row_bytes, run_of
 
 PAGE = 32
 MOST = {"int8": 127.0, "fp8": 448.0}
@@ -51,7 +36,7 @@ class Store:
 
     @property
     def kind(self) -> str:
-        """Return how it stores, one of `KINDS`: the type of the codes says so."""
+        """Return how it stores, one of `kv_runs.KINDS`: the type of the codes says so."""
         return next((kind for kind, dtype in CODES.items() if dtype == self.codes.dtype), "")
 
     def each(self) -> tuple[Tensor, ...]:

@@ -34,6 +34,7 @@ Parameters = Mapping[str, Tensor]
 Weights = tuple[Tensor, Parameters]
 GRIDS = ("int", "table", "fp8", "e5m2", "ternary")
 LOWER = ("", "pairs", "e4m3")
+LOWER_LEVEL = frozenset({"scales", "mins"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +87,6 @@ class Problem:
         return -(-self.in_features // self.group_size)
 
 
-@cache
-def has_triton() -> bool:
-    """Return whether kernels for a GPU can be compiled here."""
-    return find_spec("triton") is not None
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two that is not below a size."""
-    return 1 << (size - 1).bit_length()
-
-
-def knows_float8(device: torch.device) -> bool:
-    """Return whether Triton has float8 on a device: GPUs of compute capability 8.9 and more, and its interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A way to multiply with packed weights, as plain functions.
@@ -111,7 +96,7 @@ class Kernel:
         accepts: whether the kernel solves a problem on this machine, and is meant for it.
         prepare: ``(codes, parameters, problem) -> packed``, once at load. ``codes`` uint8
             ``[out, in]`` in ``[0, 2^bits - 1]``. ``parameters``: ``scales`` (floating, or integers
-            below ``d``; see `lower.narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
+            below ``d``; see `narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
             ``d`` and ``dmin`` ``[out, in / superblock]``; ``table`` float32 ``[16]``.
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
         restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
@@ -126,3 +111,48 @@ class Kernel:
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
     restore: Callable[[Packed, Problem], Weights] | None = None
     rows_apart: int = 1
+
+
+def narrowed(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
+    """Return the parameters as kernels hold them: the lower of two levels no wider than files do (`Problem.lower`)."""
+    return {
+        name: _narrow(value, problem.lower) if name in LOWER_LEVEL else value
+        for name, value in parameters.items()
+    }
+
+
+def widened(parameters: Parameters, problem: Problem) -> dict[str, Tensor]:
+    """Undo `narrowed`."""
+    return {
+        name: wide(value, problem.lower) if name in LOWER_LEVEL else value
+        for name, value in parameters.items()
+    }
+
+
+def _narrow(values: Tensor, kind: str) -> Tensor:
+    if kind == "pairs":  # the first of two groups in the low bits
+        return values[:, ::2] | (values[:, 1::2] << 4)
+    return values.view(torch.uint8) if kind == "e4m3" else values
+
+
+def wide(values: Tensor, kind: str) -> Tensor:
+    """Return a lower level ``[rows, groups]`` as it was given."""
+    if kind == "pairs":
+        return torch.stack((values & 15, values >> 4), 2).flatten(1, 2)
+    return values.view(torch.float8_e4m3fn) if kind == "e4m3" else values
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether kernels for a GPU can be compiled here."""
+    return find_spec("triton") is not None
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()
+
+
+def knows_float8(device: torch.device) -> bool:
+    """Return whether Triton has float8 on a device: GPUs of compute capability 8.9 and more, and its interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

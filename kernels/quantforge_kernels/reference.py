@@ -21,20 +21,28 @@ from torch import Tensor
 
 from quantforge_kernels import base3
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.lower import narrowed, wide, widened
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+from quantforge_kernels.layout import WIDTHS
+from quantforge_kernels.problem import (
+    Kernel,
+    Packed,
+    Parameters,
+    Problem,
+    Weights,
+    narrowed,
+    wide,
+    widened,
+)
 
 TILE_WEIGHTS = 1 << 18  # 1 MiB decoded: stays in the second-level cache, as measured the fastest
 STRIP = 256  # rows that are quantized at a time: tensors above 32 MiB get new memory from the system each time
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
 def pack_rows(codes: Tensor, bits: int) -> list[Tensor]:
     """Pack uint8 codes ``[out, in]`` into planes of bytes, ``bits`` bits per code in all."""
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
     planes, shift = [], 0
-    for width in _PLANES[bits]:
+    for width in WIDTHS[bits]:
         fields = ((padded >> shift) & (2**width - 1)).chunk(8 // width, dim=1)
         plane = fields[0].clone()
         for place, field in enumerate(fields[1:], start=1):
@@ -47,7 +55,7 @@ def pack_rows(codes: Tensor, bits: int) -> list[Tensor]:
 def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
     """Return the uint8 codes ``[out, columns]`` of `pack_rows`."""
     codes, shift = None, 0
-    for plane, width in zip(planes, _PLANES[bits], strict=True):
+    for plane, width in zip(planes, WIDTHS[bits], strict=True):
         fields = [(plane >> place) & (2**width - 1) for place in range(0, 8, width)]
         values = torch.cat(fields, dim=1)
         codes = values if codes is None else codes | (values << shift)
@@ -57,7 +65,7 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
 
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Pack the codes; parameters stay as they are, but for the lower of two levels (`lower`)."""
+    """Pack the codes; parameters stay as they are, but for the lower of two levels (`narrowed`)."""
     ternary = problem.grid == "ternary"
     planes = [base3.to_words(base3.in_words(codes))] if ternary else pack_rows(codes, problem.bits)
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
@@ -84,7 +92,7 @@ def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
 def _codes(packed: Packed, problem: Problem, rows: slice) -> Tensor:
     if problem.grid == "ternary":
         return base3.from_words(packed["codes0"][rows]).flatten(1)[:, : problem.in_features]
-    planes = [packed[f"codes{i}"][rows] for i in range(len(_PLANES[problem.bits]))]
+    planes = [packed[f"codes{i}"][rows] for i in range(len(WIDTHS[problem.bits]))]
     return unpack_rows(planes, problem.bits, problem.in_features)
 
 

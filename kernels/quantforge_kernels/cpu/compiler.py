@@ -66,7 +66,7 @@ class Program:
     """A compiled function of an array of words.
 
     Args:
-        module: to which `parallel_entry.add_entry` was applied.
+        module: to which `emit.add_entry` was applied.
         name: of the function.
 
     Raises:

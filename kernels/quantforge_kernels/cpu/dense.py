@@ -14,8 +14,7 @@ from functools import reduce
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I32, I64, ROWS, Emitter, Value
-from quantforge_kernels.cpu.parallel_entry import add_entry
+from quantforge_kernels.cpu.emit import F32, I32, I64, ROWS, Emitter, Value, add_entry
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS: addresses, then vectors of a row of x, of y, and
 # strips, of which the last ends with the last row: it may begin in the one before, and compute the same again.
@@ -25,8 +24,11 @@ _CHAINS = 4  # sums of one row of W, at most
 # By lanes (with 16 and 32 registers), and whether in float32, where what is loaded of x needs no register: rows of x
 # that are one strip, at most; rows of each of several strips; sums.
 _REGISTERS = {
-    (8, False): (5, 4, 12), (8, True): (5, 4, 16), (16, False): (8, 6, 28), (16, True): (8, 8, 32),
-}  # fmt: skip
+    (8, False): (5, 4, 12),
+    (8, True): (5, 4, 16),
+    (16, False): (8, 6, 28),
+    (16, True): (8, 8, 32),
+}
 
 
 def strip(rows: int, dtype: torch.dtype, lanes: int) -> int:

@@ -1,8 +1,9 @@
-"""The layout that programs of `cpu` read: tiles of rows side by side, one row per lane of a vector.
+"""Packed integers as the programs of `cpu` read them: their layout, its forms, and the words of a call.
 
-A tile is as many rows as a vector has 32-bit lanes (8 or 16). Codes are split into planes as in
-`layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles, words, lanes]`` of 32-bit
-words, read from the first to the last; word ``j`` of a row holds ``32 / w`` columns, the next ones:
+Tiles of rows lie side by side, one row per lane of a vector. A tile is as many rows as a vector has 32-bit lanes (8 or
+16). Codes are split into planes as in `layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles,
+words, lanes]`` of 32-bit words, read from the first to the last; word ``j`` of a row holds ``32 / w`` columns, the next
+ones:
 
     bits [w f, w f + w) of its byte b   hold   column  j 32 / w + 4 f + b
 
@@ -49,6 +50,51 @@ class Blocks:
     unit: int
     in_group: int
     in_super: int
+
+
+# Words of a call, by place, after FIRST, LAST, THREADS and ROWS: `packed_integers` fills them in, `integer_programs`
+# reads them.
+X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
+COLUMNS, UNITS, GROUPS, TILES = range(9, 13)  # counts; tiles of a row of OUT
+STRIP = 13  # rows that stay in a cache while all tiles pass
+CODES = 14  # addresses of up to three planes
+SCALES = 17  # addresses of the parameters, in the order of PARAMETERS
+OWNERS, EACH = (
+    22,
+    23,
+)  # of grouped products: address of the pairs' owners; how many owners a row has
+# Rows of a program that reads weights from memory once; one of more takes them out of a cache, and all its registers.
+FEW = 4
+PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form of packed integers that a program is made for.
+
+    Attributes:
+        blocks: how columns are cut.
+        widths: of the planes of a code, see `lane_layout`.
+        zero: ``centre``, ``zeros`` or ``mins``.
+        centre: the code that stands for 0 where ``zero`` says so.
+        stored: types of `PARAMETERS`, as far as they are there.
+        dtype: of activations and results.
+        rows: of activations that are multiplied at a time.
+        feature: one of `features.FEATURES`.
+        pairs: the lower level is two integers of 4 bits to a byte.
+        input_bits: of the integers to which activations are rounded, 16 or 8.
+    """
+
+    blocks: Blocks
+    widths: tuple[int, ...]
+    zero: str
+    centre: int
+    stored: tuple[tuple[str, torch.dtype], ...]
+    dtype: torch.dtype
+    rows: int
+    feature: str
+    pairs: bool = False
+    input_bits: int = 16
 
 
 def widths_of(grid: str, bits: int) -> tuple[int, ...]:

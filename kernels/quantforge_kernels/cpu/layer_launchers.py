@@ -15,11 +15,12 @@ from torch import Tensor
 
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.cpu.features import LANES, feature
-from quantforge_kernels.kv import PAGE, Store, run_of
+from quantforge_kernels.kv import PAGE, Store
+from quantforge_kernels.kv_runs import run_of
 
 if TYPE_CHECKING:
     from quantforge_kernels.attention import Scores
-    from quantforge_kernels.cpu.cache_entries import Entries
+    from quantforge_kernels.cpu.cache_programs import Entries
     from quantforge_kernels.cpu.compiler import Program
 
 _TYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -184,7 +185,7 @@ def _addresses(pool: Store) -> list[int]:
 
 @cache
 def _entries(lanes: int, dtype: torch.dtype, head: int, kind: str) -> Entries:
-    from quantforge_kernels.cpu.cache_entries import Entries
+    from quantforge_kernels.cpu.cache_programs import Entries
 
     return Entries(dtype, lanes, head // lanes, kind, run_of(head, kind) // lanes)
 
@@ -210,9 +211,12 @@ def _compiled(name: str, lanes: int, *form: Any) -> Program:
     from quantforge_kernels.cpu import compiler, dense, layer_programs
 
     make: dict[str, Callable[..., Any]] = {
-        "norm": layer_programs.norm, "bias": layer_programs.bias, "gate": layer_programs.gate,
-        "rotate": layer_programs.rotate, "linear": dense.linear,
-    }  # fmt: skip
+        "norm": layer_programs.norm,
+        "bias": layer_programs.bias,
+        "gate": layer_programs.gate,
+        "rotate": layer_programs.rotate,
+        "linear": dense.linear,
+    }
     return compiler.Program(make[name](*form, lanes, compiler.openmp()), name)
 
 
@@ -231,7 +235,7 @@ def _dense(
 @cache
 def _storing(keys: Entries, values: Entries, *measured: bool) -> Program:
     from quantforge_kernels.cpu import compiler
-    from quantforge_kernels.cpu.cache_entries import store as make
+    from quantforge_kernels.cpu.cache_programs import store as make
 
     module = make((keys, values), (measured[0], measured[1]), compiler.openmp())
     return compiler.Program(module, "store")
@@ -240,9 +244,7 @@ def _storing(keys: Entries, values: Entries, *measured: bool) -> Program:
 @cache
 def _attention(both: tuple[Entries, Entries], group: int, scores: Scores) -> tuple[int, Program]:
     """Return the query heads of a unit of work, and the program."""
-    from quantforge_kernels.cpu import attention_program, compiler
+    from quantforge_kernels.cpu import cache_programs, compiler
 
-    form = attention_program.PagedForm(*both, group, scores.scale, scores.cap, scores.window)
-    return form.together, compiler.Program(
-        attention_program.attend(form, compiler.openmp()), "attend"
-    )
+    form = cache_programs.PagedForm(*both, group, scores.scale, scores.cap, scores.window)
+    return form.together, compiler.Program(cache_programs.attend(form, compiler.openmp()), "attend")

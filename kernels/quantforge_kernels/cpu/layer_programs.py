@@ -12,8 +12,7 @@ from math import log
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value
-from quantforge_kernels.cpu.parallel_entry import add_entry
+from quantforge_kernels.cpu.emit import F32, I32, I64, Emitter, Value, add_entry
 
 # Words of the argument, by place, after FIRST, LAST, THREADS and ROWS: addresses, then counts.
 X, OTHER, WEIGHT, OUT, TOTAL, VECTORS, SIDE, APART = range(4, 12)  # of `norm`

@@ -100,10 +100,18 @@ class _RowsMode(TorchFunctionMode):
 
 _PRODUCTS = frozenset(
     {
-        functional.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
-        torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__,
+        functional.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.__matmul__,
     }
-)  # fmt: skip
+)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
 
-`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_products`. Many rows are
-torch's where it is faster (`many_rows`), by a slab of the weight at a time that `integer_decoding` has decoded.
+`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_programs`. Many rows are
+torch's where it is faster (`many_rows`), by a slab of the weight at a time that one of them has decoded.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
 than either type. It would be coarser than float32, which is therefore left to the reference. Where a problem allows it
@@ -21,29 +21,42 @@ from torch.nn.functional import pad
 
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.cpu.features import LANES, feature
-from quantforge_kernels.cpu.integer_form import FEW
 from quantforge_kernels.cpu.lane_layout import (
+    FEW,
+    PARAMETERS,
     Blocks,
+    Form,
     cut,
     from_lanes,
     tiled,
     to_lanes,
     untiled,
     widths_of,
-)  # fmt: skip
-from quantforge_kernels.cpu.product_plans import STRIP, Addresses, ProductPlan
-from quantforge_kernels.lower import narrowed, widened
-from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights
+)
+from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, grouped_form
+from quantforge_kernels.problem import (
+    Kernel,
+    Packed,
+    Parameters,
+    Problem,
+    Weights,
+    narrowed,
+    widened,
+)
 
 if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
-    from quantforge_kernels.cpu.integer_form import Form
 
 Stored = tuple[tuple[str, torch.dtype], ...]
+Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
 OCTET = 8  # bits
 TOGETHER = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
+STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
+FEW_PAIRS = 8  # pairs of a row and an owner, or as many as half of the matrices, that are multiplied one by one
 _PER_GROUP = frozenset({"scales", "zeros", "mins"})
+# In the order of the words from `lane_layout.CODES` on.
+_PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
 def accepts(problem: Problem) -> bool:
@@ -81,9 +94,13 @@ def accepts_octets(problem: Problem) -> bool:
 def blocks_of(problem: Problem, name: str) -> Blocks | None:
     """Return the sizes into which the columns are cut for a feature, or None where groups fill no vector."""
     return cut(
-        _widths(problem), problem.in_features, problem.group_size, problem.superblock, LANES[name],
+        _widths(problem),
+        problem.in_features,
+        problem.group_size,
+        problem.superblock,
+        LANES[name],
         pairs=problem.lower == "pairs",
-    )  # fmt: skip
+    )
 
 
 def _widths(problem: Problem) -> tuple[int, ...]:
@@ -136,52 +153,77 @@ def form_of(problem: Problem, stored: Stored, name: str) -> Form:
         stored: the packed tensors in their order, each with its type.
         name: of the feature.
     """
-    from quantforge_kernels.cpu.integer_form import PARAMETERS, Form
-
     blocks = blocks_of(problem, name)
     assert blocks is not None
     zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
     parameters = tuple(pair for pair in stored if pair[0] in PARAMETERS)
     centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
     return Form(
-        blocks, _widths(problem), zero, centre, parameters, problem.dtype, 1, name,
-        problem.lower == "pairs", OCTET if accepts_octets(problem) else 2 * OCTET,
-    )  # fmt: skip
-
-
-@cache
-def plan_of(problem: Problem, stored: Stored) -> ProductPlan:
-    """Plan for packed weights whose tensors have these names and types."""
-    name, blocks = feature(), _cut(problem)
-    assert name is not None
-    form = form_of(problem, stored, name)
-    units = -(-problem.in_features // blocks.unit)
-    return ProductPlan(
-        unit=blocks.unit,
-        columns=units * blocks.unit,
-        lanes=blocks.lanes,
-        tiles=-(-problem.out_features // blocks.lanes),
-        groups=_groups(problem, blocks),
-        blocks=units * blocks.unit // blocks.block,
-        most=many_rows.most_packed(problem.dtype, blocks.block, form.input_bits),
-        input_bytes=form.input_bits // 8,
-        multiply=cache(lambda together: _compiled("multiply", replace(form, rows=together))),
-        decode=cache(lambda: _compiled("decode", form)),
-        grouped=cache(lambda: _compiled("grouped", form)),
+        blocks=blocks,
+        widths=_widths(problem),
+        zero=zero,
+        centre=centre,
+        stored=parameters,
+        dtype=problem.dtype,
+        rows=1,
+        feature=name,
+        pairs=problem.lower == "pairs",
+        input_bits=OCTET if accepts_octets(problem) else 2 * OCTET,
     )
+
+
+class ProductPlan:
+    """Sizes of the layout, and programs, that all products of a problem have in common.
+
+    Args:
+        problem: accepted here.
+        stored: the packed tensors in their order, each with its type.
+    """
+
+    def __init__(self, problem: Problem, stored: Stored) -> None:
+        name, blocks = feature(), _cut(problem)
+        assert name is not None
+        self._form = form_of(problem, stored, name)
+        units = -(-problem.in_features // blocks.unit)
+        self.unit = blocks.unit
+        self.columns = units * blocks.unit  # filled up to whole units
+        self.lanes = blocks.lanes
+        self.tiles = -(-problem.out_features // blocks.lanes)
+        self.groups = _groups(problem, blocks)
+        self.blocks = self.columns // blocks.block
+        self.input_bytes = self._form.input_bits // 8  # of a rounded activation
+        # Rows that are multiplied from packed weights where torch may multiply as well.
+        self.most = many_rows.most_packed(problem.dtype, blocks.block, self._form.input_bits)
+        self._programs: dict[tuple[str, int], Program] = {}
+
+    def program(self, name: str, together: int = 1) -> Program:
+        """Return a program of `integer_programs`, by its name, for so many rows that are multiplied together."""
+        if (name, together) not in self._programs:
+            self._programs[name, together] = _compiled(name, replace(self._form, rows=together))
+        return self._programs[name, together]
+
+    def words(
+        self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
+    ) -> list[int]:
+        """Return the argument of a program, see `lane_layout`; ``tiles`` are those of a row of the result."""
+        counts = (self.columns, self.columns // self.unit, self.groups, tiles, STRIP)
+        weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
+        return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
+
+
+plan_of = cache(ProductPlan)
 
 
 @cache
 def _compiled(name: str, form: Form) -> Program:
-    from quantforge_kernels.cpu import (
-        compiler,
-        grouped_products,
-        integer_decoding,
-        integer_products,
-    )
+    from quantforge_kernels.cpu import compiler, integer_programs
 
-    makers = {"multiply": integer_products, "grouped": grouped_products, "decode": integer_decoding}
-    return compiler.Program(getattr(makers[name], name)(form, compiler.openmp()), name)
+    make = {
+        "multiply": integer_programs.multiply,
+        "grouped": integer_programs.grouped,
+        "decode": integer_programs.decode,
+    }
+    return compiler.Program(make[name](form, compiler.openmp()), name)
 
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
@@ -214,7 +256,7 @@ def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, togeth
     """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
     _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
     work = (0, plan.tiles * -(-len(x) // STRIP))
-    plan.multiply(together)(plan.words(packed, work, len(x), addresses, plan.tiles))
+    plan.program("multiply", together)(plan.words(packed, work, len(x), addresses, plan.tiles))
 
 
 def rounded(x: Tensor, y: Tensor, plan: ProductPlan) -> tuple[Tensor, Addresses]:
@@ -231,7 +273,7 @@ def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan) -> None:
     """Write the product of ``x`` to ``y``: some tiles at a time are decoded, and torch multiplies by them."""
     step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
     slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
-    decode = plan.decode()
+    decode = plan.program("decode")
     for first in range(0, plan.tiles, step):
         last = min(first + step, plan.tiles)
         columns = slice(first * plan.lanes, last * plan.lanes)
@@ -242,5 +284,31 @@ def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan) -> None:
         y[:, columns] = x @ slab[: plan.columns * width].view(plan.columns, width)
 
 
+def grouped_matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem) -> Tensor:
+    """Multiply rows ``x`` ``[rows, in]`` by the matrices of their owners; return ``[pairs, out]``.
+
+    Decoding sends a token to some experts: every pair has an owner of its own, and the program multiplies them one
+    after the other, from the matrices as they lie. Of more pairs several have one owner; they are gathered and
+    multiplied together, so that they share the unpacking of words. The bits of a row are the same either way.
+    """
+    pairs = len(owners.pairs)
+    if pairs == 0:
+        return x.new_empty(0, problem.each.out_features)
+    if pairs > max(FEW_PAIRS, problem.matrices // 2):
+        return _GATHERED.matmul(x, owners, packed, problem)
+    plan = plan_of(problem.each, tuple((name, value.dtype) for name, value in packed.items()))
+    if x.shape[1] < plan.columns:
+        x = pad(x, (0, plan.columns - x.shape[1]))
+    x = x.contiguous()
+    y = x.new_empty(pairs, plan.tiles * plan.lanes)
+    _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
+    work = (0, pairs * plan.tiles)
+    words = plan.words(packed, work, len(x), addresses, plan.tiles)
+    plan.program("grouped")([*words, owners.pairs.data_ptr(), pairs // len(x)])
+    return y[:, : problem.each.out_features]
+
+
 KERNEL = Kernel("llvm-int", accepts, prepare, matmul, restore, rows_apart=16)
 OF_OCTETS = Kernel("llvm-int8", accepts_octets, prepare, matmul, restore, rows_apart=16)
+_GATHERED = by_matrix(KERNEL)
+GROUPED = (grouped_form(OF_OCTETS, grouped_matmul), grouped_form(KERNEL, grouped_matmul))

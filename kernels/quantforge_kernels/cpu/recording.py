@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge_kernels.cpu.compiler import CALLS, Call, Program
-from quantforge_kernels.cpu.emit import I64, Emitter
-from quantforge_kernels.cpu.parallel_entry import add_entry
+from quantforge_kernels.cpu.emit import I64, Emitter, add_entry
 
 _TABLE = 4  # word: address of pairs of a program and its words
 _ALLOCATE = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})

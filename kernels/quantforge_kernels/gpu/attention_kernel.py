@@ -22,7 +22,7 @@ def _half_of_page(
 ):  # fmt: skip
     """Load half ``H`` of the channels ``[tokens, channels]`` in float32; ``rows`` counts heads of tokens.
 
-    ``KIND``: a place in `kv.KINDS`; 4 is fp8 as bytes, where a device knows no such type.
+    ``KIND``: a place in `kv_runs.KINDS`; 4 is fp8 as bytes, where a device knows no such type.
     """
     HALF: tl.constexpr = HEAD // 2
     RUNS: tl.constexpr = HEAD // RUN

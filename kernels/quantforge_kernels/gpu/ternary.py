@@ -9,7 +9,7 @@ half a word is ``3 u_f - u_(f+1)``, so that
     sum over f of  digit_f x_f   =   sum over f = 0 ... 10 of  u_f (3 x_f - x_(f-1))
 
 where all rows share the brackets. A product, one ``lop3`` that leaves 16 bits under the exponent of 128
-(see `matvec`), and a multiply-add are all that a weight costs.
+(see `plane_kernels`), and a multiply-add are all that a weight costs.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantforge_kernels import base3
-from quantforge_kernels.gpu.launching import launch_kernel
-from quantforge_kernels.gpu.packed import MOST_ROWS, SLAB_BYTES
-from quantforge_kernels.gpu.plane_launches import add_splits, mode_of
-from quantforge_kernels.gpu.tiles import Configuration, split_of
+from quantforge_kernels.gpu.launching import Configuration, launch_kernel, split_of
+from quantforge_kernels.gpu.plane_products import MOST_ROWS, SLAB_BYTES, add_splits, mode_of
 from quantforge_kernels.problem import Kernel, Packed, Parameters, Problem, Weights, has_triton
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from quantforge.cli.app import app
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
+from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 
 reference, model = sys.argv[1:]

@@ -15,13 +15,13 @@ from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
+from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
-from quantforge_kernels.gpu import packed, plane_launches
+from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.kv import PAGE
 from quantforge_kernels.problem import Kernel
 from tests.caches import cached
@@ -105,9 +105,9 @@ def test_splits_are_added_in_their_order(splits, dtype):
     total = torch.zeros(3, 700, device=DEVICE)
     for part in parts:
         total += part
-    near(plane_launches.add_splits(parts, dtype), total.to(dtype), dtype)
+    near(plane_products.add_splits(parts, dtype), total.to(dtype), dtype)
     if dtype == torch.float32:
-        assert torch.equal(plane_launches.add_splits(parts, dtype), total)
+        assert torch.equal(plane_products.add_splits(parts, dtype), total)
 
 
 @pytest.mark.parametrize("bytes_", [False, True])
@@ -159,7 +159,13 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
             return step(ids[:, 2]).clone()
 
     wanted = steps()
-    kernel = Kernel("triton", lambda _: True, packed.prepare, packed.matmul, packed.restore)
+    kernel = Kernel(
+        "triton",
+        lambda _: True,
+        plane_products.prepare,
+        plane_products.matmul,
+        plane_products.restore,
+    )
     monkeypatch.setattr(linear, "select", lambda _problem: kernel)
     monkeypatch.setattr(runtime, "attend", attend_fused)
     monkeypatch.setattr(runtime, "add_norm", layers.add_norm_fused)

@@ -89,12 +89,12 @@ def test_matrices_that_differ_are_not_stacked():
 def test_every_form_in_one_launch(form, rows, each):
     """Few pairs one by one; more in strips, the last of each owner not full."""
     pytest.importorskip("triton")
-    from quantforge_kernels.gpu import grouped_packed
+    from quantforge_kernels.gpu import plane_products
 
     task = problem(**FORMS[form], shape=(11, 256))
-    given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
+    given, packed = stacked(task, plane_products.GROUPED[0], FEW)
     x, owners = rows_of(task, rows), owned(rows, each, FEW)
-    y = grouped_packed.matmul(x, owners, packed, GroupedProblem(task, FEW))
+    y = plane_products.grouped_matmul(x, owners, packed, GroupedProblem(task, FEW))
     assert y.shape == (rows * each, 11)
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
 
@@ -112,13 +112,13 @@ def test_every_form_in_one_launch(form, rows, each):
 )
 def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
-    from quantforge_kernels.gpu import grouped_packed
+    from quantforge_kernels.gpu import plane_products
 
     task = problem(**FORMS[form], shape=(11, 256), dtype=dtype)
-    given, packed = stacked(task, grouped_packed.KERNELS[0], FEW)
+    given, packed = stacked(task, plane_products.GROUPED[0], FEW)
     x, owners = rows_of(task, 3), owned(3, 2, FEW)
     group = GroupedProblem(task, FEW)
-    y = grouped_packed.launch_grouped(kernel, x, owners, packed, group)
+    y = plane_products.launch_grouped(kernel, x, owners, packed, group)
     assert y.dtype == dtype
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[dtype]
 
@@ -127,29 +127,29 @@ def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
 def test_strips_of_any_width(pairs):
     """16, 32 and 64 pairs of one owner together; one owner has most of them, and several have none."""
     pytest.importorskip("triton")
-    from quantforge_kernels.gpu import grouped_packed, plane_launches
+    from quantforge_kernels.gpu import plane_products
 
     task = problem("int", 4, 64, False, (7, 128))
-    given, packed = stacked(task, grouped_packed.KERNELS[0])
+    given, packed = stacked(task, plane_products.GROUPED[0])
     index = (torch.arange(pairs) % 7).clamp(max=3)
     index[index == 1] = 3
     x, owners = rows_of(task, pairs), Owners(index[:, None].to(DEVICE), COUNT)
     widths = {70: 16, 150: 32, 400: 64}
-    assert plane_launches.strip_of(pairs, COUNT) == widths[pairs]
-    y = grouped_packed.launch_grouped("rows", x, owners, packed, GroupedProblem(task, COUNT))
+    assert plane_products.strip_of(pairs, COUNT) == widths[pairs]
+    y = plane_products.launch_grouped("rows", x, owners, packed, GroupedProblem(task, COUNT))
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(("out", "tile"), [(140, 128), (30, 8)])
 def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
     pytest.importorskip("triton")
-    from quantforge_kernels.gpu import grouped_packed
+    from quantforge_kernels.gpu import plane_products
 
     task = problem("fp8", 8, 128, True, (out, 256), tile)
-    given, packed = stacked(task, grouped_packed.KERNELS[-1])
+    given, packed = stacked(task, plane_products.GROUPED[-1])
     x, owners = rows_of(task, 2), owned(2, 2)
     for kernel in ("matvec", "rows"):
-        y = grouped_packed.launch_grouped(kernel, x, owners, packed, GroupedProblem(task, COUNT))
+        y = plane_products.launch_grouped(kernel, x, owners, packed, GroupedProblem(task, COUNT))
         assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import base3, reference
 from quantforge_kernels.gpu import ternary_products as ternary
-from quantforge_kernels.gpu.tiles import Configuration
+from quantforge_kernels.gpu.launching import Configuration
 from quantforge_kernels.select import KERNELS, select
 from tests.triton_kernels import (
     DEVICE,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import torch_operators
-from quantforge_kernels.gpu import packed, plane_launches, scaled
-from quantforge_kernels.gpu import tiles as configuration
-from quantforge_kernels.gpu.tiles import Configuration
+from quantforge_kernels.gpu import eight_bit_products, plane_products
+from quantforge_kernels.gpu import launching as configuration
+from quantforge_kernels.gpu.launching import Configuration
 from quantforge_kernels.layout import chunk_of, from_planes, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
@@ -37,7 +37,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 def run(task: Problem, rows: int = 1):
     given = weights(task)
     x = activations(task, rows)
-    y = packed.matmul(x, packed.prepare(*given, task), task)
+    y = plane_products.matmul(x, plane_products.prepare(*given, task), task)
     assert y.shape == (rows, task.out_features)
     assert y.dtype == task.dtype
     return relative_error(y, expected(task, given, x))
@@ -84,7 +84,7 @@ def test_integers(rows, bits, symmetric, shape, group):
 @pytest.mark.parametrize("rows", [1, 3, 65])
 def test_every_form(form, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
-    monkeypatch.setattr(packed, "SLAB_BYTES", 5 * 256 * 4)
+    monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
     task = problem(**FORMS[form], shape=(11, 256))
     assert run(task, rows) < ROUNDING[torch.float32]
 
@@ -132,11 +132,10 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
             one = torch.zeros_like(codes)
             one[row, place] = codes[row, place]
             with pytest.raises(ValueError, match="not finite"):
-                packed.prepare(one, scales, task)
+                plane_products.prepare(one, scales, task)
     codes[:, least:] = 0
-    held = packed.prepare(codes, scales, task)
-    shape = plane_launches.shape_of(task)
-    found = plane_launches.decode([held["words0"]], held, shape, torch.float32)
+    held = plane_products.prepare(codes, scales, task)
+    found = plane_products.decode([held["words0"]], held, task, torch.float32)
     assert torch.equal(found, codes.view(reference.FLOAT8[grid]).float())
 
 
@@ -145,7 +144,10 @@ EIGHT_BITS = ("int8 per row", "fp8", "fp8 in tiles")
 
 @pytest.mark.parametrize(
     ("form", "module"),
-    [*((form, packed) for form in FORMS), *((form, scaled) for form in EIGHT_BITS)],
+    [
+        *((form, plane_products) for form in FORMS),
+        *((form, eight_bit_products) for form in EIGHT_BITS),
+    ],
 )
 def test_repacking_is_undone_to_the_bit(form, module):
     task = problem(**FORMS[form], shape=(7, 256))
@@ -162,7 +164,7 @@ def test_repacking_is_undone_to_the_bit(form, module):
 def test_repacked_weights_are_as_small_as_the_file(form):
     task = problem(**FORMS[form], shape=(256, 2048))
     codes, parameters = weights(task)
-    held = sum(part.nbytes for part in packed.prepare(codes, parameters, task).values())
+    held = sum(part.nbytes for part in plane_products.prepare(codes, parameters, task).values())
     small = {"zeros": 8 / task.bits} | ({"scales": 8 / 6, "mins": 8 / 6} if task.superblock else {})
     if form == "q2_k":
         small = dict.fromkeys(("scales", "mins"), 2.0)
@@ -180,7 +182,7 @@ def test_repacked_weights_are_as_small_as_the_file(form):
 def test_nothing_in_nothing_out(rows):
     task = problem(shape=(4, 128))
     given, x = weights(task), activations(task, rows)
-    y = packed.matmul(x, packed.prepare(*given, task), task)
+    y = plane_products.matmul(x, plane_products.prepare(*given, task), task)
     assert y.shape == (rows, 4)
 
 
@@ -190,14 +192,14 @@ def test_nan_and_infinity_come_through(dtype, rows):
     task = problem(shape=(5, 256), dtype=dtype)
     given, x = weights(task), activations(task, rows)
     x[0, 200] = float("nan")
-    held = packed.prepare(*given, task)
-    y = packed.matmul(x, held, task)
+    held = plane_products.prepare(*given, task)
+    y = plane_products.matmul(x, held, task)
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
     scales = given[1]["scales"].clone()
     scales[2, 1] = float("nan")
-    held = packed.prepare(given[0], {"scales": scales}, task)
-    y = packed.matmul(activations(task, rows), held, task)
+    held = plane_products.prepare(given[0], {"scales": scales}, task)
+    y = plane_products.matmul(activations(task, rows), held, task)
     assert y[:, 2].isnan().all()
     assert y[:, [0, 1, 3, 4]].isfinite().all()
 
@@ -209,10 +211,8 @@ def test_nan_and_infinity_come_through(dtype, rows):
 def test_any_tile_and_split_gives_the_same(kernel, tile):
     task = problem("int", 4, 64, False, (37, 1600))
     given, x = weights(task), activations(task, 1 if kernel == "matvec" else 5)
-    held = packed.prepare(*given, task)
-    y = plane_launches.launch(
-        kernel, x, [held["words0"]], held, plane_launches.shape_of(task), Configuration(*tile)
-    )
+    held = plane_products.prepare(*given, task)
+    y = plane_products.launch(kernel, x, [held["words0"]], held, task, Configuration(*tile))
     assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
 
 
@@ -222,15 +222,15 @@ def test_exponents_stand_for_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     task = problem("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
     given, x = weights(task), activations(task)
-    held = packed.prepare(*given, task)
+    held = plane_products.prepare(*given, task)
     words = [held[name] for name in ("words0", "words1") if name in held]
     results = [
-        plane_launches.launch(
+        plane_products.launch(
             "matvec",
             x,
             words,
             held,
-            plane_launches.shape_of(task),
+            task,
             Configuration(8, 256, 1, 2),
             mode,
         )
@@ -254,7 +254,7 @@ def test_exponents_stand_for_codes(bits, symmetric):
 def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
     task = problem("int", bits, group, symmetric, (out, group * groups))
     given, x = weights(task, seed), activations(task, rows, seed)
-    y = packed.matmul(x, packed.prepare(*given, task), task).double()
+    y = plane_products.matmul(x, plane_products.prepare(*given, task), task).double()
     wanted = expected(task, given, x)
     spread = (
         x.double().abs().sum(1, keepdim=True) * given[1]["scales"].double().abs().max() * 2**bits
@@ -271,14 +271,14 @@ def test_eight_bit_products(rows, grid, shape, group, tile_rows):
     kind = "int8" if grid == "int" else "fp8"
     task = problem(grid, 8, group, True, shape, tile_rows, activation=kind)
     given, x = weights(task), activations(task, rows)
-    held = scaled.prepare(*given, task)
-    y = scaled.matmul(x, held, task)
+    held = eight_bit_products.prepare(*given, task)
+    y = eight_bit_products.matmul(x, held, task)
     assert y.shape == (rows, shape[0])
     if rows:
         assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
         unquantized = expected(problem(grid, 8, group, True, shape, tile_rows), given, x)
         assert relative_error(y, unquantized) > 1e-3  # x was quantized
-    again = scaled.restore(held, task)
+    again = eight_bit_products.restore(held, task)
     assert torch.equal(again[0], given[0])
 
 

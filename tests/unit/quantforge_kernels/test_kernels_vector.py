@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import features, many_rows, packed_integers
 from quantforge_kernels.cpu.lane_layout import cut, from_lanes, to_lanes, widths_of
-from quantforge_kernels.probe import failure
-from quantforge_kernels.select import select
+from quantforge_kernels.select import failure, select
 from tests.triton_kernels import FORMS, TERNARY, problem, weights
 
 pytestmark = pytest.mark.skipif(

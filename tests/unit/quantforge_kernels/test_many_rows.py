@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_engines import Transformers
+from quantforge.runtime.decoding import TransformersEngine
 from quantforge.runtime.load import load
 from quantforge_kernels import layers
 from quantforge_kernels.cpu import features, layer_launchers, many_rows
@@ -90,7 +90,7 @@ def test_prompts_and_steps_ask_torch_for_no_such_product(family, tiny, without):
     ids = torch.arange(140).view(2, 70)
     with NoSlowProduct():
         if family == "gpt2":
-            engine = Transformers(model)
+            engine = TransformersEngine(model)
             engine.start(ids, 2)
             engine.step(ids[:, 0])
             return
