@@ -11,11 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.text_side import TextSide
-from quantforge.serving.routes import application
-from quantforge.serving.served_model import ServedModel, ServerLimits
+from quantforge.serving.routes import ServedModel, ServerLimits, application
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.fake_decoder import VOCABULARY, FakeDecoder

@@ -6,12 +6,10 @@ A request passes through `routes`: `request_bodies` checks it, `completions` mak
 In this folder:
 
     api_error       Refusals of a request, as the error documents of OpenAI's API that its clients read
-    completions     Completions while they are computed: prompts become requests to the engine
-    documents       Documents of responses, as OpenAI's API has them: whole ones, and the chunks of a stream
+    completions     Completions while they are computed: prompts become requests to the engine, its tokens text
     engine_thread   The engine on a thread of its own: commands go in through a queue
     metrics         Figures of a server in the text format of Prometheus (version 0.0.4)
     request_bodies  Bodies of requests as OpenAI's API has them: what each field may be, and which fields are refused
-    routes          The routes of the HTTP interface: what each path answers
-    served_model    A model as it is served: its name, its tokenizer and chat template, the engine that computes it
+    routes          A served model and the routes of its HTTP interface: what each path answers
     server          The server: it listens, says where, and stops cleanly when it is asked to
 """

@@ -1,15 +1,24 @@
-"""Completions while they are computed: prompts become requests to the engine, and its tokens become text.
+r"""Completions while they are computed: prompts become requests to the engine, its tokens text, and text documents.
 
 Text is handed on as soon as it is sure: whole characters that cannot be the beginning of a stop string.
 Log-probabilities of tokens keep in step with it.
+
+Documents are those of OpenAI's API: whole ones, and the chunks of a stream. A token that is a part of a character has
+no text of its own. Its text is then as there: ``bytes:\xe4\xbd``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
+from typing import Any
 
+from quantforge.formats.gguf.tokenizer_json import BYTE_CHARACTERS
 from quantforge.runtime.sampling import Chosen
 from quantforge.runtime.serving.generation_requests import (
     Finished,
@@ -19,12 +28,13 @@ from quantforge.runtime.serving.generation_requests import (
     NewToken,
     PromptScored,
 )
-from quantforge.runtime.stop_strings import StopMatcher
 from quantforge.runtime.text_side import TextSide
-from quantforge.runtime.token_stream import TextStream
+from quantforge.runtime.text_stream import PARTIAL, TextStream
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge.serving.request_bodies import Body, Prompt
 from quantforge_calibration.conversations import Conversation
+from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +97,12 @@ class Completion:
         self.index, self.request, self.tokens = index, request, 0
         self._tokenizer, self._body, self._prompt = side.tokenizer, body, prompt
         self._ends = frozenset() if body.ignore_eos else side.stop
-        self._stream = TextStream(side.tokenizer, request.ids)
-        self._stop = StopMatcher(body.stops, include=body.include_stop_str_in_output)
+        self._stream = TextStream(
+            side.tokenizer, request.ids, body.stops, include=body.include_stop_str_in_output
+        )
         self._repeats = body.echo
         self._prompt_scores = [Chosen(request.ids[0])]
-        self._decoded = self._sent = 0  # characters
+        self._echoed = 0  # characters of the prompt that were sent
         self._waiting: list[TokenLogprob] = []
 
     def add(self, event: Happening) -> Piece:
@@ -114,30 +125,25 @@ class Completion:
             return Piece()
         self.tokens += 1
         if self._body.top is not None:
-            logprob = TokenLogprob(event.token, event.logprob, event.top, self._decoded)
+            logprob = TokenLogprob(
+                event.token, event.logprob, event.top, self._echoed + self._stream.decoded
+            )
             self._waiting.append(logprob)
         if event.token in self._ends:
             return Piece()
-        text = self._sure(self._stream.add(event.token))
-        return Piece(text, self._released(), None if self._stop.found is None else "stop")
+        text = self._stream.add(event.token)
+        return Piece(text, self._released(), "stop" if self._stream.stopped_by else None)
 
     def _end(self, event: Finished) -> Piece:
-        text = self._sure(self._stream.rest()) + self._stop.rest()
-        if self._stop.found is not None:
+        text = self._stream.rest()
+        if self._stream.stopped_by is not None:
             return Piece(text, self._released(), "stop")
         stopped = event.reason == FinishReason.STOP
         return Piece(text, tuple(self._waiting), "stop" if stopped else "length")
 
-    def _sure(self, text: str) -> str:
-        """Return what can be sent of the text so far."""
-        self._decoded += len(text)
-        sure = self._stop.add(text)
-        self._sent += len(sure)
-        return sure
-
     def _released(self) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of tokens that begin in what was sent."""
-        count = sum(one.offset < self._sent for one in self._waiting)
+        count = sum(one.offset < self._echoed + self._stream.sure for one in self._waiting)
         found, self._waiting = self._waiting[:count], self._waiting[count:]
         return tuple(found)
 
@@ -151,7 +157,7 @@ class Completion:
                 logprobs.append(TokenLogprob(token, score.logprob, score.top, len(text)))
             text += stream.add(token)
         text = self._prompt if isinstance(self._prompt, str) else text + stream.rest()
-        self._decoded = self._sent = len(text)
+        self._echoed = len(text)
         return Piece(text, tuple(logprobs))
 
 
@@ -230,3 +236,136 @@ def _encode(side: TextSide, prompt: Prompt, place: str) -> Sequence[int]:
         ids = tokenizer.encode(prompt, place)
     first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return first + ids or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
+
+
+class TokenTexts:
+    """Texts of single tokens: what each adds after another one."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        try:
+            self._before = tokenizer.encode("a")[-1:]
+        except SourceError:
+            self._before = []
+        self.text = cache(self._text)
+
+    def raw(self, token: int) -> list[int] | None:
+        """Return the bytes of a token; None where they are not known."""
+        text = self.text(token)
+        whole = PARTIAL not in text and not text.startswith("bytes:")
+        return list(text.encode()) if whole else self._bytes(token)
+
+    def _text(self, token: int) -> str:
+        """Return the text of a token."""
+        if self._tokenizer.id_to_token(token) is None:
+            return f"token:{token}"  # a row of the embedding without a token
+        before = self._tokenizer.decode(self._before, skip_special_tokens=False)
+        both: str = self._tokenizer.decode([*self._before, token], skip_special_tokens=False)
+        text = both.removeprefix(before)
+        data = self._bytes(token) if PARTIAL in text else None
+        return text if data is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _bytes(self, token: int) -> list[int] | None:
+        piece = self._tokenizer.id_to_token(token) or ""
+        if alone := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece):
+            return [int(alone[1], 16)]
+        if piece and all(character in BYTE_CHARACTERS for character in piece):
+            return [BYTE_CHARACTERS[character] for character in piece]
+        return None
+
+
+def usage(completions: Sequence[Completion], n: int) -> dict[str, int]:
+    """Return the counts of tokens: of prompts, each once, and of those chosen (one that ends a completion too)."""
+    prompts = sum(len(one.request.ids) for one in completions[::n])
+    chosen = sum(one.tokens for one in completions)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": chosen,
+        "total_tokens": prompts + chosen,
+    }
+
+
+class CompletionDocuments:
+    """Documents of one response of ``/v1/completions``."""
+
+    PREFIX, WHOLE, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, texts: TokenTexts) -> None:
+        self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._texts = texts
+
+    def whole(self, completions: Sequence[Piece]) -> dict[str, Any]:
+        """Return the document of all completions."""
+        choices = [self.choice(*numbered, whole=True) for numbered in enumerate(completions)]
+        return {**self._head, "object": self.WHOLE, "choices": choices}
+
+    def chunk(self, *pieces: tuple[int, Piece]) -> dict[str, Any]:
+        """Return the chunk of pieces, each with the number of its completion."""
+        choices = [self.choice(*numbered, whole=False) for numbered in pieces]
+        return {**self._head, "object": self.CHUNK, "choices": choices}
+
+    def opening(self, index: int) -> dict[str, Any] | None:  # noqa: ARG002 (of chats)
+        """Return the chunk before the first piece of a completion, if there is one."""
+        return None
+
+    def choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:  # noqa: ARG002 (of chats)
+        """Return a piece of the completion with the number ``index``, or ``whole`` of it."""
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": self._logprobs(piece.logprobs) if piece.logprobs else None,
+            "finish_reason": piece.reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "tokens": [self._texts.text(one.token) for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [self._top(one) for one in tokens],
+            "text_offset": [one.offset for one in tokens],
+        }
+
+    def _top(self, one: TokenLogprob) -> dict[str, float] | None:
+        if one.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*one.top, (one.token, one.logprob)):
+            found.setdefault(self._texts.text(token), logprob)
+        return found
+
+
+class ChatDocuments(CompletionDocuments):
+    """Documents of one response of ``/v1/chat/completions``."""
+
+    PREFIX, WHOLE, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Return the chunk that says whose turn it is."""
+        found = self.chunk((index, Piece()))
+        found["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+        return found
+
+    def choice(self, index: int, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """Return a message or what is new of it, as `CompletionDocuments.choice`."""
+        name, said = "message", {"role": "assistant", "content": piece.text, "refusal": None}
+        if not whole:
+            name, said = "delta", {"content": piece.text} if piece.text or piece.logprobs else {}
+        logprobs = {"content": [*map(self._scored, piece.logprobs)], "refusal": None}
+        return {
+            "index": index,
+            name: said,
+            "logprobs": logprobs if piece.logprobs else None,
+            "finish_reason": piece.reason,
+        }
+
+    def _scored(self, one: TokenLogprob) -> Mapping[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in one.top]
+        return {**self._token(one.token, one.logprob), "top_logprobs": top}
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self._texts.text(token),
+            "logprob": logprob,
+            "bytes": self._texts.raw(token),
+        }

@@ -16,8 +16,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from quantforge.errors import QuantForgeError
-from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.engine import ServingEngine
+from quantforge.runtime.serving.engine import Counters, ServingEngine
 from quantforge.runtime.serving.generation_requests import (
     Finished,
     FinishReason,

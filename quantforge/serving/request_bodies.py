@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quantforge.errors import nearest
-from quantforge.runtime.sampling_options import BIAS, MOST_LOGPROBS, RANGES, Sampling
+from quantforge.runtime.generation_options import BIAS, MOST_LOGPROBS, RANGES, Sampling
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge_calibration.conversations import Conversation, check_names
 from quantforge_files import strict_json

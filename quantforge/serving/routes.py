@@ -1,11 +1,13 @@
-"""The routes of the HTTP interface: what each path answers, for as long as its client and its time are there."""
+"""A served model and the routes of its HTTP interface: what each path answers, while its client is there."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -16,21 +18,98 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quantforge.runtime.serving.engine import ServingEngine
 from quantforge.runtime.serving.generation_requests import NewToken
+from quantforge.runtime.text_side import TextSide
 from quantforge.serving.api_error import ApiError
-from quantforge.serving.completions import Completion, Piece, join, start
-from quantforge.serving.documents import ChatDocuments, CompletionDocuments, usage
-from quantforge.serving.engine_thread import Events, full
-from quantforge.serving.metrics import MEDIA_TYPE
+from quantforge.serving.completions import (
+    ChatDocuments,
+    Completion,
+    CompletionDocuments,
+    Piece,
+    TokenTexts,
+    join,
+    start,
+    usage,
+)
+from quantforge.serving.engine_thread import EngineThread, Events, full
+from quantforge.serving.metrics import MEDIA_TYPE, ServingMetrics
 from quantforge.serving.request_bodies import Body, ChatBody, CompletionBody, parse_body
-from quantforge.serving.served_model import ServedModel
 from quantforge_calibration.source_error import SourceError
+from quantforge_kernels.kv import PAGE
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 BODY_SECONDS = 60.0
 DISCARDED = 16  # times the largest body: read and thrown away, for clients that listen only after they have sent
 LAST_SECONDS = 5.0  # to send the end of a stream to a client that does not read
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Limits of a server: what it accepts from a client, and how long it works for one.
+
+    Attributes:
+        waiting: most completions that wait beside those that are computed; more are refused.
+        body_bytes: of a request.
+        seconds: from a request to the end of its completions.
+        stopping_seconds: for completions that are not finished when the server is asked to stop.
+    """
+
+    waiting: int
+    body_bytes: int
+    seconds: float
+    stopping_seconds: float = 5.0
+
+
+class ServedModel:
+    """A model behind an HTTP interface.
+
+    Args:
+        name: by which requests ask for it.
+        side: its tokenizer and chat template.
+        engine: computes it.
+        rows: completions that the engine computes at a time.
+        limits: of the server.
+        prepare: is called on the engine's thread before anything else.
+
+    Attributes:
+        engine: on its thread.
+        most: requests at a time.
+        room: most tokens of a prompt and its completion.
+        cache_tokens: that the cache has room for.
+        stopping: no request is accepted any more.
+        requests: over HTTP that are being answered.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        side: TextSide,
+        engine: ServingEngine,
+        rows: int,
+        limits: ServerLimits,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.name, self.side, self.rows, self.limits = name, side, rows, limits
+        self.most = rows + limits.waiting
+        self.engine = EngineThread(engine, self.most, prepare)
+        self.room, self.cache_tokens = engine.room, PAGE * engine.cache.pages
+        self.texts = TokenTexts(side.tokenizer)
+        self.metrics = ServingMetrics()
+        self.stopping = False
+        self.requests = 0
+        self._created = int(time.time())
+
+    def card(self) -> dict[str, Any]:
+        """Return the entry of the list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quantforge",
+            "max_model_len": self.room,
+        }
 
 
 def application(model: ServedModel) -> ASGIApp:
@@ -74,7 +153,11 @@ def application(model: ServedModel) -> ASGIApp:
 
     app = Starlette(
         routes=[
-            Route(PATHS[0], CompletionEndpoint(model, CompletionBody, CompletionDocuments), methods=["POST"]),
+            Route(
+                PATHS[0],
+                CompletionEndpoint(model, CompletionBody, CompletionDocuments),
+                methods=["POST"],
+            ),
             Route(PATHS[1], CompletionEndpoint(model, ChatBody, ChatDocuments), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
@@ -83,7 +166,7 @@ def application(model: ServedModel) -> ASGIApp:
         ],
         # Starlette raises whatever `failed` answers, so that the log has it.
         exception_handlers={ApiError: refused, HTTPException: no_route, Exception: failed},
-    )  # fmt: skip
+    )
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in PATHS else "other"

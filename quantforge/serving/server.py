@@ -18,8 +18,7 @@ from types import FrameType
 import uvicorn
 
 from quantforge.errors import InputError
-from quantforge.serving.routes import application
-from quantforge.serving.served_model import ServedModel
+from quantforge.serving.routes import ServedModel, application
 from quantforge_files import system
 
 BACKLOG = 512

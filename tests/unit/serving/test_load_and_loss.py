@@ -212,7 +212,7 @@ def test_a_step_that_fails_ends_its_requests_alone(kind, caplog):
 
 
 def test_a_decoder_that_gives_no_text_is_told(monkeypatch):
-    from quantforge.runtime.token_stream import TextStream
+    from quantforge.runtime.text_stream import TextStream
     from quantforge_calibration.source_error import SourceError
 
     def fail(*_):
