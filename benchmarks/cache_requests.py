@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from quantforge.runtime.cache_layout import CacheLayout
+from quantforge.runtime.cache import CacheLayout
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 
 AT_ONCE, NEW = 8, 32

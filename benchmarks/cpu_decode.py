@@ -43,7 +43,7 @@ from decode_8b import random_model  # noqa: E402
 from quantforge.evaluation.speed import read_bandwidth  # noqa: E402
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding_steps import Step, prefill  # noqa: E402
+from quantforge.runtime.decoding import Step, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
 from quantforge.runtime.model_sizes import bytes_per_token  # noqa: E402
 

@@ -29,7 +29,7 @@ from cpu_decode import exported, llama_1b
 from cpu_sweep import LIMITS
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import prefill
+from quantforge.runtime.decoding import prefill
 from quantforge.runtime.load import load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "bench"))

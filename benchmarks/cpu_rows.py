@@ -29,8 +29,8 @@ from decode_8b import random_model  # noqa: E402
 
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding_steps import Step, prefill  # noqa: E402
-from quantforge_kernels.kv import KINDS  # noqa: E402
+from quantforge.runtime.decoding import Step, prefill  # noqa: E402
+from quantforge_kernels.kv_runs import KINDS  # noqa: E402
 from quantforge_kernels.layers import linear  # noqa: E402
 from quantforge_kernels.problem import Problem  # noqa: E402
 from quantforge_kernels.select import select  # noqa: E402

@@ -32,8 +32,7 @@ from cpu_sweep import LIMITS
 
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "bench"))

@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from runtime import DRAW, request, steps_per_second
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import prefill
+from quantforge.runtime.decoding import prefill
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
 
 TECHNIQUES: dict[str, dict[str, Any]] = {

@@ -38,16 +38,13 @@ from cpu_decode import llama_1b  # noqa: E402
 from decode_8b import random_model  # noqa: E402
 
 from quantforge.notation import parse  # noqa: E402
-from quantforge.runtime.cache import PagedCache  # noqa: E402
-from quantforge.runtime.cache_layout import CacheShape  # noqa: E402
+from quantforge.runtime.cache import CacheShape, PagedCache  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding_engines import Own  # noqa: E402
+from quantforge.runtime.decoding import DecoderEngine, tokens  # noqa: E402
+from quantforge.runtime.generation_options import Sampling  # noqa: E402
 from quantforge.runtime.linear import round_inputs  # noqa: E402
-from quantforge.runtime.sampling import Sampling  # noqa: E402
-from quantforge.runtime.serving.engine import ServingEngine  # noqa: E402
-from quantforge.runtime.serving.engine_options import EngineOptions  # noqa: E402
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine  # noqa: E402
 from quantforge.runtime.serving.generation_requests import GenerationRequest, NewToken  # noqa: E402
-from quantforge.runtime.token_stream import tokens  # noqa: E402
 
 DRAW = random.Random(0)
 OCTETS = "and activations of 8 bits"
@@ -246,7 +243,7 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
     def alone(model: Decoder) -> float:
         began = time.perf_counter()
         for one in requests[:2]:
-            list(tokens(Own(model), one.ids, 64, Sampling()))
+            list(tokens(DecoderEngine(model), one.ids, 64, Sampling()))
         return 2 * 64 / (time.perf_counter() - began)
 
     steps: dict[str, Callable[[], float]] = {

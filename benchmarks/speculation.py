@@ -34,14 +34,16 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quantforge.runtime.cache import CacheView  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding_steps import Step, prefill  # noqa: E402
+from quantforge.runtime.decoding import Step, prefill  # noqa: E402
+from quantforge.runtime.generation_options import Sampling  # noqa: E402
 from quantforge.runtime.load import Loaded, load  # noqa: E402
-from quantforge.runtime.sampling import Sampling  # noqa: E402
-from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText  # noqa: E402
+from quantforge.runtime.speculation.decode import (  # noqa: E402
+    SpeculativeDecoder,
+    SpeculativeText,
+    speculative_decoder,
+)
 from quantforge.runtime.speculation.drafter import Drafter  # noqa: E402
-from quantforge.runtime.speculation.drafters import speculative_decoder  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramDrafter  # noqa: E402
 from quantforge.runtime.speculation.options import DraftOptions, nodes_of, shape_of  # noqa: E402
 from quantforge.runtime.speculation.tree import DraftTree  # noqa: E402
@@ -80,9 +82,9 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
     """Return the seconds of a pass of 1 and of k+1 rows behind a prompt, by k; sides take turns."""
     cache = decoder.cache(1, len(ids) + 16)
     prefill(decoder, torch.tensor([list(ids)]), cache, 16)
-    steps = {k: (CacheView(cache, k + 1), k + 1) for k in (0, *WIDTHS)}
+    steps = {k: (cache.view(k + 1), k + 1) for k in (0, *WIDTHS)}
     for view, _ in steps.values():
-        view.show([0])
+        view.show(cache, [0])
     run = {k: Step(decoder, view) for k, (view, _) in steps.items()}
     found: dict[int, list[float]] = {k: [] for k in steps}
     for _ in range(8 * rounds):
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--text",
         type=Path,
-        default=ROOT / "quantforge/runtime/decoding_steps.py",
+        default=ROOT / "quantforge/runtime/decoding.py",
         help="of the trees",
     )
     parser.add_argument("--out", type=Path)

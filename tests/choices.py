@@ -20,17 +20,10 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.cache_kinds import PLAIN
-from quantforge.runtime import load, token_stream
+from quantforge.runtime import decoding, load
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.sampling import (
-    Chosen,
-    RowSampler,
-    Sampling,
-    adjust,
-    choose_rows,
-    drawn,
-    weigh,
-)
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.sampling import Chosen, RowSampler, adjust, choose_rows, drawn, weigh
 from tests import plain_loop
 from tests.plain_loop import StopLimits
 
@@ -80,7 +73,7 @@ def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
         return choose_rows(samplers, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (plain_loop, token_stream):
+        for module in (plain_loop, decoding):
             patch.setattr(module, "choose_rows", choose)
         yield found
 

@@ -6,8 +6,7 @@ import random
 
 import torch
 
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged import RaggedBatch
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter

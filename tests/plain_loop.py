@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
-from quantforge.runtime.sampling import RowSampler, Sampling, choose_rows
+from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.sampling import RowSampler, choose_rows
 
 
 @dataclass(frozen=True, slots=True)

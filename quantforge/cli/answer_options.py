@@ -11,7 +11,7 @@ import typer
 
 from quantforge.cli.completion import among
 from quantforge.errors import UsageError
-from quantforge.runtime.sampling_options import RANGES
+from quantforge.runtime.generation_options import RANGES
 from quantforge.verbs.generate_text import MAX_TOKENS
 
 EARLY_STOPPING: dict[str, bool | Literal["never"]] = {

@@ -24,9 +24,9 @@ from quantforge_kernels.cpu import program_cache
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.generated_text import Generated
-    from quantforge.runtime.speaker import LiveAnswer, Messages, Speaker
+    from quantforge.runtime.generation_options import AnswerLimits
+    from quantforge.runtime.text_model import LiveAnswer, Messages, TextModel
 
 LEAST_WIDTH = 30  # of a column
 
@@ -80,7 +80,7 @@ def ask_all(
     return found
 
 
-def opening(speaker: Speaker, text: str, system: str | None) -> str | Messages:
+def opening(speaker: TextModel, text: str, system: str | None) -> str | Messages:
     """Return the first prompt of a conversation.
 
     Raises:
@@ -99,7 +99,7 @@ def _no_template(name: str) -> UsageError:
     )
 
 
-def tell(console: Console, speaker: Speaker, *, raw: bool) -> None:
+def tell(console: Console, speaker: TextModel, *, raw: bool) -> None:
     """Say what a person should know of a model before it answers."""
     for event in speaker.events:
         console.note(f"{event.kind}: {event.where}: {event.detail}")

@@ -13,15 +13,15 @@ from quantforge.cli.console import Console
 from quantforge.errors import QuantForgeError
 
 if TYPE_CHECKING:
-    from quantforge.runtime.answer_limits import AnswerLimits
-    from quantforge.runtime.speaker import Speaker
+    from quantforge.runtime.generation_options import AnswerLimits
+    from quantforge.runtime.text_model import TextModel
 
 PROMPT = "> "
 COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
 def chat(
-    console: Console, speaker: Speaker, limits: AnswerLimits, *, system: str | None, raw: bool
+    console: Console, speaker: TextModel, limits: AnswerLimits, *, system: str | None, raw: bool
 ) -> None:
     """Answer line after line until the end of input; a model that only completes text keeps no history.
 

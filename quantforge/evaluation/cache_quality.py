@@ -25,13 +25,11 @@ from quantforge.evaluation.head import Head, summed
 from quantforge.evaluation.perplexity import Estimate, finite, forward_tokens
 from quantforge.evaluation.planted_key import KEY
 from quantforge.execution.progress import tell
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheLayout
-from quantforge.runtime.computed import supports
-from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.cache import CacheLayout, PagedCache
+from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.linear import decoded_once
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions
 
 OTHER = ""  # the cache of 16 bits where another key was planted
 _OF_KEYS = ("keys_found", "key_nats", "key_gain", "key_gain_se", "key_change", "key_change_se")

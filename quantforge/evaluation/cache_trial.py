@@ -17,7 +17,7 @@ from quantforge.evaluation.planted_key import CUE, KEY, PlantedKeys, plant
 from quantforge.evaluation.windows import Windows, cut
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime.cache import CacheShape
 from quantforge.runtime.text_side import tokenizer_of
 
 EDGES = tuple(2**n for n in range(6, 13))  # of ranges of positions

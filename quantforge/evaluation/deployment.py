@@ -13,7 +13,7 @@ from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.runtime.load import load
 from quantforge.runtime.memory import PeakMemory
-from quantforge_kernels.probe import warm_up
+from quantforge_kernels.select import warm_up
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import EvaluationOptions

@@ -19,11 +19,10 @@ from quantforge.errors import InputError
 from quantforge.evaluation.divergence import compared_rows
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
-from quantforge.runtime.decoding_engines import engine_of
+from quantforge.runtime.decoding import engine_of, tokens
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.text_side import TextSide
-from quantforge.runtime.token_stream import tokens
 
 NEW_TOKENS = 128
 

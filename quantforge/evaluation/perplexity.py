@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.model.inner import inner
-from quantforge.runtime.computed import computed
+from quantforge.runtime.decoder import decoder_family
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
 @contextmanager
 def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
     """Run the MLPs, the widest part of a block, over at most so many tokens of a long window at a time."""
-    family = computed(model)
+    family = decoder_family(model)
     blocks: Any = model.get_submodule(family.blocks) if family is not None else ()
 
     def cut(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.execution.progress import tell
 from quantforge.numerics.shared_processors import ProcessorShare
-from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
+from quantforge.runtime.decoding import DecodingEngine, engine_of
 from quantforge.runtime.load import Loaded
 
 PROMPT_TOKENS = 256
@@ -153,7 +153,7 @@ def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -
     )
 
 
-def _pace(engine: MeasuredEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:
+def _pace(engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:
     """Time steps of some sequences with the same prompt."""
     tell(f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch))
     chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)

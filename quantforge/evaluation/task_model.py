@@ -24,10 +24,9 @@ from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.perplexity import forward_tokens
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.inner import inner
-from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
-from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.stored_entries import LayerScales
-from quantforge.runtime.token_stream import tokens
+from quantforge.runtime.cache import LayerScales
+from quantforge.runtime.decoding import DecodingEngine, engine_of, tokens
+from quantforge.runtime.generation_options import Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class TaskModel(LM):  # type: ignore[misc]
         self._positions = positions
         self._scales = scales
         self._head = Head(model)
-        self._engine: MeasuredEngine | None = None
+        self._engine: DecodingEngine | None = None
         ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
         with torch.inference_mode():
             check_head(model, self._head, ids)

@@ -30,7 +30,7 @@ from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
 from quantforge.quantizers import METHODS, is_sparse, needs, transform_of
 from quantforge.quantizers.sparsity import figures, sparsify
-from quantforge.runtime.kv_cache import CachePeaks, listening
+from quantforge.runtime.cache_scales import CachePeaks, listening
 
 if TYPE_CHECKING:
     from quantforge.execution.data_free import DataFree

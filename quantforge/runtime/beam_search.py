@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.answer_limits import BeamOptions
-from quantforge.runtime.decoding_engines import MeasuredEngine
+from quantforge.runtime.decoding import DecodingEngine
+from quantforge.runtime.generation_options import BeamOptions
 from quantforge.runtime.sampling import check_finite
 
 
@@ -45,7 +45,7 @@ class Beam:
 
 @torch.inference_mode()
 def beam_search(
-    engine: MeasuredEngine,
+    engine: DecodingEngine,
     ids: Sequence[int],
     new_tokens: int,
     options: BeamOptions,

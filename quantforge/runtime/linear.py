@@ -1,6 +1,7 @@
 """A linear layer whose weight stays packed in memory.
 
-It gives the codes and parameters of a `QuantizedTensor` to the first kernel that accepts them, keeps
+It states its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms; nothing
+is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps
 only what that kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel
 that fails on this machine, which is found out at once, gives the weight back to the reference, and
 ``failure`` says so.
@@ -11,44 +12,125 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from quantforge.events import Event
+from quantforge.grids import Tile
+from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
-from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.problems import Stated, state
-from quantforge.runtime.weight_cuts import Cut
+from quantforge.packers.tensor import OF_INPUT, QuantizedTensor
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.layers import add_bias
-from quantforge_kernels.probe import failure
-from quantforge_kernels.problem import Packed
-from quantforge_kernels.select import select
+from quantforge_kernels.grouped import GroupedKernel
+from quantforge_kernels.layers import add_bias, linear
+from quantforge_kernels.problem import Kernel, Packed, Problem
+from quantforge_kernels.select import failure, select
+
+if TYPE_CHECKING:
+    from quantforge.runtime.tensor_shares import Cut, Share
 
 EXACT = 16  # bits of a rounded activation, which hold all that bfloat16 does
 DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated
 
 
+@dataclass(frozen=True, slots=True)
+class KernelWeight:
+    """A quantized weight as kernels take it: the product it is for, and what `Kernel.prepare` lays out."""
+
+    problem: Problem
+    codes: Tensor
+    parameters: dict[str, Tensor]
+
+
+def kernel_weight(
+    tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device
+) -> KernelWeight:
+    """Return a quantized weight as kernels take it; the packer of its grid says what codes and parameters are.
+
+    Args:
+        tensor: the weight.
+        dtype: of the activations that it is multiplied by.
+        device: where it is kept.
+    """
+    scheme, (rows, columns) = tensor.scheme, tensor.shape
+    own = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
+    said = packer_of(scheme).stated(replace(tensor, parameters=own))
+    parameters = said.parameters
+    tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
+    problem = Problem(
+        out_features=rows,
+        in_features=columns,
+        bits=scheme.bits,
+        group_size=scheme.group_size(columns),
+        symmetric=not {"zeros", "mins"} & parameters.keys(),
+        dtype=dtype,
+        device=str(device),
+        grid=said.grid,
+        tile_rows=tile_rows,
+        activation=_activation(tensor),
+        minima="mins" in parameters,
+        superblock=said.superblock,
+        lower=said.lower,
+    )
+    if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
+        for name in {"scales", "zeros", "mins"} & parameters.keys():
+            parameters[name] = parameters[name].expand(rows, -1)
+    moved = {name: value.to(device) for name, value in parameters.items()}
+    return KernelWeight(problem, said.codes.to(device), moved)
+
+
+def _activation(tensor: QuantizedTensor) -> str:
+    """Name the input that a kernel can quantize on the way: whole rows, to a range that it finds itself; "" if none."""
+    taken = tensor.input
+    if taken is None or not taken.dynamic or taken.granularity != "token" or taken.threshold:
+        return ""
+    return {"int8": "int8", "fp8_e4m3": "fp8"}.get(taken.grid, "")
+
+
 class PackedWeights(nn.Module, ABC):
-    """A module whose weights stay packed, for whoever counts them."""
+    """A module whose weights stay packed: they are held as the kernel that was chosen keeps them.
+
+    Attributes:
+        chosen: the kernel.
+    """
+
+    chosen: Kernel | GroupedKernel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: list[str] = []
+
+    def hold(self, packed: Packed) -> None:
+        """Keep the tensors that the kernel prepared, in the place of those before."""
+        for name in self._names:
+            delattr(self, name)
+        self._names = list(packed)
+        for name, value in packed.items():
+            self.register_buffer(name, value)
 
     @property
-    @abstractmethod
+    def packed(self) -> Packed:
+        """Return the weights as the kernel keeps them."""
+        return {name: self.get_buffer(name) for name in self._names}
+
+    @property
     def kernel(self) -> str:
         """Return the name of the kernel that multiplies."""
+        return self.chosen.name
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes held for the weights, parameters of their grid included."""
+        return sum(value.nbytes for value in self.packed.values())
 
     @property
     @abstractmethod
     def weights(self) -> int:
         """Return the number of weights."""
-
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """Return the bytes held for the weights, parameters of their grid included."""
 
     @abstractmethod
     def round_inputs(self, bits: int) -> bool:
@@ -85,11 +167,11 @@ class PackedLinear(PackedWeights):
     ) -> None:
         super().__init__()
         self._device = device
-        stated = state(tensor, dtype, device)
-        stated = stated if cut is None else cut.stated(stated)
-        self.problem = stated.problem
-        self.chosen = select(stated.problem)
-        self._input = None if stated.problem.activation else tensor.input
+        weight = kernel_weight(tensor, dtype, device)
+        weight = weight if cut is None else cut.kernel_weight(weight)
+        self.problem = weight.problem
+        self.chosen: Kernel = select(weight.problem)
+        self._input = None if weight.problem.activation else tensor.input
         scale, columns = tensor.parameters.get("input_scale"), tensor.outlier_columns
         self._input_scale = None if scale is None else scale.to(device)
         self._columns = None if columns is None else columns.to(device)
@@ -99,30 +181,22 @@ class PackedLinear(PackedWeights):
             self._outliers = kept.T.contiguous().to(device)
         self._kept: dict[int, Tensor] | None = None  # decoded tiles, see `decoded_once`
         self.failure: str | None = None
-        self._names: list[str] = []
-        self._hold(self._prepared(stated))
+        self.hold(self._prepared(weight))
         self.bias = None
         if bias is not None:
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
-    def _prepared(self, stated: Stated) -> Packed:
+    def _prepared(self, weight: KernelWeight) -> Packed:
         """Prepare the weight and try the kernel; where it fails, the reference takes the weight (`failure`: why)."""
-        packed = self.chosen.prepare(stated.codes, stated.parameters, stated.problem)
+        packed = self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
         if self.chosen.restore is None:
             return packed
-        self.failure = failure(self.chosen, packed, stated.problem)
+        self.failure = failure(self.chosen, packed, weight.problem)
         if self.failure is None:
             return packed
         self.failure = f"{self.chosen.name}: {self.failure}"
         self.chosen = reference.KERNEL
-        return self.chosen.prepare(stated.codes, stated.parameters, stated.problem)
-
-    def _hold(self, packed: Packed) -> None:
-        for name in self._names:
-            delattr(self, name)
-        self._names = list(packed)
-        for name, value in packed.items():
-            self.register_buffer(name, value)
+        return self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
@@ -157,19 +231,9 @@ class PackedLinear(PackedWeights):
         return empty.expand(self.problem.out_features, self.problem.in_features)
 
     @property
-    def packed(self) -> Packed:
-        """Return the weight as the kernel keeps it."""
-        return {name: self.get_buffer(name) for name in self._names}
-
-    @property
     def takes_plain_input(self) -> bool:
         """Return whether ``x`` goes to the kernel as it comes; the kernel may still round it."""
         return self._input is None
-
-    @property
-    def kernel(self) -> str:
-        """Return the name of the kernel that multiplies."""
-        return self.chosen.name
 
     @property
     def weights(self) -> int:
@@ -180,7 +244,7 @@ class PackedLinear(PackedWeights):
     def weight_bytes(self) -> int:
         """Return the bytes held for the weight: codes and parameters as the kernel keeps them, and 16-bit columns."""
         outliers = 0 if self._outliers is None else self._outliers.nbytes
-        return outliers + sum(value.nbytes for value in self.packed.values())
+        return outliers + super().weight_bytes
 
     def round_inputs(self, bits: int) -> bool:
         """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
@@ -195,12 +259,51 @@ class PackedLinear(PackedWeights):
         if failure(chosen, packed, problem) is not None:
             return False
         self.problem, self.chosen = problem, chosen
-        self._hold(packed)
+        self.hold(packed)
         return True
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the reference kernel decodes for the products that follow, or let go of it."""
         self._kept = {} if keep and self.chosen is reference.KERNEL else None
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which every process holds some columns.
+
+    Args:
+        part: what is here of it; its bias is taken from it.
+        share: of this process.
+    """
+
+    def __init__(self, part: nn.Module, share: Share) -> None:
+        super().__init__()
+        self.ranks = share.ranks
+        self._total = share.total
+        bias = part.bias
+        assert bias is None or isinstance(bias, Tensor)
+        self.bias = bias
+        if bias is not None:
+            part.register_parameter("bias", None)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this process's ``x`` ``[..., columns]``; return the sum of all, ``[..., out_features]``."""
+        y = self._total(multiply(self.part, x.reshape(-1, x.shape[-1])))
+        y = y if self.bias is None else add_bias(y, self.bias)
+        return y.view(*x.shape[:-1], -1)
+
+
+def multiply(module: nn.Module, x: Tensor) -> Tensor:
+    """Multiply rows by a layer, packed or not."""
+    if type(module) is nn.Linear:
+        return linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
+
+
+def ranks_of(model: nn.Module) -> int:
+    """Return how many processes share a model; 1: it is whole."""
+    return next((one.ranks for one in model.modules() if isinstance(one, SummedLinear)), 1)
 
 
 @contextmanager

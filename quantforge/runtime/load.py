@@ -2,35 +2,54 @@
 
 The layouts that a format finds in the headers are replaced by the weights they stand for, so that
 a quantized checkpoint has the same tensors as its source and is matched by the same declarations:
-each tensor exactly once, or refused. The skeleton is then filled tensor by tensor; a linear with
-codes becomes a `PackedLinear`, everything else is read as it is. Nothing is ever initialised at
-random: a parameter that no tensor fills is an error.
+each tensor exactly once, or refused. `quantforge.model.names` says of which stored tensors each parameter of the
+skeleton is made. Plain tensors are filled first, so that a packed linear finds its bias in the module that it replaces.
+Nothing is ever initialised at random: a parameter that no tensor fills is an error.
+
+A quantized linear becomes a `PackedLinear` where the running model has a plain linear in its place. Where a family's
+class multiplies in a way of its own, or where a block reads the weight of a linear itself, past the module (as
+state-space mixers do; it is seen in the source of the block's class), the matrix is decoded into the parameter, which
+is an event with its share of the weights. Experts of a mixture: `packed_experts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
+from quantforge.architectures import Architecture
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, match
 from quantforge.architectures.matched import Role
+from quantforge.checkpoint.finite_values import scan_finite
+from quantforge.checkpoint.reader import Checkpoint
+from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.formats import detect, kv_scales
+from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
+from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
 from quantforge.model.names import Names
 from quantforge.model.skeleton import build
-from quantforge.runtime.fill_skeleton import SkeletonFiller, decoded
-from quantforge.runtime.kv_cache import RoundedCache, listen, read_scales
-from quantforge.runtime.linear import round_inputs
+from quantforge.packers.lattices import LATTICES
+from quantforge.packers.tensor import QuantizedTensor
+from quantforge.runtime.cache import LayerScales
+from quantforge.runtime.cache_scales import RoundedCache, listen, read_scales
+from quantforge.runtime.linear import PackedLinear, round_inputs
+from quantforge.runtime.memory import check_weights, free_bytes
 from quantforge.runtime.model_sizes import (
     bytes_per_token,
     held_bytes,
@@ -39,10 +58,8 @@ from quantforge.runtime.model_sizes import (
     scheme_shares,
     stored_sizes,
 )
-from quantforge.runtime.room import check_weights, free_bytes
-from quantforge.runtime.stored_entries import LayerScales
-from quantforge.runtime.tensor_shares import cuts_of
-from quantforge.runtime.weight_cuts import Share
+from quantforge.runtime.packed_experts import ExpertWeights, fill_experts, plainly
+from quantforge.runtime.tensor_shares import Cut, Share, cuts_of, sum_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +67,12 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.formats import ModuleLayout
     from quantforge.plans import StoredTensor
+
+NO_KERNEL = "no kernel multiplies the codes of a lattice"
+OWN_PRODUCT = "their class multiplies in its own way"
+READ = "their block reads the weight itself"
+CONVERTED = "the running model holds them in another form"
+_READ = re.compile(r"\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +157,7 @@ def load(
     filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
     filler.fill(model, names, plain)
     filler.events += round_inputs(model, input_bits)
-    cache = kv_scales.found(checkpoint.config, stored)
+    found = kv_scales.found(checkpoint.config, stored)
     return Loaded(
         model=model,
         path=path,
@@ -148,8 +171,8 @@ def load(
         kernels=kernel_shares(model),
         config=checkpoint.config,
         dtype=dtype,
-        kv_cache=cache.kind,
-        kv_scales=_round_cache(model, matched, read_scales(checkpoint, cache, where, share)),
+        kv_cache=found.kind,
+        kv_scales=_round_cache(model, matched, read_scales(checkpoint, found, where, share)),
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
         names=names,
     )
@@ -198,3 +221,264 @@ def _round_cache(
         attention = f"{matched.block_name(block)}.{kv_scales.ATTENTION}"
         listen(model.get_submodule(attention), RoundedCache(*pair))
     return scales or None
+
+
+def decoded(
+    model: nn.Module,
+    names: Names,
+    layouts: Mapping[str, ModuleLayout],
+    architecture: Architecture | None,
+) -> dict[str, str]:
+    """Return by stored name which quantized weights are decoded, and why; "" where no kernel is meant for them."""
+    found = {}
+    for source in names.distinct():
+        for stored in source.stored:
+            if _module_of(stored) not in layouts:
+                continue
+            name = _module_of(names.runtime(stored))
+            if stored in names.places:
+                continue
+            if source.rule is not None or not names.runtime(stored).endswith(".weight"):
+                found[stored] = CONVERTED
+            elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
+                found[stored] = ""
+            elif why := reason(model, name, architecture):
+                found[stored] = why
+            elif layouts[_module_of(stored)].scheme.weight.grid in LATTICES:
+                found[stored] = NO_KERNEL
+    return found
+
+
+def reason(model: nn.Module, name: str, architecture: Architecture | None) -> str:
+    """Return why a module cannot be replaced by a packed linear, "" where it can.
+
+    Args:
+        model: the running model.
+        name: of the module in it.
+        architecture: declarations, which say whether linears are stored transposed.
+    """
+    module = model.get_submodule(name)
+    turned = type(module).__name__ == "Conv1D" and architecture is not None
+    if not turned and getattr(type(module), "forward", None) is not nn.Linear.forward:
+        return OWN_PRODUCT
+    leaf = name.rpartition(".")[2]
+    kinds: list[Any] = [type(owner) for owner in _owners(model, name)]
+    return READ if any(leaf in _weights_read(kind) for kind in kinds) else ""
+
+
+def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Yield the modules around a module, up to the one that holds the list of blocks that it is in."""
+    listed = False
+    while "." in name and not listed:
+        name = name.rpartition(".")[0]
+        owner = model.get_submodule(name)
+        if isinstance(owner, nn.ModuleList):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            listed = True
+        yield owner
+
+
+@cache
+def _weights_read(kind: Any) -> frozenset[str]:
+    """Return the names of the modules whose weight the code of a class of modules reads."""
+    try:
+        text = inspect.getsource(kind)
+    except (OSError, TypeError):  # no source is installed
+        return frozenset()
+    return frozenset(_READ.findall(text))
+
+
+class SkeletonFiller:
+    """Fill a skeleton from a checkpoint.
+
+    Args:
+        checkpoint: the model.
+        form: its format.
+        layouts: the quantized linears, by the name of their module.
+        device: where the model computes.
+        dtype: of activations, and of weights that are not quantized.
+        cuts: parameters of which a part is held, by name.
+
+    Attributes:
+        events: layers that are not multiplied by the kernel meant for them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        form: Format,
+        layouts: Mapping[str, ModuleLayout],
+        device: torch.device,
+        dtype: torch.dtype,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        self._cuts = cuts or {}
+        self._checkpoint = checkpoint
+        self._form = form
+        self._layouts = layouts
+        self._device = device
+        self._dtype = dtype
+        self.events: list[Event] = []
+
+    def fill(self, model: PreTrainedModel, names: Names, plain: Mapping[str, str]) -> None:
+        """Fill all parameters; buffers keep their type and move to the device.
+
+        Args:
+            model: the skeleton.
+            names: of which stored tensors its parameters are made.
+            plain: quantized weights that are decoded, and why (`decoded`).
+
+        Raises:
+            RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.
+            InputError: the checkpoint does not fit its configuration.
+        """
+        _check_names(names, self._checkpoint.path)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+        packed = []
+        for source in names.distinct():
+            layout = self._layouts.get(_module_of(source.stored[0]))
+            if source.stored[0] in names.places:
+                continue
+            if layout is not None and source.stored[0] not in plain:
+                packed.append((_module_of(next(iter(source.parameters))), layout))
+                continue
+            for name, value in names.make(source, self._decoded).items():
+                cut = self._cuts.get(name)
+                self._place(model, name, value if cut is None else cut.plain(value))
+        # After the plain tensors, so that packed linears and experts find their biases.
+        for name, layout in packed:
+            self._fill_packed(model, name, layout)
+        lattices = [name for name in names.places if self._is_lattice(name)]
+        if lattices:
+            share = sum(map(names.weights, lattices)) / sum(map(names.weights, names.places))
+            detail = (
+                f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
+            )
+            self.events.append(Event("kernel-fallback", _module_of(lattices[0]), detail))
+        weights = ExpertWeights(
+            read=self._weight,
+            quantized=lambda name: _module_of(name) in self._layouts,
+            packed=not lattices,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self.events += fill_experts(model, names, weights)
+        _tie(model, names.tied)
+        _check_filled(model, self._checkpoint.path)
+        self._report(plain)
+        sum_parts(model, self._cuts)
+        if inner_of(model) is None:
+            raise RefusedError(
+                f"{self._checkpoint.path}: this model is rounded and written, but not run here: "
+                "its class does not say which part is the decoder",
+                "measure it in an engine that loads it (see `quantforge plan`); "
+                "verify --no-forward compares its numbers",
+            )
+
+    def _is_lattice(self, stored: str) -> bool:
+        layout = self._layouts.get(_module_of(stored))
+        return layout is not None and layout.scheme.weight.grid in LATTICES
+
+    def _report(self, why: Mapping[str, str]) -> None:
+        """Record what is decoded, with its share of the quantized weights."""
+        sizes = {name: math.prod(layout.shape) for name, layout in self._layouts.items()}
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name, text in why.items():
+            if text:
+                reasons[text].append(_module_of(name))
+        for text, modules in reasons.items():
+            share = sum(sizes[name] for name in modules) / sum(sizes.values())
+            what = f"{len(modules)} matrices, {share:.0%} of the quantized weights"
+            detail = f"{what}, are decoded as they are loaded: {text}"
+            self.events.append(Event("kernel-fallback", modules[0], detail))
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name)
+        scan_finite(name, tensor, self._checkpoint.entries[name].file)
+        return tensor
+
+    def _read_part(self, name: str) -> Tensor:
+        """Return a tensor of a packed linear; codes may be in elements of a float type, of which any bits are right."""
+        wide = not self._checkpoint.entries[name].dtype.startswith("F8")
+        return (
+            self._checkpoint.read(name) if wide and name.endswith(".weight") else self._read(name)
+        )
+
+    def _weight(self, name: str) -> QuantizedTensor | Tensor:
+        """Return a tensor as it is stored: quantized, or plain."""
+        layout = self._layouts.get(_module_of(name))
+        if layout is None:
+            return self._read(name)
+        return self._form.unpack(layout, {part: self._read_part(part) for part in layout.stored})
+
+    def _decoded(self, name: str) -> Tensor:
+        """Return a tensor as a plain one."""
+        return plainly(self._weight(name), name, self._dtype)
+
+    def _place(self, model: nn.Module, name: str, value: Tensor) -> None:
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        if leaf in module._buffers:
+            kept = module._buffers[leaf]
+            assert kept is not None
+            setattr(module, leaf, value.to(self._device, kept.dtype))
+            return
+        value = value.to(self._device, self._dtype)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+
+    def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
+        tensor = self._weight(f"{layout.module}.weight")
+        assert isinstance(tensor, QuantizedTensor)
+        module = model.get_submodule(name)
+        bias = getattr(module, "bias", None)
+        cut = self._cuts.get(f"{name}.weight")
+        packed = PackedLinear(tensor, bias, self._dtype, self._device, cut=cut)
+        if packed.failure is not None:
+            self.events.append(Event("kernel-fallback", name, packed.failure))
+        model.set_submodule(name, packed)
+
+
+def _module_of(name: str) -> str:
+    """Return the name of the module that owns a weight."""
+    return name.removesuffix(".weight")
+
+
+def _check_names(names: Names, path: Path) -> None:
+    """Raise InputError unless the checkpoint and the model hold the same."""
+    left = [name for name in names.left_over if name not in set(names.ignored)]
+    if left:
+        raise InputError(
+            f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
+            "a model of this model_type has no such parameters",
+            tensor=left[0],
+        )
+    if names.missing:
+        raise _unfilled(path, names.missing)
+
+
+def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
+    """Let parameters that are in no file be those that they are tied to, packed ones too."""
+    for name, origin in tied.items():
+        (module, _, leaf), (other, _, kind) = name.rpartition("."), origin.rpartition(".")
+        owner = model.get_submodule(other)
+        if isinstance(owner, PackedLinear):
+            model.set_submodule(module, owner)
+        else:
+            setattr(model.get_submodule(module), leaf, getattr(owner, kind))
+
+
+def _check_filled(model: PreTrainedModel, path: Path) -> None:
+    """Raise InputError unless every parameter and buffer of a model has a value."""
+    values = [*model.named_parameters(), *model.named_buffers()]
+    missing = tuple(name for name, value in values if value.is_meta)
+    if missing:
+        raise _unfilled(path, missing)
+
+
+def _unfilled(path: Path, missing: tuple[str, ...]) -> InputError:
+    return InputError(
+        f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+        "a complete checkpoint holds every tensor; fetch the model again",
+    )

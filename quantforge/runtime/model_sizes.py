@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from quantforge.architectures.match import Matched, Role
 from quantforge.formats import ModuleLayout
 from quantforge.model.inner import head_of
 from quantforge.plans import StoredTensor
-from quantforge.runtime.active_experts import active_shares, is_mixture
-from quantforge.runtime.fill_skeleton import module_of
 from quantforge.runtime.linear import PackedWeights
-from quantforge.runtime.weight_cuts import Cut
+from quantforge.runtime.packed_experts import PackedExperts, is_mixture
+from quantforge.runtime.tensor_shares import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +35,7 @@ def stored_sizes(
     weights = packed_weights = size = packed_size = 0
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
-        layout = layouts.get(module_of(tensor.stored.name))
+        layout = layouts.get(tensor.stored.name.removesuffix(".weight"))
         parts = layout.stored if layout else (tensor.stored.name,)
         nbytes = sum(stored[part].nbytes for part in parts)
         weights, size = weights + count, size + nbytes
@@ -62,7 +61,7 @@ def most_held(
     cuts = cuts or {}
     for tensor in matched.tensors:
         count = math.prod(tensor.stored.shape)
-        layout = layouts.get(module_of(tensor.stored.name))
+        layout = layouts.get(tensor.stored.name.removesuffix(".weight"))
         weights += count
         size = 0
         if layout is not None and tensor.stored.name not in decoded:
@@ -122,3 +121,28 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     for name, share in active_shares(model).items():
         unread += (1 - share) * held_bytes(model.get_submodule(name))
     return held_bytes(model) - round(unread)
+
+
+_COUNTS = ("top_k", "num_experts_per_tok", "num_experts_per_token")
+
+
+def active_shares(model: PreTrainedModel) -> dict[str, float]:
+    """Return by the name of every experts module the share of its experts that one token is sent to.
+
+    The number is what the mixture, its router or the configuration calls ``top_k`` or ``num_experts_per_tok``; 1.0
+    where none says it.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedExperts) and not is_mixture(module):
+            continue
+        experts: Any = module
+        mixture = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(mixture, PackedExperts):  # the module that it replaced holds biases at most
+            continue
+        places = [mixture, *mixture.children(), model.config.get_text_config()]
+        said = (getattr(place, key, None) for place in places for key in _COUNTS)
+        count = next((value for value in said if type(value) is int and value > 0), None)
+        total = experts.num_experts
+        found[name] = 1.0 if count is None else min(1.0, count / total)
+    return found

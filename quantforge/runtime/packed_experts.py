@@ -5,17 +5,32 @@ norm after each expert; how gate and up become one (`_apply_gate`, with the clam
 takes hidden states ``[tokens, hidden]``, and for every token the numbers and the weights of its experts.
 `PackedExperts` computes the same from packed stacks and asks the module it replaces for everything that is not a
 product, so that no family is named here. Of an expert without tokens no byte is read.
+
+Some modules take tokens that are spread over all experts (`quantforge.model.expert_calls`) and do not say what they
+compute. Such a one is tried instead: with a few random numbers in the place of its weights it has to return what
+``down(act(gate) * up)`` of the same numbers is (`SpreadExperts`).
+
+Where the module of a mixture is not understood, its experts are decoded into the parameters that transformers computes
+with: right, as large as the source, and an event. Mixtures without a quantized expert are filled so, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Stack
+from quantforge.errors import RefusedError
+from quantforge.events import Event
+from quantforge.model.expert_calls import takes_spread
+from quantforge.model.loading import parameter
+from quantforge.model.names import Names
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
 from quantforge_kernels.grouped import Owners
@@ -23,11 +38,142 @@ from quantforge_kernels.layers import silu_gate
 
 Weight = Callable[[str, int], QuantizedTensor | Tensor]
 _SAID = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm")
-_DOWN = "down_proj"
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _NORM = "post_expert_norm"
 # Where the gate of modules that have none of their own is defined.
-_PLAIN_GATES = frozenset({"transformers.integrations.moe", "quantforge.runtime.spread_experts"})
+_PLAIN_GATES = frozenset({"transformers.integrations.moe", __name__})
 _SILU = frozenset({"SiLU", "SiLUActivation", "silu"})
+_UNITS, _TOKENS, _CLOSE = 2, 3, 1e-4  # of the trial of a module of spread tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Matrices of experts as a checkpoint holds them, ``[out, in]``.
+
+    Attributes:
+        read: returns one by its stored name, quantized or not.
+        quantized: whether it is.
+        packed: experts stay packed where they can.
+        dtype: of activations.
+        device: where the weights are kept.
+    """
+
+    read: Callable[[str], QuantizedTensor | Tensor]
+    quantized: Callable[[str], bool]
+    packed: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def fill_experts(model: nn.Module, names: Names, weights: ExpertWeights) -> list[Event]:
+    """Fill the experts of a skeleton whose plain tensors are filled; return events of those that are not as meant.
+
+    Raises:
+        RefusedError: inputs of experts are rounded, in a module that is not understood.
+    """
+    events, decoded = [], []
+    for name, stored in _mixtures(names).items():
+        quantized = [item for item in stored if weights.quantized(item)]
+        made = None
+        if quantized and weights.packed:
+            made = _packed(model.get_submodule(name), names, stored, weights)
+        if made is None:
+            _decode(model, names, stored, weights)
+            decoded += quantized if weights.packed else []
+        else:
+            model.set_submodule(name, made)
+            events += [Event("kernel-fallback", name, why) for why in made.failures]
+    if decoded:
+        whole = sum(names.weights(item) for source in names.distinct() for item in source.stored)
+        share = sum(map(names.weights, decoded)) / whole
+        what = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
+        events.append(Event("kernel-fallback", decoded[0], what))
+    return events
+
+
+def _mixtures(names: Names) -> dict[str, list[str]]:
+    """Return the stored matrices of experts by the name of the module that holds them when it runs."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for source in names.distinct():
+        if source.stored[0] in names.places:
+            found[next(iter(source.parameters)).rpartition(".")[0]] += source.stored
+    return found
+
+
+def _packed(
+    module: nn.Module, names: Names, stored: list[str], weights: ExpertWeights
+) -> PackedExperts | None:
+    places = {item: names.places[item] for item in stored}
+    stacks = list(dict.fromkeys(place.stack for place in places.values()))
+    by_place = {
+        (place.stack.linears[place.position], place.expert): item for item, place in places.items()
+    }
+
+    def weight(linear: str, expert: int) -> QuantizedTensor | Tensor:
+        return weights.read(by_place[linear, expert])
+
+    return packed_experts(module, stacks, weight, weights.dtype, weights.device)
+
+
+def _decode(model: nn.Module, names: Names, stored: list[str], weights: ExpertWeights) -> None:
+    """Write the matrices of experts into the stacks that transformers computes with, made where they are empty."""
+    for item in stored:
+        module_name, _, leaf = names.runtime(item).rpartition(".")
+        module = model.get_submodule(module_name)
+        stack: Tensor = getattr(module, leaf)
+        if stack.is_meta:
+            stack = torch.empty(stack.shape, dtype=weights.dtype, device=weights.device)
+            setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
+        value = plainly(weights.read(item), item, weights.dtype)
+        names.places[item].view(stack).copy_(value)
+
+
+def plainly(value: QuantizedTensor | Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a weight decoded; raise RefusedError where its inputs are rounded, which a plain weight does not do."""
+    if isinstance(value, Tensor):
+        return value
+    if value.input is not None:
+        raise RefusedError(
+            f"{name}: its inputs are rounded, which is not computed in the module that holds it here",
+            "measure it in an engine that loads it (see `quantforge plan`)",
+        )
+    return value.decode(dtype)
+
+
+def packed_experts(
+    module: nn.Module,
+    stacks: Sequence[Stack],
+    weight: Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PackedExperts | None:
+    """Return packed experts to replace a module of transformers; None where the module is not understood.
+
+    Args:
+        module: its biases and norms are filled, its stacks are not.
+        stacks: which linears each of its parameters of three dimensions consists of; of the names the last part counts.
+        weight: returns the matrix ``[out, in]`` of a linear (as the stack names it) of an expert.
+        dtype: of activations.
+        device: where the weights are kept.
+    """
+    by_leaf = {stack.parameter.rpartition(".")[2]: stack for stack in stacks}
+    spread = gated_spread(module, by_leaf)
+    experts: Any = module if spread is None else spread
+    if not understood(experts) or _stacked(experts) != by_leaf.keys():
+        return None
+    made = {}
+    for leaf, stack in by_leaf.items():
+
+        def parts(
+            expert: int, linears: Sequence[str] = stack.linears
+        ) -> list[QuantizedTensor | Tensor]:
+            return [weight(linear, expert) for linear in linears]
+
+        made[leaf] = stack_of(parts, experts.num_experts, dtype, device)
+    opening = by_leaf[opening_name(experts)]
+    turns = len(opening.linears) if opening.interleaved else 1
+    kind = PackedExperts if spread is None else SpreadExperts
+    return kind(experts, made[opening_name(experts)], made[_DOWN], turns)
 
 
 class PackedExperts(nn.Module):
@@ -93,42 +239,6 @@ class PackedExperts(nn.Module):
         return y + bias[owners.pairs]
 
 
-def packed_experts(
-    module: nn.Module,
-    stacks: Sequence[Stack],
-    weight: Weight,
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: type[PackedExperts] = PackedExperts,
-) -> PackedExperts | None:
-    """Return packed experts to replace a module of transformers; None where the module is not understood.
-
-    Args:
-        module: its biases and norms are filled, its stacks are not.
-        stacks: which linears each of its parameters of three dimensions consists of; of the names the last part counts.
-        weight: returns the matrix ``[out, in]`` of a linear (as the stack names it) of an expert.
-        dtype: of activations.
-        device: where the weights are kept.
-        kind: how they are called.
-    """
-    by_leaf = {stack.parameter.rpartition(".")[2]: stack for stack in stacks}
-    if not understood(module) or _stacked(module) != by_leaf.keys():
-        return None
-    experts: Any = module
-    made = {}
-    for leaf, stack in by_leaf.items():
-
-        def parts(
-            expert: int, linears: Sequence[str] = stack.linears
-        ) -> list[QuantizedTensor | Tensor]:
-            return [weight(linear, expert) for linear in linears]
-
-        made[leaf] = stack_of(parts, experts.num_experts, dtype, device)
-    opening = by_leaf[opening_name(experts)]
-    turns = len(opening.linears) if opening.interleaved else 1
-    return kind(experts, made[opening_name(experts)], made[_DOWN], turns)
-
-
 def understood(module: Any) -> bool:
     """Return whether a module says what it computes, in the terms of transformers' experts, and holds nothing else."""
     if not all(hasattr(module, name) for name in _SAID):
@@ -157,3 +267,93 @@ def _is_silu(module: Any) -> bool:
     if not plain:
         return False
     return getattr(module.act_fn, "__name__", type(module.act_fn).__name__) in _SILU
+
+
+class SpreadExperts(PackedExperts):
+    """Packed experts that take and return ``[experts * tokens, hidden]``."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Return what each expert makes of the rows that are its own."""
+        rows = hidden_states.reshape(self.num_experts, -1, hidden_states.shape[1])
+        experts, tokens = (rows != 0).any(-1).nonzero(as_tuple=True)
+        out = torch.zeros_like(rows)
+        if len(experts):
+            ones = rows.new_ones(len(experts), 1)
+            out[experts, tokens] = super().forward(rows[experts, tokens], experts[:, None], ones)
+        return out.flatten(0, 1)
+
+
+class GatedExperts(nn.Module):
+    """Experts in the words of those modules of transformers that say what they compute; it holds their parameters."""
+
+    has_gate, has_bias, has_post_expert_norm = True, False, False
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.num_experts: int = module.num_experts
+        self.act_fn: nn.Module = module.act_fn
+        for name, value in module.named_parameters(recurse=False):
+            self.register_parameter(name, value)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        product: Tensor = self.act_fn(gate) * up
+        return product
+
+
+def gated_spread(module: Any, stacks: Mapping[str, Stack]) -> GatedExperts | None:
+    """Return experts that take spread tokens in other words; None where a module is no such, or computes otherwise.
+
+    Args:
+        module: of transformers.
+        stacks: by the names of its parameters, of which it has no others.
+    """
+    if not takes_spread(module) or stacks.keys() != {_GATE_UP, _DOWN}:
+        return None
+    if {name for name, _ in module.named_parameters()} != stacks.keys():
+        return None
+    if not hasattr(module, "act_fn") or type(getattr(module, "num_experts", None)) is not int:
+        return None
+    return GatedExperts(module) if _is_gated(module, stacks) else None
+
+
+def _is_gated(module: Any, stacks: Mapping[str, Stack]) -> bool:
+    kept = dict(module.named_parameters(recurse=False))
+    width = kept[_DOWN].shape[2 if stacks[_DOWN].transposed else 1]
+    random = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int) -> Tensor:
+        drawn: Tensor = torch.randn(shape, generator=random)
+        return drawn / math.sqrt(shape[-1])
+
+    tried = {_GATE_UP: numbers(2 * _UNITS, width), _DOWN: numbers(width, _UNITS)}
+    states = numbers(_TOKENS, width) * math.sqrt(width)
+    gate, up = (states @ stacks[_GATE_UP].share(tried[_GATE_UP], position).T for position in (0, 1))
+    for name, matrix in tried.items():
+        turned = matrix.T if stacks[name].transposed else matrix
+        setattr(module, name, parameter(turned.contiguous()[None]))
+    try:
+        with torch.no_grad():
+            found, expected = module(states), (module.act_fn(gate) * up) @ tried[_DOWN].T
+    except RuntimeError:
+        return False
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+    return found.shape == expected.shape and torch.allclose(found, expected, _CLOSE, _CLOSE)
+
+
+def waits(model: nn.Module) -> bool:
+    """Return whether the host has to know which experts a token is sent to, so that no CUDA graph holds a step."""
+    return any(
+        isinstance(module, SeparateStack)
+        or (isinstance(module, PackedStack) and module.chosen.waits)
+        or is_mixture(module)
+        for module in model.modules()
+    )
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Return whether a module of transformers holds the weights of experts, in parameters of three dimensions."""
+    stacked = any(value.dim() == 3 for value in module.parameters(recurse=False))
+    return stacked and type(getattr(module, "num_experts", None)) is int

@@ -15,20 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.linear import PackedLinear, PackedWeights
-from quantforge.runtime.problems import Stated, state
+from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, kernel_weight
 from quantforge_kernels import reference
 from quantforge_kernels.grouped import (
     SHARED,
+    GroupedKernel,
     GroupedProblem,
     Owners,
     by_matrix,
     matrix,
     stack,
 )
-from quantforge_kernels.probe import grouped_failure
-from quantforge_kernels.problem import Packed
-from quantforge_kernels.select import select_grouped
+from quantforge_kernels.select import grouped_failure, select_grouped
 
 # The weights of one expert in a stack, ``[out, in]`` each, in the order of their rows.
 Parts = Sequence[QuantizedTensor | Tensor]
@@ -66,7 +64,7 @@ class PackedStack(PackedWeights):
         super().__init__()
         first = joined(parts(0), dtype, device)
         self.problem = GroupedProblem(first.problem, experts)
-        self.chosen = select_grouped(self.problem)
+        self.chosen: GroupedKernel = select_grouped(self.problem)
         self.failure = self._tried(first)
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
@@ -75,26 +73,18 @@ class PackedStack(PackedWeights):
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
             for expert in range(experts):
-                stated = first if expert == 0 else joined(parts(expert), dtype, device)
-                if stated.problem != first.problem:
+                weight = first if expert == 0 else joined(parts(expert), dtype, device)
+                if weight.problem != first.problem:
                     raise DifferentError
-                yield stated.codes, stated.parameters
+                yield weight.codes, weight.parameters
 
         try:
             packed = stack(weights(), self.problem, self.chosen)
         except ValueError as error:
             raise DifferentError(str(error)) from error
-        self._names: list[str] = []
-        self._hold(packed)
+        self.hold(packed)
 
-    def _hold(self, packed: Packed) -> None:
-        for name in self._names:
-            delattr(self, name)
-        self._names = list(packed)
-        for name, value in packed.items():
-            self.register_buffer(name, value)
-
-    def _tried(self, first: Stated) -> str | None:
+    def _tried(self, first: KernelWeight) -> str | None:
         """Return why the kernel fails on the first matrix alone; None where it does not."""
         if self.chosen.layout.restore is None:
             return None
@@ -115,25 +105,10 @@ class PackedStack(PackedWeights):
         return y
 
     @property
-    def packed(self) -> Packed:
-        """Return the weights as the kernel keeps them."""
-        return {name: self.get_buffer(name) for name in self._names}
-
-    @property
-    def kernel(self) -> str:
-        """Return the name of the kernel that multiplies."""
-        return self.chosen.name
-
-    @property
     def weights(self) -> int:
         """Return the number of weights of all experts."""
         each = self.problem.each
         return self.problem.matrices * each.out_features * each.in_features
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes held for the weights of all experts."""
-        return sum(value.nbytes for value in self.packed.values())
 
     def round_inputs(self, bits: int) -> bool:
         """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
@@ -152,7 +127,7 @@ class PackedStack(PackedWeights):
         if grouped_failure(chosen, alone, replace(problem, matrices=1)) is not None:
             return False
         self.problem, self.chosen = problem, chosen
-        self._hold(packed)
+        self.hold(packed)
         return True
 
     def keep_decoded(self, keep: bool) -> None:
@@ -210,36 +185,36 @@ def stack_of(
         return SeparateStack(parts, experts, dtype, device)
 
 
-def joined(parts: Parts, dtype: torch.dtype, device: torch.device) -> Stated:
-    """State the rows of some matrices as those of one.
+def joined(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeight:
+    """Return the rows of some matrices as those of one weight.
 
     Raises:
         DifferentError: one is not quantized, or to another scheme; or rows do not fill whole tiles of it.
     """
     packed = [part for part in parts if isinstance(part, QuantizedTensor)]
-    stated = [state(part, dtype, device) for part in packed]
-    for tensor, one in zip(packed, stated, strict=True):
+    weights = [kernel_weight(part, dtype, device) for part in packed]
+    for tensor, one in zip(packed, weights, strict=True):
         if tensor.outlier_columns is not None or (tensor.input and not one.problem.activation):
             raise DifferentError
-    problems = {replace(one.problem, out_features=0) for one in stated}
+    problems = {replace(one.problem, out_features=0) for one in weights}
     if len(packed) < len(parts) or len(problems) > 1:
         raise DifferentError
-    if len(stated) == 1:
-        return stated[0]
-    tile = stated[0].problem.tile_rows
-    if any(one.problem.out_features % tile for one in stated[:-1]):
+    if len(weights) == 1:
+        return weights[0]
+    tile = weights[0].problem.tile_rows
+    if any(one.problem.out_features % tile for one in weights[:-1]):
         raise DifferentError
-    whole = sum(one.problem.out_features for one in stated)
+    whole = sum(one.problem.out_features for one in weights)
     parameters = {}
-    for name, value in stated[0].parameters.items():
-        values = [one.parameters[name] for one in stated]
+    for name, value in weights[0].parameters.items():
+        values = [one.parameters[name] for one in weights]
         if name in SHARED and not all(torch.equal(value, other) for other in values):
             raise DifferentError
         if len({other.dtype for other in values}) > 1:
             raise DifferentError
         parameters[name] = value if name in SHARED else torch.cat(values)
-    codes = torch.cat([one.codes for one in stated])
-    return Stated(replace(stated[0].problem, out_features=whole), codes, parameters)
+    codes = torch.cat([one.codes for one in weights])
+    return KernelWeight(replace(weights[0].problem, out_features=whole), codes, parameters)
 
 
 def _linear(part: QuantizedTensor | Tensor, dtype: torch.dtype, device: torch.device) -> nn.Module:

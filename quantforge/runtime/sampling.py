@@ -2,7 +2,7 @@
 
 A sampler holds what a request's choices depend on besides its logits: its generator, and the tokens that occurred. So a
 request gives the same tokens alone and with others, and continues where it was when it is computed again. The rules are
-those of `quantforge.runtime.sampling_options`.
+those of `quantforge.runtime.generation_options`.
 
 Bias and penalties are applied to tokens that are named or that occurred, without work on the rest of the vocabulary. A
 draw follows weights that are not normalized: that of the most likely token is 1, those of the others are
@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.sampling_options import Sampling
-
-__all__ = ["Chosen", "RowSampler", "Sampling", "choose_rows"]
+from quantforge.runtime.generation_options import Sampling
 
 CACHED, ON_GPU = (
     1 << 20,

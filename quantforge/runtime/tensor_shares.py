@@ -5,13 +5,17 @@ output projection that read them. Of an MLP it holds rows of gate and up, and th
 needs two sums, behind the output projection and behind down; biases there are added once, to the sum. Norms, the
 embedding and the head are in every process. So is what attention keeps of its heads: a cache of these heads alone.
 
+A cut of columns lies between groups, so that no scale is cut. What is left is a matrix of its own: its codes and
+parameters are those of the whole, bit for bit.
+
 Every process is told the same tokens and computes the same logits, and so chooses the same next token.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -22,10 +26,8 @@ from torch import Tensor, nn
 from quantforge.architectures import LayerKind, Parameter
 from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError, UsageError
-from quantforge.runtime.computed import supports
-from quantforge.runtime.decoder_layer import multiply
-from quantforge.runtime.weight_cuts import Cut, Share
-from quantforge_kernels.layers import add_bias
+from quantforge.runtime.decoder import supports
+from quantforge.runtime.linear import KernelWeight, SummedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,37 +37,135 @@ if TYPE_CHECKING:
 
 _SHARED = frozenset({"q", "kv", "qkv", "ffn", "gate_up"})  # dimensions
 _BY_HEAD = frozenset({"heads", "kv_heads"})
+_OF_ALL = frozenset({"table"})  # parameters of the grid, not of rows
+_UPPER = frozenset({"d", "dmin"})  # one for each superblock
 
 
-class SummedLinear(nn.Module):
-    """A linear layer of which every process holds some columns.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Share of one process.
 
-    Args:
-        part: what is here of it; its bias is taken from it.
-        share: of this process.
+    Attributes:
+        rank: its number, from 0.
+        ranks: how many processes there are.
+        total: returns the sum of a tensor over all processes, the same bits in each; each has to call it.
     """
 
-    def __init__(self, part: nn.Module, share: Share) -> None:
-        super().__init__()
-        self.ranks = share.ranks
-        self._total = share.total
-        bias = part.bias
-        assert bias is None or isinstance(bias, Tensor)
-        self.bias = bias
-        if bias is not None:
-            part.register_parameter("bias", None)
-        self.part = part
+    rank: int
+    ranks: int
+    total: Callable[[Tensor], Tensor]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply this process's ``x`` ``[..., columns]``; return the sum of all, ``[..., out_features]``."""
-        y = self._total(multiply(self.part, x.reshape(-1, x.shape[-1])))
-        y = y if self.bias is None else add_bias(y, self.bias)
-        return y.view(*x.shape[:-1], -1)
+    def of(self, size: int, what: str) -> slice:
+        """Return the run of ``size`` things that is this process's.
+
+        Raises:
+            RefusedError: there are not as many for each process.
+        """
+        if size % self.ranks:
+            raise RefusedError(
+                f"{what}: {size} cannot be split over {self.ranks} processes",
+                "a number of processes that divides it",
+            )
+        part = size // self.ranks
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def of_heads(self, scale: Tensor) -> Tensor:
+        """Return the scales ``[kv_heads, ...]`` of the heads of this process; one scale for all stays."""
+        return scale if len(scale) == 1 else scale[self.of(len(scale), "key/value heads")]
 
 
-def ranks_of(model: nn.Module) -> int:
-    """Return how many processes share a model; 1: it is whole."""
-    return next((one.ranks for one in model.modules() if isinstance(one, SummedLinear)), 1)
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Runs of rows of a weight, or of its bias, one behind the other; or a run of columns.
+
+    Attributes:
+        module: whose weight it is.
+        share: of the process that holds it.
+        rows: the runs; none are all rows.
+        columns: the run; None is all columns.
+    """
+
+    module: str
+    share: Share
+    rows: tuple[slice, ...] = ()
+    columns: slice | None = None
+
+    def plain(self, value: Tensor) -> Tensor:
+        """Return what is left of a weight ``[out_features, in_features]`` or a bias ``[out_features]``, copied."""
+        if self.rows:
+            return torch.cat([value[run] for run in self.rows])
+        return value if self.columns is None else value[:, self.columns].clone()
+
+    def kernel_weight(self, whole: KernelWeight) -> KernelWeight:
+        """Return what is left of a weight, as kernels take it.
+
+        Raises:
+            RefusedError: a group, or a tile of rows, would be cut.
+        """
+        problem, parameters = whole.problem, dict(whole.parameters)
+        tile, group, upper = problem.tile_rows, problem.group_size, problem.superblock
+        left = (problem.out_features, problem.in_features)
+        rows, columns = self.rows or (slice(0, left[0]),), self.columns or slice(0, left[1])
+        runs = [self._among(run, tile, left[0], "outputs in runs") for run in rows]
+        runs = runs[:1] if tile >= left[0] else runs
+        for name in parameters.keys() - _OF_ALL:
+            size = upper if name in _UPPER else group
+            part = self._among(columns, size, left[1], "inputs in groups")
+            parameters[name] = torch.cat([parameters[name][run, part] for run in runs])
+        width = columns.stop - columns.start
+        smaller = replace(
+            problem,
+            out_features=sum(run.stop - run.start for run in rows),
+            in_features=width,
+            group_size=width if group == left[1] else group,
+            superblock=width if upper == left[1] else upper,
+        )
+        codes = torch.cat([whole.codes[run, columns] for run in rows])
+        return KernelWeight(smaller, codes, parameters)
+
+    def _among(self, run: slice, size: int, whole: int, what: str) -> slice:
+        """Return a run of rows or columns among parameters of which each serves ``size`` of them."""
+        if size >= whole:
+            return slice(0, 1)
+        if run.start % size or (run.stop % size and run.stop != whole):
+            raise RefusedError(
+                f"{self.module}: {whole} {what} of {size} cannot be cut at {run.start} and {run.stop}",
+                "fewer processes, or a model in smaller groups",
+                tensor=f"{self.module}.weight",
+            )
+        return slice(run.start // size, -(-run.stop // size))
+
+
+def share_of_process(device: str) -> Share | None:
+    """Return the share of this process; None: it is the only one.
+
+    Args:
+        device: where it computes: processors speak gloo, GPUs NCCL.
+
+    Raises:
+        UsageError: torchrun (or whoever else describes the processes in the environment) did not start it.
+    """
+    if not dist.is_initialized():
+        if torch.device(device).index is not None:
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group("gloo" if device == "cpu" else "nccl")
+        except ValueError as error:
+            raise UsageError(
+                f"a model over several processes: {error}",
+                "torchrun --nproc-per-node N -m quantforge generate MODEL PROMPT",
+            ) from error
+        atexit.register(dist.destroy_process_group)  # its threads, left to the end, may abort it
+    if dist.get_world_size() == 1:
+        return None
+    return Share(dist.get_rank(), dist.get_world_size(), _total)
+
+
+def _total(part: Tensor) -> Tensor:
+    """Return the sum of all processes' parts in the order of their ranks, so that its bits are the same everywhere."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.contiguous())
+    return reduce(torch.add, (one.float() for one in parts)).to(part.dtype)
 
 
 def cuts_of(
@@ -108,14 +208,6 @@ def cuts_of(
                 _check_input(cut, layout.scheme.input)
             found[name] = cut
     return found
-
-
-def sum_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Let layers of which some columns are here return the sum over all processes."""
-    for cut in cuts.values():
-        if cut.columns is not None:
-            part = model.get_submodule(cut.module)
-            model.set_submodule(cut.module, SummedLinear(part, cut.share))
 
 
 def _cut(
@@ -170,33 +262,9 @@ def _refused(why: str) -> RefusedError:
     return RefusedError(f"a model over several processes: {why}", "one process, without torchrun")
 
 
-def share_of_process(device: str) -> Share | None:
-    """Return the share of this process; None: it is the only one.
-
-    Args:
-        device: where it computes: processors speak gloo, GPUs NCCL.
-
-    Raises:
-        UsageError: torchrun (or whoever else describes the processes in the environment) did not start it.
-    """
-    if not dist.is_initialized():
-        if torch.device(device).index is not None:
-            torch.cuda.set_device(device)
-        try:
-            dist.init_process_group("gloo" if device == "cpu" else "nccl")
-        except ValueError as error:
-            raise UsageError(
-                f"a model over several processes: {error}",
-                "torchrun --nproc-per-node N -m quantforge generate MODEL PROMPT",
-            ) from error
-        atexit.register(dist.destroy_process_group)  # its threads, left to the end, may abort it
-    if dist.get_world_size() == 1:
-        return None
-    return Share(dist.get_rank(), dist.get_world_size(), _total)
-
-
-def _total(part: Tensor) -> Tensor:
-    """Return the sum of all processes' parts in the order of their ranks, so that its bits are the same everywhere."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, part.contiguous())
-    return reduce(torch.add, (one.float() for one in parts)).to(part.dtype)
+def sum_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Let layers of which some columns are here return the sum over all processes."""
+    for cut in cuts.values():
+        if cut.columns is not None:
+            part = model.get_submodule(cut.module)
+            model.set_submodule(cut.module, SummedLinear(part, cut.share))

@@ -156,7 +156,7 @@ def _measure_model(
     from quantforge.evaluation.serving_load.on_engine import serve_here
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.load import load
-    from quantforge.runtime.serving.engine_options import EngineOptions
+    from quantforge.runtime.serving.engine import EngineOptions
 
     loaded = load(path, settings.device, torch.bfloat16, input_bits=settings.input_bits)
     settings.policy.check(loaded.events)

@@ -15,6 +15,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
+from quantforge.runtime.generation_options import AnswerLimits, limits_from
 from quantforge.runtime.speculation.options import (
     DRAFT_TOKENS,
     FOR_ONE_TEXT,
@@ -30,11 +31,10 @@ from quantforge.verbs.caller_state import torch_defaults
 from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
-    from quantforge.runtime.answer_limits import AnswerLimits
     from quantforge.runtime.load import Loaded
-    from quantforge.runtime.speaker import Speaker
     from quantforge.runtime.speculation.decode import SpeculativeDecoder
-    from quantforge.runtime.weight_cuts import Share
+    from quantforge.runtime.tensor_shares import Share
+    from quantforge.runtime.text_model import TextModel
 
 MAX_TOKENS = 256
 COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
@@ -103,7 +103,7 @@ def generate(
     """
     limits = limits_of(max_tokens, **options)
     drafts = DraftOptions(draft, draft_tokens, draft_tree)
-    from quantforge.runtime.speaker import checked
+    from quantforge.runtime.text_model import checked
 
     checked(prompt)
     speaker = open_speaker(model, settings or Settings(), drafts, cache)
@@ -121,8 +121,6 @@ def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits
         UsageError: a name or a value that means nothing.
     """
     check_names(options, AnswerOptions.__annotations__)
-    from quantforge.runtime.answer_limits import limits_from
-
     return limits_from(max_tokens, {**options})
 
 
@@ -131,7 +129,7 @@ def open_speaker(
     settings: Settings,
     drafts: DraftOptions = NO_DRAFT,
     cache: str = "",
-) -> Speaker:
+) -> TextModel:
     """Load a model to talk to; errors as `generate`."""
     if cache:
         kinds_of(cache)
@@ -139,9 +137,9 @@ def open_speaker(
         raise UsageError(f"--draft {drafts.draft}: processes share one model", "leave it out")
     check_drafts(model, drafts, settings)
     loaded, name = loaded_to_answer(model, settings)
-    from quantforge.runtime.speaker import Speaker
+    from quantforge.runtime.text_model import TextModel
 
-    return Speaker(loaded, name, speculative_of(loaded, drafts, settings), cache)
+    return TextModel.of(loaded, name, speculative_of(loaded, drafts, settings), cache)
 
 
 def check_drafts(
@@ -175,7 +173,7 @@ def speculative_of(
     """Return a loaded model with its drafter, if there is to be one; errors as `speculative_decoder` and `generate`."""
     if not drafts.draft:
         return None
-    from quantforge.runtime.speculation.drafters import speculative_decoder
+    from quantforge.runtime.speculation.decode import speculative_decoder
 
     def other(named: str) -> Loaded | HeadDirectory:
         heads = open_heads(resolve(named, settings.offline))

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.arguments import check_arguments
 from quantforge.errors import RefusedError, UsageError
-from quantforge.runtime.sampling_options import Range
+from quantforge.runtime.generation_options import Range
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, loaded_to_answer, speculative_of
 
 if TYPE_CHECKING:
-    from quantforge.runtime.cache_layout import CacheLayout
+    from quantforge.runtime.cache import CacheLayout
     from quantforge.runtime.load import Loaded
-    from quantforge.serving.served_model import ServedModel
+    from quantforge.serving.routes import ServedModel
 
 PACKAGES = ("pydantic", "starlette", "uvicorn")
 COUNT = Range("a whole number from 1 on", 1, whole=True)
@@ -150,13 +150,11 @@ def served_model(
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     import torch
 
-    from quantforge.runtime.cache_layout import CacheLayout
-    from quantforge.runtime.computed import supports
-    from quantforge.runtime.decoder import Decoder
-    from quantforge.runtime.serving.engine import ServingEngine
-    from quantforge.runtime.serving.engine_options import EngineOptions
+    from quantforge.runtime.cache import CacheLayout
+    from quantforge.runtime.decoder import Decoder, supports
+    from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
     from quantforge.runtime.text_side import text_side
-    from quantforge.serving.served_model import ServedModel, ServerLimits
+    from quantforge.serving.routes import ServedModel, ServerLimits
 
     if not supports(loaded.model):
         raise RefusedError(

@@ -34,7 +34,7 @@ from quantforge.model.loading import TensorSource
 from quantforge.model.model_class import class_of
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
-from quantforge.runtime.kv_cache import CachePeaks, listening
+from quantforge.runtime.cache_scales import CachePeaks, listening
 from quantforge.runtime.text_side import tokenizer_of
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import Artifact, Original

@@ -18,7 +18,7 @@ from quantforge.formats.checks import positive
 from quantforge.packers.fp8 import largest
 from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.kv_cache import CachePeaks, read_scales
+from quantforge.runtime.cache_scales import CachePeaks, read_scales
 from quantforge.verification.findings import Report
 from quantforge.verification.forward import Inputs
 

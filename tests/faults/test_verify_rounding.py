@@ -17,7 +17,7 @@ from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq
 from quantforge.recipe import Rounding
-from quantforge.runtime.kv_cache import CachePeaks
+from quantforge.runtime.cache_scales import CachePeaks
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.anomalies import anomalies, off_by_one
 from quantforge.verification.findings import Report

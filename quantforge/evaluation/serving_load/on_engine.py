@@ -10,9 +10,7 @@ from quantforge.errors import InputError
 from quantforge.evaluation.serving_load.latency_figures import Waited
 from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import Counters, EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import (
     Finished,
     FinishReason,

@@ -12,20 +12,19 @@ next token of each request whose tokens are then all computed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError
-from quantforge.runtime.cache import keep_path
+from quantforge.errors import InputError, UsageError
+from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import EngineSteps
+from quantforge.runtime.decoding import EngineSteps
 from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities
-from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import (
     Finished,
     FinishReason,
@@ -36,10 +35,83 @@ from quantforge.runtime.serving.generation_requests import (
     check_request,
 )
 from quantforge.runtime.serving.scheduler import Scheduler, ServedEntry, Work
-from quantforge.runtime.serving.step_drafts import StepDrafts
-from quantforge.runtime.speculation.decode import SpeculativeDecoder
-from quantforge.runtime.speculation.verify import Verified, verify
+from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder
+from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.options import FOR_ONE_TEXT
+from quantforge.runtime.speculation.verify import SpeculationCounts, Verified, verify
 from quantforge_kernels.kv import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of an engine.
+
+    Attributes:
+        rows: most requests that are computed at a time.
+        tokens: most tokens of a request, old and new; None: the positions of the model.
+        pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
+        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
+        token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
+        chunk: most tokens of one prompt in a step.
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    rows: int = 16
+    tokens: int | None = None
+    pages: int | None = None
+    cache: str = ""
+    token_budget: int = 512
+    chunk: int = 96
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "pages", "token_budget", "chunk"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(
+                    f"{name} = {value!r}",
+                    f"a whole number of at least 1 ({PAGE} tokens are a page)",
+                )
+        if self.token_budget < self.rows:
+            raise UsageError(
+                f"token_budget = {self.token_budget} is less than rows = {self.rows}",
+                "every row that runs takes one token of each step",
+            )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of what happened, and the state after the last step.
+
+    Attributes:
+        steps: computed.
+        computed_tokens: that went through the model.
+        new_tokens: chosen.
+        finished: requests by reason.
+        preemptions: requests that had to give back their pages.
+        scheduling_seconds: spent on deciding and keeping books, without the model and the choice of tokens.
+        step_seconds: spent in steps.
+        waiting, running: requests.
+        pages, pages_free: of the cache.
+        speculation: what came of drafted tokens.
+        reserved_tokens, used_tokens: places in the pages of running requests, and those in use.
+    """
+
+    steps: int = 0
+    computed_tokens: int = 0
+    new_tokens: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    preemptions: int = 0
+    scheduling_seconds: float = 0.0
+    step_seconds: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    pages: int = 0
+    pages_free: int = 0
+    reserved_tokens: int = 0
+    used_tokens: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 class ServingEngine:
@@ -84,7 +156,7 @@ class ServingEngine:
         if speculative is not None:
             counts = self._counters.speculation
             self._drafts = StepDrafts(speculative, self.cache, options.token_budget, counts)
-        self._scheduler = Scheduler(self.cache, options, self._counters)
+        self._scheduler = Scheduler(self.cache, options.token_budget, options.chunk)
         self._entries: dict[str, ServedEntry] = {}
         self._happened: list[Happening] = []
 
@@ -106,6 +178,7 @@ class ServingEngine:
         return replace(
             self._counters,
             finished=self._counters.finished.copy(),
+            preemptions=self._scheduler.preemptions,
             waiting=len(self._scheduler.waiting),
             running=len(rows),
             pages_free=cache.free,
@@ -166,7 +239,7 @@ class ServingEngine:
         for part, one in zip(parts, verified, strict=True):
             if part.tree.tokens:
                 tokens = part.first + part.tokens
-                keep_path(self.cache, part.row, tokens - 1, [0, *(node + 1 for node in one.path)])
+                self.cache.keep_path(part.row, tokens - 1, [0, *(node + 1 for node in one.path)])
                 self.cache.shorten(part.row, tokens + len(one.path))  # frees pages of the others
             for chosen in one.chosen:
                 self._accept(part.entry, chosen)
@@ -236,3 +309,76 @@ def _verify(logits: Tensor, parts: Sequence[Work]) -> list[Verified]:
         [part.tree for part in parts],
         [entry.request.stop for entry in entries],
     )
+
+
+class StepDrafts:
+    """Drafted tokens for the steps of an engine.
+
+    Args:
+        speculative: who drafts.
+        cache: of the engine.
+        budget: most tokens of a step.
+        counts: to count in.
+
+    Raises:
+        UsageError: drafters that need what the model computes of one text.
+    """
+
+    def __init__(
+        self,
+        speculative: SpeculativeDecoder,
+        cache: PagedCache,
+        budget: int,
+        counts: SpeculationCounts,
+    ) -> None:
+        if speculative.drafter(1).taps is not None:
+            raise UsageError(*FOR_ONE_TEXT)
+        self._speculative, self._cache = speculative, cache
+        self._budget, self._counts = budget, counts
+        self._drafters: dict[str, Drafter] = {}
+        self._pace: Pace | None = None  # of the step; None: it may have no drafted tokens
+
+    def add(self, work: Sequence[Work]) -> list[Work]:
+        """Return the work of a step with drafted tokens; pages for them are reserved."""
+        self._pace = None
+        if not all(part.chooses and part.tokens == 1 for part in work):
+            return list(work)
+        self._pace = self._speculative.pace(len(work))
+        most = min(self._pace.tokens(), self._budget // len(work) - 1)
+        return [self._with_draft(part, most) for part in work]
+
+    def took(self, seconds: float, verified: Sequence[Verified]) -> None:
+        """Note what a step took, drafting included, and what came of it."""
+        if self._pace is None:
+            return
+        depth = max(one.tree.depth for one in verified)
+        self._pace.took(depth, seconds)
+        for one in verified:
+            self._counts.count(one)
+            if depth:  # a request without drafted tokens gains nothing of what the others cost
+                missed = one.missed or not one.tree.drafted
+                self._pace.judged(len(one.path), missed=missed)
+
+    def forget(self, entry: ServedEntry) -> None:
+        """Drop the drafter of a request that has ended."""
+        self._drafters.pop(entry.request.id, None)
+
+    def _with_draft(self, part: Work, most: int) -> Work:
+        request, cache = part.entry.request, self._cache
+        depth = min(most, request.new_tokens - len(part.entry.new) - 1)
+        if depth < 1:
+            return part
+        if request.id not in self._drafters:
+            room = len(request.ids) + request.new_tokens
+            self._drafters[request.id] = self._speculative.drafter(room)
+        try:
+            tree = self._drafters[request.id].draft(part.entry.tokens, depth, part.entry.sampler)
+        except InputError:  # a draft's logits are not finite: the model's own may be
+            return part
+        tokens = part.first + 1 + len(tree.tokens)
+        ahead = cache.layout.ahead if cache.layout.rings else tokens
+        fits = tokens <= cache.most_tokens and len(tree.tokens) < ahead
+        if not fits or cache.wanted(part.row, tokens) > cache.free:
+            return part
+        cache.reserve(part.row, tokens)
+        return replace(part, tree=tree)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quantforge.errors import InputError
-from quantforge.runtime.sampling import Chosen, Sampling
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.sampling import Chosen
 
 
 class FinishReason(StrEnum):

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.serving.counters import Counters
-from quantforge.runtime.serving.engine_options import EngineOptions
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 from quantforge.runtime.speculation.tree import DraftTree
 from quantforge_kernels.kv import PAGE
@@ -92,18 +90,19 @@ class Scheduler:
 
     Args:
         cache: its rows are given to requests.
-        options: of the engine.
-        counters: to count in.
+        token_budget: most tokens of a step.
+        chunk: most tokens of one prompt in a step.
 
     Attributes:
         waiting: entries without a row, in the order in which they came.
         running: entries with one, likewise.
+        preemptions: how often a request had to give back its pages.
     """
 
-    def __init__(self, cache: PagedCache, options: EngineOptions, counters: Counters) -> None:
+    def __init__(self, cache: PagedCache, token_budget: int, chunk: int) -> None:
         self._cache = cache
-        self._options = options
-        self._counters = counters
+        self._token_budget, self._chunk = token_budget, chunk
+        self.preemptions = 0
         self._rows = list(range(cache.sequences))[::-1]
         self.waiting: list[ServedEntry] = []
         self.running: list[ServedEntry] = []
@@ -111,12 +110,12 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """Decide on a step, and reserve the pages it needs."""
         work: dict[ServedEntry, Work] = {}
-        budget = self._options.token_budget
+        budget = self._token_budget
         for entry in tuple(self.running):
             if entry.row is not None and self._left(entry) == 1 and self._take(entry, 1, work):
                 budget -= 1
         for entry in self._prompts(work):
-            portion = max(0, min(self._left(entry), budget, self._options.chunk))
+            portion = max(0, min(self._left(entry), budget, self._chunk))
             budget -= self._take(entry, portion, work)
             if budget < 1:
                 break
@@ -190,4 +189,4 @@ class Scheduler:
         work.pop(entry, None)
         self._release(entry)
         self.waiting.insert(0, entry)
-        self._counters.preemptions += 1
+        self.preemptions += 1

@@ -11,19 +11,15 @@ One verifier (`verify`) serves a single text (`decode`) and the steps of an engi
 
 In this folder:
 
-    decode        Speculative decoding of one text: draft, compute all drafted tokens in one pass
-    draft_model   A draft model: a smaller model of the same vocabulary, or the model itself in fewer bits
-    drafter       Interface of a drafter: it proposes the next tokens of one text, and may read what the model computed
-    drafters      Drafters by name: n-grams, lookahead, the model in fewer bits, its MTP layer, draft heads
-    eagle3        EAGLE-3: one decoder layer that reads each token together with what the model computed before it
-    features      A drafter of a small network that reads each token together with the model's state before it (EAGLE-3
-    head_weights  Linears of draft heads: plain weights in the type of the model, quantized ones packed
-    lookahead     Lookahead decoding: the model drafts for itself, many places at once (Fu et al., arXiv 2402.02057)
-    medusa        Medusa heads: each predicts the token so many places ahead, from the model's last hidden state alone
-    mtp           Multi-token prediction (MTP): the model's own layer for further tokens, stored after its last layer
-    ngrams        N-grams: copy from the text itself what followed the last time that its last tokens occurred
-    options       Options of speculation: who drafts tokens, how many in a row, and how many for one place
-    pace          Pace: how many tokens to draft in a row, from what passes have cost so far
-    tree          Trees of drafted tokens: several tokens may be drafted for one place
-    verify        Verification: a drafted token counts where the model chooses it
+    decode       Speculative decoding of one text: draft, compute all drafted tokens in one pass
+    draft_model  A draft model: a smaller model of the same vocabulary, or the model itself in fewer bits
+    drafter      What drafters have in common: the interface, their cache, linears of draft heads
+    eagle3       EAGLE-3: one decoder layer that reads each token together with what the model computed before it
+    lookahead    Lookahead decoding: the model drafts for itself, many places at once (Fu et al., arXiv 2402.02057)
+    medusa       Medusa heads: each predicts the token so many places ahead, from the model's last hidden state alone
+    mtp          Multi-token prediction (MTP): the model's own layer for further tokens, stored after its last layer
+    ngrams       N-grams: copy from the text itself what followed the last time that its last tokens occurred
+    options      Options of speculation: who drafts tokens, how many in a row, and how many for one place
+    tree         Trees of drafted tokens: several tokens may be drafted for one place
+    verify       Verification: a drafted token counts where the model chooses it
 """

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.quantizers.rtn import quantized
-from quantforge.runtime.cache import keep_path
-from quantforge.runtime.computed import computed
-from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step
+from quantforge.runtime.decoder import Decoder, decoder_family
+from quantforge.runtime.decoding import Step
 from quantforge.runtime.linear import PackedLinear
-from quantforge.runtime.plain_weights import reason
+from quantforge.runtime.load import reason
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.drafter import Drafter
-from quantforge.runtime.speculation.options import FEWER_BITS, MOST_NODES
+from quantforge.runtime.speculation.drafter import Drafter, cache_of_text
+from quantforge.runtime.speculation.options import FEWER_BITS
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
 
 if TYPE_CHECKING:
@@ -50,9 +48,7 @@ class ModelDrafter(Drafter):
     def __init__(self, decoder: Decoder, room: int, shape: Sequence[int]) -> None:
         self._decoder, self._shape = decoder, shape
         most = min(room, decoder.positions)
-        self._cache = decoder.cache(1, most + MOST_NODES)
-        self._cache.reserve(0, most + MOST_NODES)
-        self._cache.most_tokens = most  # places go beyond it, positions do not
+        self._cache = cache_of_text(decoder.cache, most)
         self._step = Step(decoder, self._cache)
         self._read = 0  # tokens of the text in the cache; computed nodes of the last tree follow
         self._tree, self._computed = DraftTree(), 0
@@ -72,7 +68,7 @@ class ModelDrafter(Drafter):
             if node is None or node >= self._computed:
                 break
             path.append(node)
-        keep_path(self._cache, 0, self._read, path)
+        self._cache.keep_path(0, self._read, path)
         logits = self._logits(list(history[self._read + len(path) :]))[-1:]
         self._read, self._computed = len(history), 0
         self._tree = tree = DraftTree()
@@ -105,7 +101,7 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
     Raises:
         InputError: nothing can be rounded.
     """
-    family = computed(model)
+    family = decoder_family(model)
     assert family is not None  # see `Decoder`
     scheme = parse(SCHEMES[bits])
     shared = {id(value): value for value in (*model.parameters(), *model.buffers())}

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from quantforge.architectures.draft_heads import EMBEDDING, stored_names
 from quantforge.formats.sources.head_directory import HeadDirectory
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged import RaggedBatch, Span
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of
-from quantforge.runtime.speculation.drafter import Computed
-from quantforge.runtime.speculation.head_weights import read_linear
+from quantforge.runtime.speculation.drafter import Computed, read_linear
 from quantforge_kernels.attention import Scores
 from quantforge_kernels.layers import add_norm, rotate, silu_gate
 
@@ -64,11 +62,16 @@ class Eagle3Layer:
         mlp = heads.number("intermediate_size")
         own = heads.number("draft_vocab_size", default=vocabulary)
         shapes = {
-            "fc": (hidden, TAPS * seen), "lm_head": (own, hidden),
-            "self_attn.q_proj": (q_heads * width, 2 * hidden), "self_attn.k_proj": (kv_heads * width, 2 * hidden),
-            "self_attn.v_proj": (kv_heads * width, 2 * hidden), "self_attn.o_proj": (hidden, q_heads * width),
-            "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
-        }  # fmt: skip
+            "fc": (hidden, TAPS * seen),
+            "lm_head": (own, hidden),
+            "self_attn.q_proj": (q_heads * width, 2 * hidden),
+            "self_attn.k_proj": (kv_heads * width, 2 * hidden),
+            "self_attn.v_proj": (kv_heads * width, 2 * hidden),
+            "self_attn.o_proj": (hidden, q_heads * width),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+        }
 
         def read(name: str, *shape: int) -> Tensor:
             return heads.read(shape, *stored_names(name)).to(embedding.device, embedding.dtype)

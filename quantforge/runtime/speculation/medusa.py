@@ -16,8 +16,7 @@ from torch.nn.functional import silu
 
 from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.drafter import Computed, Drafter
-from quantforge.runtime.speculation.head_weights import Linear, read_linear
+from quantforge.runtime.speculation.drafter import Computed, Drafter, Linear, read_linear
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
 
 

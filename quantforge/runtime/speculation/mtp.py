@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from quantforge_kernels.layers import add_norm, linear
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.runtime.cache import PagedCache
-    from quantforge.runtime.decoder import Arrivals
     from quantforge.runtime.ragged import Span
 
 HINT = "take --draft ngram, int2 or a model"
@@ -44,8 +43,8 @@ _OWN = {  # of the head; else the model's
 }
 
 
-class MtpLayer(Decoder):
-    """The layer as a decoder that reads each token together with the state before it.
+class MtpLayer:
+    """The layer: a decoder of one block that reads each token together with the state before it.
 
     Args:
         loaded: the block as a model of one layer, with the norm and the output matrix of the head.
@@ -58,9 +57,10 @@ class MtpLayer(Decoder):
     taps: tuple[int, ...] = ()
 
     def __init__(self, loaded: Loaded, joins: Mapping[str, Tensor]) -> None:
-        super().__init__(loaded.model)
+        self._decoder = Decoder(loaded.model)
+        self._epsilon: float = loaded.model.config.rms_norm_eps
         self._joins = joins
-        self._before: Tensor | None = None
+        self.cache, self.logits = self._decoder.cache, self._decoder.logits
 
     def features(self, computed: Computed) -> Tensor:
         """Return the features of text ``[tokens, hidden]`` that the model computed."""
@@ -68,16 +68,10 @@ class MtpLayer(Decoder):
 
     def compute(self, ids: Tensor, features: Tensor, span: Span, cache: PagedCache) -> Tensor:
         """Compute more tokens ``[tokens]`` with the features ``[tokens, hidden]`` before each; return y likewise."""
-        self._before = features
-        return self.hidden_of(ids, [span], cache)
-
-    def _entry(self, *given: Any) -> Arrivals:
-        entry = super()._entry(*given)
-        assert self._before is not None
-        assert self._epsilon is not None
-        pairs = (entry.x, "enorm"), (self._before, "hnorm")
+        pairs = (self._decoder.embed(ids), "enorm"), (features, "hnorm")
         normed = [add_norm(x, None, self._joins[name], self._epsilon)[0] for x, name in pairs]
-        return replace(entry, x=linear(torch.cat(normed, -1), self._joins["eh_proj"]))
+        x = linear(torch.cat(normed, -1), self._joins["eh_proj"])
+        return self._decoder.hidden_of(ids, [span], cache, x=x)
 
 
 def read_mtp(loaded: Loaded) -> MtpLayer:

@@ -31,7 +31,7 @@ class DraftOptions:
     """Options of speculation.
 
     Attributes:
-        draft: who drafts, see `quantforge.runtime.speculation.drafters`; "" is nobody.
+        draft: who drafts, see `quantforge.runtime.speculation.decode`; "" is nobody.
         tokens: drafted tokens in a row, at most.
         tree: drafted tokens after each token, place by place, as ``3x2x1``; "": one for each place.
 

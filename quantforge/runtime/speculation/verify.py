@@ -159,9 +159,13 @@ class SpeculationCounts:
     def document(self) -> dict[str, float | None]:
         """Return the counts and what follows from them as plain data."""
         return {
-            "passes": self.passes, "guessed": self.guessed, "accepted": self.accepted, "acceptance": self.acceptance,
-            "tokens_per_pass": self.tokens_per_pass, "expected": self.expected,
-        }  # fmt: skip
+            "passes": self.passes,
+            "guessed": self.guessed,
+            "accepted": self.accepted,
+            "acceptance": self.acceptance,
+            "tokens_per_pass": self.tokens_per_pass,
+            "expected": self.expected,
+        }
 
 
 def expected_tokens(chance: float, drafted: float) -> float:

@@ -16,8 +16,7 @@ from quantforge.evaluation.cache_trial import REQUESTS, trial_of
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.planted_key import BEFORE, CUE, KEY, plant
 from quantforge.evaluation.windows import Windows
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.verbs.measurement_options import check_measurement

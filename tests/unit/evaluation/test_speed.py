@@ -8,7 +8,7 @@ import torch
 from quantforge.errors import InputError
 from quantforge.evaluation import speed
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_engines import Own, Transformers
+from quantforge.runtime.decoding import DecoderEngine, TransformersEngine
 from quantforge.runtime.load import load
 from quantforge.runtime.memory import PeakMemory
 
@@ -50,7 +50,7 @@ def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
 
 def test_both_decoders_decode_the_same(tiny):
     loaded = load(tiny("llama"))
-    own, peer = Own(Decoder(loaded.model)), Transformers(loaded.model)
+    own, peer = DecoderEngine(Decoder(loaded.model)), TransformersEngine(loaded.model)
     ids = torch.arange(3, 27).view(2, 12)
     with torch.inference_mode():
         for _ in range(2):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.task_model import Generation, TaskModel, batches, disjoint
 from quantforge.evaluation.tasks import Tasks, check
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import Sampling
 from quantforge.runtime.text_side import tokenizer_of
 
 PAIRS = [

@@ -9,7 +9,7 @@ from torch import nn
 from quantforge.errors import InputError
 from quantforge.formats import kv_scales
 from quantforge.plans import StoredTensor
-from quantforge.runtime.kv_cache import CachePeaks, RoundedCache, listen
+from quantforge.runtime.cache_scales import CachePeaks, RoundedCache, listen
 from quantforge_kernels import kv
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.answer_limits import BeamOptions
 from quantforge.runtime.beam_search import Beam, beam_search
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_engines import Own, Transformers
+from quantforge.runtime.decoding import DecoderEngine, TransformersEngine
+from quantforge.runtime.generation_options import BeamOptions
 from quantforge.runtime.load import load
 from tests.conftest import Tiny
 
@@ -71,13 +71,15 @@ def test_it_finds_what_transformers_finds(
 ) -> None:
     options = BeamOptions(beams, penalty, early)
     free = theirs(PROMPT, new_tokens, options, None)
-    ours = beam_search(Own(Decoder(demo())), PROMPT, new_tokens, options)
+    ours = beam_search(DecoderEngine(Decoder(demo())), PROMPT, new_tokens, options)
     assert [beam.tokens for beam in ours] == [tokens for tokens, _ in free]
     assert [beam.score for beam in ours] == pytest.approx([score for _, score in free], rel=1e-4)
     # With tokens that end some beams early.
     stop = sorted({free[0][0][6], free[-1][0][11]})
     wanted = theirs(PROMPT, new_tokens, options, stop)
-    found = beam_search(Own(Decoder(demo())), PROMPT, new_tokens, options, frozenset(stop))
+    found = beam_search(
+        DecoderEngine(Decoder(demo())), PROMPT, new_tokens, options, frozenset(stop)
+    )
     assert [beam.tokens for beam in found] == [tokens for tokens, _ in wanted]
     assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], rel=1e-4)
     if early != "never":  # which goes on while longer ones may still win
@@ -86,10 +88,10 @@ def test_it_finds_what_transformers_finds(
 
 @pytest.mark.tokens
 def test_one_beam_is_greedy() -> None:
-    from quantforge.runtime.sampling import Sampling
-    from quantforge.runtime.token_stream import tokens
+    from quantforge.runtime.decoding import tokens
+    from quantforge.runtime.generation_options import Sampling
 
-    engine = Own(Decoder(demo()))
+    engine = DecoderEngine(Decoder(demo()))
     (found,) = beam_search(engine, PROMPT, 40, BeamOptions())
     assert list(found.tokens) == list(tokens(engine, PROMPT, 40, Sampling()))
 
@@ -99,9 +101,9 @@ def test_caches_follow_the_beams(kind: str) -> None:
     """Scores of beams that changed rows many times are those of their tokens computed anew, in the same cache."""
     options = BeamOptions(4, 0.0, "never")
     long = tuple(range(40, 100))  # a border of pages is crossed
-    found = beam_search(Own(Decoder(demo()), kind), long, 20, options)
+    found = beam_search(DecoderEngine(Decoder(demo()), kind), long, 20, options)
     for beam in found:
-        engine = Own(Decoder(demo()), kind)
+        engine = DecoderEngine(Decoder(demo()), kind)
         logits, total = engine.start(torch.tensor([long]), 20), 0.0
         for token in beam.tokens:
             total += logits.float().log_softmax(-1)[0, token].item()
@@ -112,8 +114,8 @@ def test_caches_follow_the_beams(kind: str) -> None:
 @pytest.mark.tokens
 def test_the_other_engine_finds_the_same() -> None:
     options = BeamOptions(3, 1.0, True)
-    one = beam_search(Own(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
-    two = beam_search(Transformers(demo()), PROMPT, 24, options, frozenset({11}))
+    one = beam_search(DecoderEngine(Decoder(demo())), PROMPT, 24, options, frozenset({11}))
+    two = beam_search(TransformersEngine(demo()), PROMPT, 24, options, frozenset({11}))
     assert [beam.tokens for beam in one] == [beam.tokens for beam in two]
 
 
@@ -121,8 +123,8 @@ def test_the_other_engine_finds_the_same() -> None:
 def test_caches_of_transformers_follow_too(tiny: Tiny, family: str) -> None:
     """Those with states of convolutions and of Mamba as well."""
     model = load(tiny(family), "cpu", torch.float32).model
-    found = beam_search(Transformers(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
-    engine = Transformers(model)
+    found = beam_search(TransformersEngine(model), (5, 6, 7), 8, BeamOptions(3, 0.0, "never"))
+    engine = TransformersEngine(model)
     logits, total = engine.start(torch.tensor([[5, 6, 7]]), 8), 0.0
     for token in found[0].tokens:
         total += logits.float().log_softmax(-1)[0, token].item()

@@ -10,11 +10,9 @@ import torch
 from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.recipe import Recipe
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
-from quantforge.runtime.computed import supports
-from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
+from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.decoder import Decoder, supports
+from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
 from quantforge.settings import Settings
@@ -24,6 +22,7 @@ from quantforge_kernels.attention import Scores, attend, attend_plain
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.cpu.packed_integers import feature
 from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv_runs import run_of
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 from tests.plain_loop import StopLimits, generate
 
@@ -201,7 +200,7 @@ def test_bytes_of_a_token(kind, wanted):
 def test_cached_values_are_within_half_a_step(kind, head):
     x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
     found = kv.decode(kv.encode(x, kind), torch.float32)
-    run = kv.run_of(head, kind)
+    run = run_of(head, kind)
     runs = x.view(5, 3, -1, run)
     largest = runs.abs().amax(-1, keepdim=True)
     step = {"int8": largest / 127, "fp8": largest / 8,  # of e4m3 in its largest binade
@@ -327,7 +326,7 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
 
 
 def test_prompts_are_cut_into_chunks(models, monkeypatch):
-    from quantforge.runtime import decoding_steps as module
+    from quantforge.runtime import decoding as module
 
     model, wanted = models("llama")
     decoder = Decoder(model)

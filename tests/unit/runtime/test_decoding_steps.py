@@ -7,11 +7,10 @@ import torch
 
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import rounded
+from quantforge.runtime.decoding import rounded
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import choose_rows
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import GenerationRequest
 from quantforge.runtime.speculation import verify
 from quantforge.settings import Settings

@@ -10,9 +10,8 @@ import pytest
 
 import quantforge
 from quantforge.errors import UsageError
-from quantforge.runtime.answer_limits import AnswerLimits, limits_from
-from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.speaker import LiveAnswer, TextModel
+from quantforge.runtime.generation_options import AnswerLimits, Sampling, limits_from
+from quantforge.runtime.text_model import LiveAnswer, TextModel
 from quantforge.runtime.text_side import TextSide, tokenizer_of
 from tests.conftest import Tiny
 from tests.unit.runtime.test_token_stream import Fixed

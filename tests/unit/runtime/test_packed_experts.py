@@ -15,14 +15,12 @@ from quantforge.architectures import Stack
 from quantforge.errors import RefusedError
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe, Rule
-from quantforge.runtime import fill_experts
 from quantforge.runtime import packed_experts as packed_experts_of
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.runtime.model_sizes import bytes_per_token, held_bytes
 from quantforge.runtime.packed_experts import PackedExperts, packed_experts
 from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
-from quantforge.runtime.spread_experts import SpreadExperts, gated_spread
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
@@ -54,7 +52,7 @@ def quantized(tiny, tmp_path_factory):
 def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
     with pytest.MonkeyPatch.context() as patch:
         if not packed:
-            patch.setattr(fill_experts, "_packed", lambda *_: None)
+            patch.setattr(packed_experts_of, "_packed", lambda *_: None)
         loaded = load(path, dtype=dtype)
     with torch.inference_mode():
         return loaded, loaded.model(IDS).logits.float()
@@ -248,18 +246,16 @@ def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
     sent = torch.tensor([[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 1]])[:, :, None]
     spread = (torch.randn(1, 4, 8) * sent).flatten(0, 1)
     expected = module(spread)
-    said = gated_spread(module, stacks)
-    assert (said is None) == bool(other)
-    if said is not None:
-        places = {name: (s, p) for s in stacks.values() for p, name in enumerate(s.linears)}
-        held = dict(module.named_parameters())
+    places = {name: (s, p) for s in stacks.values() for p, name in enumerate(s.linears)}
+    held = dict(module.named_parameters())
 
-        def weight(linear: str, expert: int) -> torch.Tensor:
-            stack, position = places[linear]
-            return stack.matrix(held[stack.parameter.removeprefix("e.")], position, expert)
+    def weight(linear: str, expert: int) -> torch.Tensor:
+        stack, position = places[linear]
+        return stack.matrix(held[stack.parameter.removeprefix("e.")], position, expert)
 
-        cpu = torch.device("cpu")
-        made = packed_experts(said, [*stacks.values()], weight, torch.float32, cpu, SpreadExperts)
+    made = packed_experts(module, [*stacks.values()], weight, torch.float32, torch.device("cpu"))
+    assert (made is None) == bool(other)
+    if made is not None:
         assert (made(spread) - expected).abs().max() <= MOST
     assert torch.equal(module(spread), expected)  # what was tried is gone
 

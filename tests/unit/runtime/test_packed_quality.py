@@ -20,7 +20,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import features
-from quantforge_kernels.gpu import packed
+from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.problem import Kernel
 from tests.conftest import make_tiny
 
@@ -32,7 +32,13 @@ SCHEMES = {
     "int8:row:sym": "compressed-tensors",
     "int3:g32:asym": "gptq_v2",
 }
-INTERPRETED = Kernel("triton-int", lambda _: True, packed.prepare, packed.matmul, packed.restore)
+INTERPRETED = Kernel(
+    "triton-int",
+    lambda _: True,
+    plane_products.prepare,
+    plane_products.matmul,
+    plane_products.restore,
+)
 
 
 @pytest.fixture(scope="module", params=SCHEMES)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from quantforge.recipe import Recipe
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import SHORT, RaggedBatch, Span

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from quantforge.errors import ResourceError
-from quantforge.runtime import cache, load, room
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import CacheShape
+from quantforge.runtime import cache, load, memory
+from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load as load_model
-from quantforge.runtime.room import check_cache, check_weights
+from quantforge.runtime.memory import check_cache, check_weights
 from tests.gguf_exports import WIDE, export
 
 GB = 10**9
@@ -31,12 +30,16 @@ def test_weights():
 
 
 def test_caches():
-    check_cache(SHAPE, 16, 4096, 10 * GB)
+    def check(sequences, tokens, free):
+        needed = SHAPE.token_bytes * sequences * tokens
+        check_cache(sequences, tokens, SHAPE.token_bytes, needed, free)
+
+    check(16, 4096, 10 * GB)
     with pytest.raises(ResourceError, match=r"8\.6 GB, 5\.0 GB") as raised:
-        check_cache(SHAPE, 16, 4096, 5 * GB)
+        check(16, 4096, 5 * GB)
     assert "8 sequences would fit" in raised.value.hint
     with pytest.raises(ResourceError) as raised:
-        check_cache(SHAPE, 1, 1 << 20, 5 * GB)
+        check(1, 1 << 20, 5 * GB)
     assert "one sequence of 34332 tokens" in raised.value.hint
 
 
@@ -75,4 +78,4 @@ def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
 
 
 def test_a_cpu_is_not_asked():
-    assert room.free_bytes(torch.device("cpu")) is None
+    assert memory.free_bytes(torch.device("cpu")) is None

@@ -16,7 +16,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation
-from quantforge_kernels.gpu import packed
+from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.problem import Kernel, Problem
 from quantforge_kernels.select import select
@@ -67,7 +67,7 @@ def test_little_is_added_to_the_bytes_of_the_file(text):
 def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))
-    module = ternary if text == "tq1_0" else packed
+    module = ternary if text == "tq1_0" else plane_products
     kernel = Kernel("triton", lambda _: True, module.prepare, module.matmul, module.restore)
     monkeypatch.setattr(linear, "select", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
@@ -80,7 +80,9 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
     def broken(*_):
         raise RuntimeError("ptxas: no such register\nand more")
 
-    kernel = Kernel("triton-int", lambda _: True, packed.prepare, broken, packed.restore)
+    kernel = Kernel(
+        "triton-int", lambda _: True, plane_products.prepare, broken, plane_products.restore
+    )
     tensor = rounded("int4:g128:sym:f16")
     monkeypatch.setattr(linear, "select", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.sampling import (
     Chosen,
     RowSampler,
-    Sampling,
     adjust,
     choose_rows,
     drawn,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as peer
 
-from quantforge.runtime.sampling import RowSampler, Sampling
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.sampling import RowSampler
 from tests.unit.runtime.test_sampling import probabilities
 
 VOCABULARY = 300

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding_steps import Step, prefill
+from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 from tests.runs import quantize, recipe
 

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.runtime.stop_strings import StopMatcher, check_stop
+from quantforge.runtime.generation_options import check_stop
+from quantforge.runtime.text_stream import StopMatcher
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, str | None]:

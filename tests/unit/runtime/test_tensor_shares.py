@@ -14,11 +14,10 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.notation import parse
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.linear import kernel_weight
 from quantforge.runtime.load import load
-from quantforge.runtime.problems import state
-from quantforge.runtime.tensor_shares import share_of_process
-from quantforge.runtime.weight_cuts import Cut, Share
 from quantforge.settings import Settings
+from quantforge.runtime.tensor_shares import Cut, Share, share_of_process
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from tests.quantized import random_tensor
@@ -136,13 +135,13 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
     packer = packer_of(rule)
     parameters = packer.fit(weight, rule)
     tensor = QuantizedTensor(packer.encode(weight, parameters, rule), parameters, rule)
-    whole, plain = state(tensor, torch.float32, CPU), tensor.decode()
+    whole, plain = kernel_weight(tensor, torch.float32, CPU), tensor.decode()
     for cut in (
         Cut("m", HALF, rows=(slice(0, 32), slice(64, 96))),
         Cut("m", HALF, columns=slice(64, 128)),
         Cut("m", HALF, rows=(slice(32, 64),), columns=slice(0, 64)),
     ):
-        part = cut.stated(whole)
+        part = cut.kernel_weight(whole)
         packed = reference.KERNEL.prepare(part.codes, part.parameters, part.problem)
         eye = torch.eye(part.problem.in_features)
         found = reference.KERNEL.matmul(eye, packed, part.problem).T
@@ -152,9 +151,9 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
 
 
 def test_groups_and_tiles_are_never_cut():
-    whole = state(random_tensor("int4:g32:sym", (96, 128)), torch.float32, CPU)
+    whole = kernel_weight(random_tensor("int4:g32:sym", (96, 128)), torch.float32, CPU)
     with pytest.raises(RefusedError, match="128 inputs in groups of 32 cannot be cut at 16 and 48"):
-        Cut("m", HALF, columns=slice(16, 48)).stated(whole)
+        Cut("m", HALF, columns=slice(16, 48)).kernel_weight(whole)
 
 
 def test_act_order_is_shared_column_by_column(tiny, tmp_path):

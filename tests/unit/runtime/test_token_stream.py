@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.runtime.answer_limits import AnswerLimits
-from quantforge.runtime.speaker import LiveAnswer, TextModel
+from quantforge.runtime.generation_options import AnswerLimits
+from quantforge.runtime.text_model import LiveAnswer, TextModel
 from quantforge.runtime.text_side import TextSide, tokenizer_of
-from quantforge.runtime.token_stream import PARTIAL, TextStream
+from quantforge.runtime.text_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny
 

@@ -7,12 +7,10 @@ from functools import cache
 import pytest
 import torch
 
-from quantforge.runtime.cache import PagedCache
-from quantforge.runtime.cache_layout import PAGED, CacheLayout, CacheShape
+from quantforge.runtime.cache import PAGED, CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
 from quantforge.verbs.serve_model import _pages
 from quantforge_kernels.kv import PAGE

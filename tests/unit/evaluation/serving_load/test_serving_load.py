@@ -20,7 +20,7 @@ from quantforge.evaluation.serving_load.stream_of_requests import (
     TimedRequest,
     read_trace,
 )
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
 TEXT = list(range(50))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, UsageError
-from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import (
     Finished,
     FinishReason,

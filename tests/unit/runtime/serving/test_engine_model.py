@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest, NewToken
-from quantforge.runtime.speculation.decode import SpeculativeDecoder
-from quantforge.runtime.speculation.drafters import speculative_decoder
+from quantforge.runtime.speculation.decode import SpeculativeDecoder, speculative_decoder
 from quantforge.runtime.speculation.options import DraftOptions
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits, generate

@@ -14,11 +14,10 @@ import quantforge
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.sources.head_directory import open_heads
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import Sampling
-from quantforge.runtime.speculation.drafter import Drafter
+from quantforge.runtime.speculation.drafter import Drafter, FeatureDrafter
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
-from quantforge.runtime.speculation.features import FeatureDrafter
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from tests.plain_loop import StopLimits, generate
 from tests.runs import command

@@ -10,8 +10,9 @@ import torch
 import quantforge
 from quantforge.errors import UsageError
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import RowSampler, Sampling
+from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.drafter import Computed
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
 from quantforge.runtime.speculation.options import DraftOptions

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import RowSampler, Sampling
-from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.sampling import RowSampler
+from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder, SpeculativeText
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.pace import Pace
 from quantforge.runtime.speculation.tree import chain
 from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens
 from tests.choices import plain_text

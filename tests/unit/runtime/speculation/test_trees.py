@@ -11,11 +11,11 @@ import torch
 import quantforge
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.errors import UsageError
-from quantforge.runtime.cache import keep_path
 from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged import Span
-from quantforge.runtime.sampling import RowSampler, Sampling
+from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
@@ -122,7 +122,7 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
     with torch.inference_mode():
         decoder.hidden_of(torch.tensor(ids[:31]), [Span(0, 31)], held)
         decoder.hidden_of(torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], held)
-        keep_path(held, 0, 31, path)
+        held.keep_path(0, 31, path)
         decoder.hidden_of(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], wanted)
     assert held.length(0) == held.lengths[0] == 34
     for layer in range(len(held.layers)):

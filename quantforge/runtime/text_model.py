@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantforge.errors import InputError, UsageError
+from quantforge.events import Event
 from quantforge.numerics.shared_processors import ProcessorShare
-from quantforge.runtime.answer_limits import AnswerLimits
 from quantforge.runtime.beam_search import beam_search
-from quantforge.runtime.decoding_engines import MeasuredEngine, engine_of
+from quantforge.runtime.decoding import DecodingEngine, engine_of, rows
 from quantforge.runtime.generated_text import (
     Generated,
     GeneratedText,
@@ -21,13 +21,13 @@ from quantforge.runtime.generated_text import (
     ScoredToken,
     Stopped,
 )
+from quantforge.runtime.generation_options import AnswerLimits
 from quantforge.runtime.load import Loaded
 from quantforge.runtime.sampling import Chosen, RowSampler
 from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
 from quantforge.runtime.speculation.verify import SpeculationCounts
-from quantforge.runtime.stop_strings import StopMatcher
 from quantforge.runtime.text_side import TextSide, as_input_errors, text_side
-from quantforge.runtime.token_stream import TextStream, rows
+from quantforge.runtime.text_stream import TextStream
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -36,45 +36,56 @@ Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
 RAW = "--raw (raw=True) completes the prompt as text, without the template"
 
 
-class Speaker:
+@dataclass(frozen=True, slots=True)
+class TextModel:
     """A loaded model and its text side, ready to answer any number of prompts.
 
-    Args:
-        loaded: the model.
-        name: of the model, for results.
-        speculative: who drafts tokens ahead, if anybody does.
-        cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when left out.
-
     Attributes:
+        name: of the model, for results.
+        decoder: what computes it: ``own`` or ``transformers``.
+        engine: computes it.
+        side: its tokenizer and chat template.
+        speculative: who drafts tokens ahead, if anybody does.
+        cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when empty.
         events: what loading has to tell.
-
-    Raises:
-        InputError: no tokenizer that can be read.
-        RefusedError: a kind of cache for a model that the own decoder does not compute.
     """
 
-    def __init__(
-        self,
+    name: str
+    decoder: str
+    engine: DecodingEngine
+    side: TextSide
+    speculative: SpeculativeDecoder | None = None
+    cache: str = ""
+    events: tuple[Event, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
         loaded: Loaded,
         name: str,
         speculative: SpeculativeDecoder | None = None,
         cache: str = "",
-    ) -> None:
-        self._side = text_side(loaded.path, loaded.config)
+    ) -> TextModel:
+        """Return a loaded model that answers.
+
+        Raises:
+            InputError: no tokenizer that can be read.
+            RefusedError: a kind of cache for a model that the own decoder does not compute.
+        """
+        side = text_side(loaded.path, loaded.config)
         engine, token_bytes = engine_of(loaded.model, cache, loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"
-        self._model = TextModel(name, decoder, engine, self._side, speculative, cache)
-        self.name, self.events = name, loaded.events
+        return cls(name, decoder, engine, side, speculative, cache, loaded.events)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what a person should know of the model's chat templates."""
-        return () if self._side.template is None else self._side.template.notes
+        return () if self.side.template is None else self.side.template.notes
 
     @property
     def templated(self) -> bool:
         """Return whether the model has a chat template."""
-        return self._side.template is not None
+        return self.side.template is not None
 
     def answer(
         self, prompt: str | Messages, limits: AnswerLimits, *, raw: bool = False
@@ -92,11 +103,11 @@ class Speaker:
                 a model without a template.
         """
         checked(prompt)
-        if self._model.speculative is not None and (limits.n > 1 or limits.beams is not None):
+        if self.speculative is not None and (limits.n > 1 or limits.beams is not None):
             raise UsageError(
                 "several answers, and a draft", "drafts are for one answer: leave one out"
             )
-        template = None if raw else self._side.template
+        template = None if raw else self.side.template
         if template is None and not isinstance(prompt, str):
             raise InputError(
                 f"{self.name}: a conversation needs a chat template, and "
@@ -104,17 +115,17 @@ class Speaker:
                 "give the prompt as one text",
             )
         ids = self._ids(prompt, template)
-        room = self._side.positions - len(ids)
+        room = self.side.positions - len(ids)
         if room < 1:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, {self.name} sees {self._side.positions}",
+                f"the prompt has {len(ids)} tokens, {self.name} sees {self.side.positions}",
                 "shorten it; in a chat /reset forgets what was said",
             )
         limits = replace(limits, max_tokens=min(room, limits.max_tokens))
-        return LiveAnswer(self._model, ids, limits, templated=template is not None)
+        return LiveAnswer(self, ids, limits, templated=template is not None)
 
     def _ids(self, prompt: str | Messages, template: ChatTemplate | None) -> list[int]:
-        tokenizer = self._side.tokenizer
+        tokenizer = self.side.tokenizer
         if template is None:
             with as_input_errors():
                 ids = tokenizer.encode(str(prompt), "the prompt")
@@ -155,18 +166,6 @@ def checked(prompt: object) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(f"the prompt {text!a:.60} is no Unicode text", expected) from error
-
-
-@dataclass(frozen=True, slots=True)
-class TextModel:
-    """Parts of a loaded model that answer: name, decoder, engine, text side, who drafts, the kind of its cache."""
-
-    name: str
-    decoder: str
-    engine: MeasuredEngine
-    side: TextSide
-    speculative: SpeculativeDecoder | None = None
-    cache: str = ""
 
 
 class LiveAnswer:
@@ -270,8 +269,7 @@ class _Text:
 
     def __init__(self, side: TextSide, prompt: Sequence[int], limits: AnswerLimits) -> None:
         self._tokenizer, self._ends = side.tokenizer, side.stop
-        self._stream = TextStream(side.tokenizer, prompt)
-        self._matcher = StopMatcher(limits.stop, include=limits.include_stop)
+        self._stream = TextStream(side.tokenizer, prompt, limits.stop, include=limits.include_stop)
         self._scored: list[ScoredToken] | None = None if limits.sampling.logprobs is None else []
         self._tokens: list[int] = []
         self.pieces: list[str] = []
@@ -285,17 +283,15 @@ class _Text:
         self._tokens.append(chosen.token)
         if self._scored is not None:
             self._scored.append(scored(self._tokenizer, chosen))
-        piece = self._matcher.add(self._stream.add(chosen.token))
-        return self._told(piece)
+        return self._kept(self._stream.add(chosen.token))
 
     def finish(self, stopped: Stopped) -> str:
         """Return the text that is left when no token follows."""
         self.stopped = stopped
-        piece = self._matcher.add(self._stream.rest())
-        return self._told(piece + self._matcher.rest())
+        return self._kept(self._stream.rest())
 
-    def _told(self, piece: str) -> str:
-        if self._matcher.found is not None:
+    def _kept(self, piece: str) -> str:
+        if self._stream.stopped_by is not None:
             self.stopped = "stop"
         if piece:
             self.pieces.append(piece)
@@ -307,7 +303,7 @@ class _Text:
             text="".join(self.pieces),
             tokens=tuple(self._tokens),
             stopped=self.stopped,
-            stop=self._matcher.found,
+            stop=self._stream.stopped_by,
             logprobs=None if self._scored is None else tuple(self._scored),
             score=self.score,
         )

@@ -1,4 +1,4 @@
-"""Keys and values as an fp8 cache holds them: measured while calibration runs, rounded while a model is evaluated.
+"""Scales of an fp8 cache: measured while calibration runs, and applied to keys and values while a model is evaluated.
 
 The attention of transformers hands its keys, rotated, and its values to whatever stands for the cache. `CachePeaks`
 stands there to measure, `RoundedCache` to round, and `listen` puts either of them there. A scale is the largest
@@ -23,7 +23,7 @@ from quantforge.formats.kv_scales import ATTENTION, HEAD, CacheScales
 from quantforge.packers.fp8 import cast, largest
 
 if TYPE_CHECKING:
-    from quantforge.runtime.weight_cuts import Share
+    from quantforge.runtime.tensor_shares import Share
 
 GRID = "fp8_e4m3"
 BITS = 8  # significant bits of a scale
