@@ -18,6 +18,7 @@ from quantforge.runtime.linear import kernel_weight
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.runtime.tensor_shares import Cut, Share, share_of_process
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels import reference
 from tests.quantized import random_tensor
