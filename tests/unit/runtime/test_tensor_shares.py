@@ -16,7 +16,6 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import kernel_weight
 from quantforge.runtime.load import load
-from quantforge.settings import Settings
 from quantforge.runtime.tensor_shares import Cut, Share, share_of_process
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
