@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantforge.checkpoint.shards import header_bytes
+from quantforge.checkpoint.writer import header_bytes
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import StoredTensor
 

@@ -27,8 +27,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.checkpoint.shards import file_plans, index_json, plan_shards
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.writer import WeightsWriter, file_plans, index_json, plan_shards
 from quantforge.plans import StoredTensor
 
 SIDE = 128

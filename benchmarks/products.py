@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from quantforge.numerics.products import matmul
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from quantforge.quantizers.hessian import factorise
 
 SHAPES = (

@@ -1,8 +1,12 @@
-"""The plan as data: what happens to every tensor, and what the result will be. No logic, no torch."""
+"""The plan as data: what happens to every tensor, and what the result will be. No torch.
+
+What a plan has chosen and substituted is shown before the work begins (`decisions`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -70,6 +74,11 @@ class FilePlan:
     size: int
     fixed: tuple[tuple[int, bytes], ...]
     places: tuple[tuple[StoredTensor, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the tensors, in file order."""
+        return tuple(tensor.name for tensor, _ in self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +168,6 @@ class RunningNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """Actions on all tensors of a model, and the contents of the files to come; see `Plan`."""
-
-    tensors: tuple[TensorPlan, ...]
-    files: tuple[FilePlan, ...]
-    engines: tuple[EngineVerdict, ...]
-    substitutions: tuple[Event, ...] = ()
-    notes: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
-    untie: bool = False
-    label: str = ""  # what the format calls the whole: the mixture of a GGUF file, else its key
-
-    @property
-    def shards(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the tensors of each file, in file order."""
-        return tuple(tuple(item.name for item, _ in file.places) for file in self.files)
-
-    @property
-    def output_bytes(self) -> int:
-        """Return the bytes of all files."""
-        return sum(file.size for file in self.files)
-
-
-@dataclass(frozen=True, slots=True)
 class RunWork:
     """Work of a run, for a forecast of its time and of its files (`quantforge.planning.run_work`)."""
 
@@ -211,7 +196,7 @@ class Plan:
     engines: tuple[EngineVerdict, ...] = ()
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
-    left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.planning.omissions`
+    left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.planning.notes`
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
     guide: int = 0  # strips of rows with a guided Hessian of their own; 0: plain ones
@@ -265,3 +250,40 @@ def _bits(tensors: Sequence[TensorPlan]) -> float:
     """Return the bits stored per weight of some tensors; NaN without any."""
     weights = sum(math.prod(tensor.shape) for tensor in tensors)
     return 8 * sum(tensor.stored_bytes for tensor in tensors) / weights if weights else math.nan
+
+
+CHOSEN = "chosen: "  # how a note about what was left open begins
+_NAMED = 3  # plans by name before the others are counted
+
+
+def decisions(plan: Plan) -> list[str]:
+    """Return what a plan chose for a user who left it open, and what it substitutes."""
+    return [*(note for note in plan.notes if note.startswith(CHOSEN)), *substituted(plan)]
+
+
+def decisions_of(plans: Mapping[str, Plan]) -> list[str]:
+    """Return the decisions of several plans, alike ones once, each with the names of its plans before it."""
+    owners: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        for said in decisions(plan):
+            owners.setdefault(said, []).append(name)
+    return [f"{_named(names, len(plans))}: {said}" for said, names in owners.items()]
+
+
+def substituted(plan: Plan) -> list[str]:
+    """Return the substitutions of a plan in words, alike ones together: those are of tensors."""
+    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
+    first = {(event.kind, event.detail): event.where for event in reversed(plan.substitutions)}
+    return [
+        f"{kind}: {first[kind, detail]}: {detail}"
+        if count == 1
+        else f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
+        for (kind, detail), count in alike.items()
+    ]
+
+
+def _named(names: list[str], plans: int) -> str:
+    if 1 < len(names) == plans:
+        return f"all {plans}"
+    more = len(names) - _NAMED
+    return f"{', '.join(names[:_NAMED])}{f' and {more} more' if more > 0 else ''}"

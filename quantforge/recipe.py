@@ -11,8 +11,14 @@ from pathlib import Path
 
 from quantforge.arguments import strict_fields
 from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.recipe_fields import check_fields, named_after, write_small
-from quantforge.checkpoint.recipe_toml import built, lines, read_toml
+from quantforge.checkpoint.recipe_fields import (
+    built,
+    check_fields,
+    lines,
+    named_after,
+    read_toml,
+    write_small,
+)
 from quantforge.errors import InputError
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity

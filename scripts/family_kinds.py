@@ -19,7 +19,7 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     from quantforge.checkpoint.reader import open_checkpoint
     from quantforge.model.running_form import running_form
     from quantforge.planning.coverage import coverage
-    from quantforge.planning.single_experts import one_by_one
+    from quantforge.planning.source import one_by_one
     from quantforge.plans import Action
 
     source_form = open_checkpoint(source)

@@ -189,7 +189,7 @@ class Work:
             os._exit(code)
 
     def sound(self, before: dict[str, str], found: dict[str, str]) -> bool:
-        """Whether what a kill left at the output is the earlier release or the new one; see `publish_file`."""
+        """Whether what a kill left at the output is the earlier release or the new one; see `FileStage`."""
         if not self.case.name.endswith(".gguf"):
             return found in (before, self.expected)
         side = f"{self.case.name}.quantforge.json"  # may be missing

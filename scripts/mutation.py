@@ -56,15 +56,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
         "property/test_safetensors_differential.py",
     ),
-    "quantforge.checkpoint.foreign_json": (
+    "quantforge.checkpoint.files": (
         "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
         "unit/checkpoint/test_checkpoint_reader.py",
     ),
-    "quantforge.checkpoint.index": (
+    "quantforge.checkpoint.reader": (
         "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_reader.py",
-    ),
-    "quantforge.checkpoint.shards": (
-        "unit/checkpoint/test_writer_limits.py", "unit/checkpoint/test_checkpoint_writer.py",
     ),
     "quantforge.checkpoint.writer": (
         "unit/checkpoint/test_writer_limits.py", "unit/checkpoint/test_checkpoint_writer.py",
@@ -89,10 +86,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.checkpoint.stage": (
         "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
+        "faults/test_publish_file.py",
     ),
-    "quantforge.checkpoint.publish_file": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish_file.py",
-    ),
+    "quantforge.checkpoint.output_names": ("faults/test_publish_file.py", "faults/test_foreign_files.py"),
     "quantforge.checkpoint.seal": (
         "faults/test_source_changes.py::test_a_seal_knows_every_byte",
         "faults/test_source_changes.py::test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches",
@@ -113,7 +109,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ) for name in ("execute", "calibrated_block", "data_free",
                    "rounding", "unit_output")},
     "quantforge.execution.expert_saliency": ("equivalence/test_fewer_experts.py",),
-    "quantforge.checkpoint.fewer_experts": ("equivalence/test_fewer_experts.py",),
+    "quantforge.checkpoint.fewer_parts": ("equivalence/test_fewer_experts.py",),
     "quantforge.checkpoint.prepared": (
         "unit/formats/test_low_precision_sources.py", "unit/formats/test_adapters.py",
         "equivalence/test_fewer_experts.py",

@@ -13,9 +13,8 @@ import torch
 
 from quantforge.checkpoint.disk import DISK, Disk
 from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.shards import file_plans
 from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.writer import WeightsWriter, file_plans
 from quantforge.plans import StoredTensor
 from quantforge.results.manifest import SCHEMA, finish
 

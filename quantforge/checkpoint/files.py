@@ -1,4 +1,4 @@
-"""The opener of this package (see `quantforge_files`), whose refusals are `InputError`, and reading a file again."""
+"""The opener of this package (see `quantforge_files`), whose refusals are `InputError`; reading a file again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quantforge.errors import InputError, IntegrityError
-from quantforge_files import Opener, Stamp, system
+from quantforge_files import FileRole, Opener, Stamp, roles, system
 
 FILES = Opener(lambda message, hint, file: InputError(message, hint, file=file))
 
@@ -43,3 +44,17 @@ def changed(path: Path, tensor: str | None = None) -> IntegrityError:
         file=str(path),
         tensor=tensor,
     )
+
+
+def parse_object(
+    data: bytes, path: Path | str, role: FileRole = roles.CONFIG, *, loose: bool = False
+) -> dict[str, Any]:
+    """Parse one JSON object, the whole content of ``path``; errors as `Opener.parse_object`."""
+    return FILES.parse_object(data, path, role, loose=loose)
+
+
+def read_object(
+    path: Path, role: FileRole, inside: Path | None, *, loose: bool = False
+) -> dict[str, Any]:
+    """Read a JSON file whose top level is an object; errors as `Opener.read` and `parse_object`."""
+    return parse_object(FILES.read(path, role, inside), path, role, loose=loose)

@@ -36,11 +36,13 @@ class PreparedCheckpoint(Checkpoint):
         inner: what it is computed from.
         computed: by the name of the tensor.
         own_facts: what there is to say of this view alone, see `Checkpoint.facts`.
+        own_declared: declarations that this view was made by, see `Checkpoint.declared`.
     """
 
     inner: Checkpoint
     computed: Mapping[str, Rows]
     own_facts: Mapping[str, str]
+    own_declared: Declared | None
 
     def read(self, name: str) -> torch.Tensor:
         """Read or compute a tensor."""
@@ -61,8 +63,8 @@ class PreparedCheckpoint(Checkpoint):
 
     @property
     def declared(self) -> Declared | None:
-        """Return the declarations of the view below (as `Checkpoint`)."""
-        return self.inner.declared
+        """Return the declarations by which this view, or one below, was made (as `Checkpoint`)."""
+        return self.own_declared or self.inner.declared
 
     @property
     def opened(self) -> Checkpoint:
@@ -82,6 +84,7 @@ def prepared_checkpoint(
     added: Mapping[str, TensorEntry] | None = None,
     left_out: Collection[str] = (),
     facts: Mapping[str, str] | None = None,
+    declared: Declared | None = None,
 ) -> PreparedCheckpoint:
     """Return a checkpoint with computed tensors.
 
@@ -92,10 +95,13 @@ def prepared_checkpoint(
         added: entries of computed tensors that ``inner`` does not have, with type and shape; the rest is not read.
         left_out: tensors of ``inner`` that the model no longer has: others are computed from them.
         facts: see `Checkpoint.facts`.
+        declared: see `Checkpoint.declared`.
     """
     common = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
     kept = {name: entry for name, entry in inner.entries.items() if name not in left_out}
     common["entries"] = dict(sorted({**kept, **(added or {})}.items()))
     if config is not None:
         common["config"] = config
-    return PreparedCheckpoint(**common, inner=inner, computed=computed, own_facts=facts or {})
+    return PreparedCheckpoint(
+        **common, inner=inner, computed=computed, own_facts=facts or {}, own_declared=declared
+    )

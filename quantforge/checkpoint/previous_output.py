@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.errors import InputError, RefusedError
 from quantforge_files import roles
 

@@ -1,26 +1,31 @@
 """A model directory as Hugging Face publishes it: configuration, tensors and the files around them.
 
-Opening reads headers only and decides nothing; whatever is not understood exactly is refused. No
-file of the model is ever executed, and of the other files only those with a role (`role_of`)
-are passed on, so that neither code nor pickles nor stray files reach a result.
+Opening reads headers only and decides nothing; whatever is not understood exactly is refused. No file of the model is
+ever executed, and of the other files only those with a role (`role_of`) are passed on, so that neither code nor pickles
+nor stray files reach a result.
+
+Weights are either ``model.safetensors`` alone (of Medusa heads ``medusa_lm_head.safetensors``), or shards listed by
+``model.safetensors.index.json``, whose ``weight_map`` names the file of every tensor. The map is checked both ways
+against the headers and all disagreements are reported at once, because each one means a tensor that some loader would
+take from the wrong file, or initialise at random. ``metadata.total_size`` is not checked: published models get it wrong
+when tensors are tied.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.checkpoint import safetensors
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.hub import models_within
-from quantforge.checkpoint.index import read_weights
-from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry
+from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry, read_header
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import HeldTensor
@@ -46,6 +51,17 @@ _SIZES = (
 _LAYERS = ("num_hidden_layers", "n_layer")
 _MAX_SIZE = 2**31 - 1
 _FLOATS = ("F32", "BF16", "F16", "F64")
+
+SINGLE = "model.safetensors"
+HEADS = "medusa_lm_head.safetensors"
+INDEX = "model.safetensors.index.json"
+SHOWN_PROBLEMS, ENOUGH_PROBLEMS = 20, 1000
+
+# No separator, drive or stream of any operating system can be written with these characters.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+# A second copy of the same weights that some publishers add for their own runtime.
+_SECOND_COPY = re.compile(r"consolidated.*\.safetensors")
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".nemo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +155,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
         hint = models_within(path) or "give the directory that holds it"
         raise InputError(f"{path}: no {CONFIG}", hint, file=str(path / CONFIG))
     config = read_object(path / CONFIG, roles.CONFIG, path)
-    weights = read_weights(path, names)
-    if not weights.entries:
+    entries, shards = read_weights(path, names)
+    if not entries:
         raise InputError(
             f"{path}: the model holds no tensors", "fetch or export it again", file=str(path)
         )
-    _check_sizes(path / CONFIG, config, len(weights.entries))
+    _check_sizes(path / CONFIG, config, len(entries))
     if CARD in names:
         FILES.check(path / CARD, roles.CARD, path)
     return Checkpoint(
         path=path,
         config=config,
-        entries=weights.entries,
-        shards=weights.shards,
+        entries=entries,
+        shards=shards,
         side_files=tuple(_side_files(path, names)),
         card=path / CARD if CARD in names else None,
     )
@@ -184,16 +200,12 @@ def is_licence(name: str) -> bool:
     return licence and Path(name).suffix.lower() not in _NO_LICENCE
 
 
-def _least(key: str) -> int:
-    return 0 if key == "head_dim" else 1  # glm5_next's own: latent attention without rotary columns
-
-
 def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
     """Refuse sizes that are no sizes, before anything loops over them or allocates by them."""
     for key in _SIZES:
-        value = config.get(key)
+        value, least = config.get(key), 0 if key == "head_dim" else 1  # of glm5_next
         for size in value if isinstance(value, list) else [value]:
-            if size is not None and (type(size) is not int or not _least(key) <= size <= _MAX_SIZE):
+            if size is not None and (type(size) is not int or not least <= size <= _MAX_SIZE):
                 raise InputError(
                     f"{path}: {key} = {size!r} is not a size",
                     f"an integer from 1 to {_MAX_SIZE}",
@@ -207,3 +219,113 @@ def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
             )
     if isinstance(nested := config.get("text_config"), Mapping):
         _check_sizes(path, nested, tensors)
+
+
+def read_weights(root: Path, names: list[str]) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
+    """Find the weight files among the ``names`` in a model directory and read their headers.
+
+    Returns:
+        The tensors by name (sorted), and the files that hold them.
+
+    Raises:
+        InputError: no safetensors files, or files that do not agree; lists every problem.
+    """
+    present = {
+        name for name in names if name.endswith(".safetensors") and not _SECOND_COPY.fullmatch(name)
+    }
+    if INDEX in names:
+        return _read_indexed(root, present)
+    single = HEADS if present == {HEADS} else SINGLE
+    if single not in present:
+        raise _no_weights(root, names)
+    if extra := sorted(present - {single}):
+        raise _weights_error(
+            root / extra[0],
+            f"{extra[:SHOWN_PROBLEMS]} beside {SINGLE} without {INDEX}: which is the model?",
+        )
+    entries = read_header(root / single, root)
+    return dict(sorted(entries.items())), (root / single,)
+
+
+def _read_indexed(root: Path, present: set[str]) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
+    index = root / INDEX
+    weight_map = _weight_map(index)
+    shards = sorted(set(weight_map.values()))
+    if bad := [shard for shard in shards if not _PLAIN_NAME.fullmatch(shard)]:
+        raise _weights_error(
+            index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad)
+        )
+    problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
+    entries: dict[str, TensorEntry] = {}
+    listed: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        listed[shard].append(name)
+    for shard in shards:
+        if len(problems) > ENOUGH_PROBLEMS:
+            break
+        try:
+            found = read_header(root / shard, root)
+        except InputError as error:
+            problems.append(error.message)
+            continue
+        problems += _compare(shard, found, entries, weight_map, listed[shard])
+        entries.update(found)
+    if problems:
+        raise _weights_error(index, *problems)
+    return dict(sorted(entries.items())), tuple(root / shard for shard in shards)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_object(index, roles.INDEX, index.parent).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(shard, str) for shard in weight_map.values())
+    ):
+        raise _weights_error(index, "weight_map is not a table of tensor names and file names")
+    return weight_map
+
+
+def _compare(
+    shard: str,
+    found: Mapping[str, TensorEntry],
+    before: Mapping[str, TensorEntry],
+    weight_map: Mapping[str, str],
+    listed: Iterable[str],
+) -> Iterable[str]:
+    for name in found:
+        if name in before:
+            yield f"tensor {name!r} is in {before[name].file.name} and in {shard}"
+        elif name not in weight_map:
+            yield f"tensor {name!r} of {shard} is not in the index"
+    for name in listed:
+        if name not in found:
+            yield f"tensor {name!r} is not in {shard}, where the index puts it"
+
+
+def _no_weights(root: Path, names: list[str]) -> InputError:
+    pickled = sorted(name for name in names if Path(name).suffix in _PICKLED)
+    if pickled:
+        return InputError(
+            f"{root}: only pickled weights ({pickled[0]!r}); pickle can run code and is never read",
+            'convert it in an environment of its own: python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained('{root}').save_pretrained('OUT')\"",
+            file=str(root / pickled[0]),
+        )
+    other = sorted(name for name in names if name.endswith((".safetensors", ".gguf")))
+    found = f"; found {', '.join(map(repr, other[:5]))}" if other else ""
+    return InputError(
+        f"{root}: neither {SINGLE} nor {INDEX}{found}",
+        "give the directory of a model as transformers saves it",
+        file=str(root),
+    )
+
+
+def _weights_error(path: Path, *problems: str) -> InputError:
+    more = len(problems) - SHOWN_PROBLEMS
+    shown = "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+    return InputError(
+        f"{path}: {shown}",
+        "fetch the model again, or remove files that are not part of it",
+        file=str(path),
+    )

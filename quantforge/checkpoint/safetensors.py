@@ -27,8 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from quantforge.checkpoint.files import FILES, changed, reopened
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import FILES, changed, parse_object, reopened
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor

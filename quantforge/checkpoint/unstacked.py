@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quantforge.architectures import LayerKind, Place, architecture_of, text_config
 from quantforge.architectures.matched import Declared
 from quantforge.architectures.towers import BLOCK
+from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
-from quantforge.checkpoint.seal import Seal
 
 if TYPE_CHECKING:
     import torch
@@ -27,83 +27,33 @@ if TYPE_CHECKING:
 KEPT = 2  # experts that are held
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Matrix of an expert inside of a stack: the stored name of the stack, and the place in it."""
-
-    stack: str
-    place: Place
-
-
 class _LastRead:
-    """The experts that were read last; safe on several threads."""
+    """The experts of one checkpoint that were read last; safe on several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._of: Checkpoint | None = None
         self._found: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
-    def read(self, inner: Checkpoint, stack: str, expert: int) -> torch.Tensor:
+    def rows(
+        self, stack: str, place: Place, inner: Checkpoint, first: int, last: int
+    ) -> torch.Tensor:
+        """Return rows of a matrix of an expert: of a ``stack`` in ``inner``, the one at ``place``."""
+        expert = self._read(inner, stack, place.expert)
+        return place.stack.matrix(expert, place.position, 0)[first:last].contiguous()
+
+    def _read(self, inner: Checkpoint, stack: str, expert: int) -> torch.Tensor:
         """Return one expert of a stack, ``[1, ...]``."""
         with self._lock:
+            if inner is not self._of:  # what was read without seals is not used with them
+                self._of = inner
+                self._found.clear()
             key = (stack, expert)
             if key not in self._found:
                 self._found[key] = inner.read_rows(stack, expert, expert + 1)
                 while len(self._found) > KEPT:
                     self._found.popitem(last=False)
             return self._found[key]
-
-
-@dataclass(frozen=True, slots=True)
-class UnstackedCheckpoint(Checkpoint):
-    """Checkpoint with a tensor for every matrix of an expert.
-
-    Attributes:
-        inner: what holds the stacks.
-        slices: where these tensors lie, by name.
-        last: the experts that were read last.
-        derived: as `Checkpoint.declared`.
-    """
-
-    inner: Checkpoint
-    slices: Mapping[str, Slice]
-    last: _LastRead
-    derived: Declared | None
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, errors as `Checkpoint.read`."""
-        found = self.slices.get(name)
-        return self._matrix(found).contiguous() if found else self.inner.read(name)
-
-    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Read rows of a tensor, errors as `Checkpoint.read_rows`."""
-        found = self.slices.get(name)
-        if found is None:
-            return self.inner.read_rows(name, first, last)
-        return self._matrix(found)[first:last].contiguous()
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """Return what there is to say of the source (as `Checkpoint`)."""
-        return self.inner.facts
-
-    @property
-    def declared(self) -> Declared | None:
-        """Return the derived declarations by which experts were told apart; None for those of the family."""
-        return self.derived
-
-    @property
-    def opened(self) -> Checkpoint:
-        """Return the checkpoint that was opened."""
-        return self.inner.opened
-
-    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
-        return replace(self, inner=self.inner.sealed(seals), last=_LastRead())
-
-    def _matrix(self, found: Slice) -> torch.Tensor:
-        place = found.place
-        rows = self.last.read(self.inner, found.stack, place.expert)
-        return place.stack.matrix(rows, place.position, 0)
 
 
 def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkpoint:
@@ -116,26 +66,25 @@ def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkp
     Raises:
         InputError: its configuration states sizes that are not valid.
     """
-    entries, slices = dict(checkpoint.entries), {}
+    added: dict[str, TensorEntry] = {}
+    computed: dict[str, Rows] = {}
+    stacks: set[str] = set()
     places = list(_derived(derived) if derived else _declared(checkpoint))
-    last = {stack: place.expert for stack, _, place in places}
+    experts = {stack: place.expert + 1 for stack, _, place in places}
+    read = _LastRead()
     for stack_name, name, place in places:
         stack = checkpoint.entries.get(stack_name)
-        if stack is None or not _fits(stack, place, last[stack_name] + 1):
+        if stack is None or not _fits(stack, place, experts[stack_name]):
             continue  # what is wrong with it is said where tensors are matched
-        entries.pop(stack.name, None)
-        entries[name] = _entry(name, stack, place)
-        slices[name] = Slice(stack.name, place)
-    if not slices:
+        stacks.add(stack_name)
+        added[name] = _entry(name, stack, place)
+        computed[name] = partial(read.rows, stack_name, place)
+    if not stacks:
         return checkpoint
-    common = {item.name: getattr(checkpoint, item.name) for item in fields(Checkpoint)}
-    common["entries"] = dict(sorted(entries.items()))
     if derived is not None:
         single = {name: canonical for _, name, _, canonical in _single(derived)}
         derived = derived._replace(names={**derived.names, **single})
-    return UnstackedCheckpoint(
-        **common, inner=checkpoint, slices=slices, last=_LastRead(), derived=derived
-    )
+    return prepared_checkpoint(checkpoint, computed, added=added, left_out=stacks, declared=derived)
 
 
 def _declared(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Place]]:

@@ -11,8 +11,8 @@ from quantforge.cli.dry_run import show_plan
 from quantforge.cli.quantize import list_events, report, upload
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import RunLog, from_here
-from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.targets import with_output_path
+from quantforge.plans import CHOSEN
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from quantforge.cli.plan_forecast import Forecast
 from quantforge.cli.request import build_policy, serving_of, takes_choices
 from quantforge.cli.run_log import shown
 from quantforge.formats.targets import with_output_path
-from quantforge.planning.decisions import substituted
-from quantforge.plans import Action, Plan, TensorPlan
+from quantforge.plans import Action, Plan, TensorPlan, substituted
 from quantforge.results.significant import size, sized
 from quantforge_files.strict_json import uncollected
 

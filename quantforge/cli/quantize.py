@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.hub import repository_name
-from quantforge.checkpoint.publish_file import MODELFILE, projector_name
+from quantforge.checkpoint.output_names import MODELFILE, projector_name
 from quantforge.cli import choices, options, ranks
 from quantforge.cli.console import Console
 from quantforge.cli.dry_run import show_plan

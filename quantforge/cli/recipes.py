@@ -35,7 +35,7 @@ def recipes(
         else:
             console.text(text)
         return
-    from quantforge.planning.builtin_recipes import described_recipes
+    from quantforge.planning.recipe_options import described_recipes
 
     found = described_recipes()
     if as_json:

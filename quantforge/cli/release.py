@@ -161,7 +161,7 @@ def _show_plan(
     budget: int | None,
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
-    from quantforge.planning.decisions import decisions, decisions_of
+    from quantforge.plans import decisions, decisions_of
     from quantforge.verbs.release import plan_release
 
     planned = plan_release(spec, output, settings, only, budget)

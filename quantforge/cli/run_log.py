@@ -12,8 +12,7 @@ from quantforge.cli.console import Console
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress
 from quantforge.execution.units import SHOWN
-from quantforge.planning.decisions import decisions
-from quantforge.plans import Plan
+from quantforge.plans import Plan, decisions
 from quantforge.results.significant import size
 
 _LOG = b'{"part": "'  # how a log begins

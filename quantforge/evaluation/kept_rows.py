@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import read_object
 from quantforge.checkpoint.reader import CARD
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.figures import KEYS

@@ -23,7 +23,7 @@ from quantforge.execution.journal import Record, merge
 from quantforge.execution.progress import tell
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.threads import Behind, in_order
+from quantforge.numerics.threads import BackgroundTask, in_order
 from quantforge.packers.row_codes import strip_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS, in_strips
@@ -49,7 +49,7 @@ class DataFree:
         record: Record = {}
         tensors = sorted(unit.tensors, key=_by_strips)  # matrices in strips are the last, in one go
         told = _told(tensors)
-        with Behind(self.rounding.workers) as behind:
+        with BackgroundTask(self.rounding.workers) as behind:
             for tensor in islice(told, len(tensors) - sum(map(_by_strips, tensors))):
                 if tensor.action is Action.KEEP:
                     behind.do(partial(self.copy, tensor))
@@ -87,7 +87,7 @@ class DataFree:
         else:
             output.keep_in_runs(tensor, partial(source.rows, tensor))
 
-    def _in_strips(self, tensors: Iterable[TensorPlan], behind: Behind) -> Record:
+    def _in_strips(self, tensors: Iterable[TensorPlan], behind: BackgroundTask) -> Record:
         """Round matrices to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
         record: Record = {}
         together: dict[str, Strips] = {}
@@ -99,7 +99,9 @@ class DataFree:
                     behind.do(partial(self.rounding.pack_and_write, matrix.tensor, strips.whole()))
         return record
 
-    def _row_wise(self, tensor: TensorPlan, behind: Behind, together: dict[str, Strips]) -> RowWise:
+    def _row_wise(
+        self, tensor: TensorPlan, behind: BackgroundTask, together: dict[str, Strips]
+    ) -> RowWise:
         """Return how a matrix is rounded in strips; those that are written as one are put ``together`` by name."""
         scheme = tensor.scheme
         assert scheme is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantforge.architectures.match import match
-from quantforge.checkpoint.fewer_experts import Removed, pruning_of
+from quantforge.checkpoint.fewer_parts import Removed, pruning_of
 
 if TYPE_CHECKING:
     from torch import Tensor

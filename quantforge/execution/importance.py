@@ -51,7 +51,7 @@ def observe_importance(
             " and one without them is not complete",
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
-    named = places(planned.plan, planned.matched)
+    named = places(planned.plan.tensors, planned.matched)
     entries: dict[str, Entry] = {}
 
     def add(weight: str, found: Statistics) -> None:
@@ -100,7 +100,7 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     Raises:
         InputError: damaged, or with another number of columns than a weight.
     """
-    named = places(planned.plan, planned.matched)
+    named = places(planned.plan.tensors, planned.matched)
     columns = [tensor for tensor in planned.plan.quantized() if tensor.name in named]
     known: dict[str, Tensor] = {}
     found = read_imatrix(path, values_of(columns, named))

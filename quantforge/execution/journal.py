@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.disk import DISK, create, existing, folder, whole_file, writing
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object, read_object
-from quantforge.checkpoint.recipe_toml import both, differences
+from quantforge.checkpoint.files import FILES, parse_object, read_object
+from quantforge.checkpoint.recipe_fields import both, differences
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import Event

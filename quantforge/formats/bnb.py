@@ -40,7 +40,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import parse_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import (

@@ -24,8 +24,7 @@ from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.matched import holds_codes
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError
 from quantforge.formats.configuration import declarations, within_block, without_declarations

@@ -16,10 +16,10 @@ from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, fo
 from quantforge.formats.agreement import agreement
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
+from quantforge.plans import CHOSEN
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
-CHOSEN = "chosen: "  # how a note about what was left open begins
 _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]
 

@@ -26,10 +26,9 @@ from quantforge.model.loading import empty
 from quantforge.model.observe import Accumulator
 from quantforge.model.passage import Call, Passage, states_of
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.finite import finite
 from quantforge.numerics.products import cutting
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.values import finite
 from quantforge.plans import StoredTensor
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {

@@ -30,8 +30,7 @@ from quantforge.model.names import Names
 from quantforge.model.passage import Call
 from quantforge.model.skeleton import build
 from quantforge.numerics.products import cutting
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge_calibration import SourceError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.numerics.finite import finite
+from quantforge.numerics.values import finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from torch import Tensor
 from quantforge.model.experts import TOGETHER, TOKENS, Experts
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
 
 WEIGHT = 2.0  # of the prior, in tokens for each input feature: ``m``
 SAMPLE = 8  # tokens for each input feature that the prior inside of an expert and the expert's own are together

@@ -38,11 +38,10 @@ from quantforge.model.loading import parameter
 from quantforge.model.observe import Accumulator
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.statistics import EXPERT_TOKENS
-from quantforge.numerics.finite import finite
 from quantforge.numerics.function_mode import Function, FunctionMode
 from quantforge.numerics.products import cutting
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.values import finite
 
 TOKENS = 256  # that one thread runs at a time
 # Such runs that pass together, whatever the number of threads: sums are made in their order.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import Job, addmm_
-from quantforge.numerics.team import side_by_side
+from quantforge.numerics.threads import side_by_side
 from quantforge.packers.input_rounding import histogram
 
 

@@ -4,12 +4,10 @@ In this folder:
 
     allocator          Give freed memory back to the system, so that the peak is what is alive and not what once was
     compiled           Loops that numba compiles: options, and eight float32 as one value
-    finite             Checks of values: that they are numbers
     function_mode      A mode of torch that is one method: what is done instead of every function that is called
     hadamard           Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``
-    linear_gradients   Linears that gradients pass, with products shared out to threads
     products           Matrix products whose last bits do not depend on the number of threads
     shared_processors  Processors shared with other programs: how threads wait there
-    team               Team of a run: the threads that its work is shared out to
-    threads            Threads: results in the order of their items, work behind
+    threads            Threads of a run: whole parts side by side, items in order, work in the background
+    values             Checks and sums of the values of a tensor
 """

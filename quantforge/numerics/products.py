@@ -7,8 +7,8 @@ alone, and each tile is computed on one thread. The other operations of a run co
 one thread anyway.
 
 `matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
-transformers' code (with gradients: `quantforge.numerics.linear_gradients`). This holds inside of
-`quantforge.numerics.team.reproducible`; outside, torch's own products are used.
+transformers' code, and `cutting_linears` linears that gradients pass. This holds inside of
+`quantforge.numerics.threads.reproducible`; outside, torch's own products are used.
 
 torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
 fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantforge.numerics.function_mode import Function, FunctionMode
-from quantforge.numerics.team import TEAMS
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import TEAMS, one_thread
 
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
@@ -59,7 +58,7 @@ def cutting() -> AbstractContextManager[object]:
     return _Mode() if TEAMS else nullcontext()
 
 
-def on_threads(threads: int, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
+def _on_threads(threads: int, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
     """Return a product of torch's that is computed on so many threads, inside of `reproducible`."""
     found: Tensor = _computed(function, args, {}, threads)
     return found
@@ -241,3 +240,38 @@ CUTS: dict[Callable[..., Any], tuple[Callable[..., Cut | None], Sequence[str]]] 
     torch.addmm: (_addmm, ("input", "mat1", "mat2")),
     torch.Tensor.addmm_: (_addmm_, ("self", "mat1", "mat2")),
 }
+
+
+def cutting_linears(threads: int) -> AbstractContextManager[object]:
+    """Compute what linears with frozen weights return, and later the gradients of what they read, on several threads.
+
+    All else stays on this one. Weights must not change before gradients were taken.
+    """
+    return _Linears(threads) if TEAMS else nullcontext()
+
+
+class _Linears(FunctionMode):
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if function is functional.linear and len(args) > 1 and args[0].requires_grad:
+            x, weight, bias = (*args, *kwargs.values(), None)[:3]
+            plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
+            if plain and not any(one is not None and one.requires_grad for one in (weight, bias)):
+                return _Linear.apply(x, weight, bias, self._threads)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear without gradients of its weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int) -> Tensor:
+        ctx.weight, ctx.threads = weight, threads
+        return _on_threads(threads, functional.linear, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _on_threads(ctx.threads, torch.matmul, *gradients, ctx.weight), None, None, None

@@ -3,29 +3,36 @@
 The order of decision is that of `choice`, the schemes are those of `layer_schemes`; linears that read one activation
 get one scheme, because engines load them as one matrix. A tied head is stored on its own as soon as it or the embedding
 is quantized, unless the engine multiplies by the codes of the embedding (`About.embedding_tool`).
+
+Zeros (`sparse`) go into linears that stay as they are. They save bytes or time only where a format or a kernel leaves
+them out; no format here does, and the engine that did has given it up. So the result is a plain model, to be measured,
+or to be quantized by a second run (`rtn` keeps zeros).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import SAME
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.prepared import RUNNING
-from quantforge.checkpoint.shards import file_plans, plan_shards
-from quantforge.errors import InputError, RefusedError
+from quantforge.checkpoint.writer import file_plans, plan_shards
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import Format, Verdict, format_of, kv_scales
+from quantforge.formats import PLAIN, Format, Verdict, format_of, kv_scales
 from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
 from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
-from quantforge.formats.format_choice import CHOSEN
-from quantforge.planning.cache_size import key_heads
+from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import Choices
+from quantforge.planning.coverage import asked
 from quantforge.planning.embedding_choice import rounded_words, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.plans import Action, Draft, FilePlan, StoredTensor, TensorPlan
+from quantforge.plans import CHOSEN, Action, EngineVerdict, FilePlan, StoredTensor, TensorPlan
+from quantforge.quantizers import is_sparse
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -34,6 +41,32 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5_000_000_000  # of a safetensors file, unless the recipe says otherwise
 UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
+_NO_USE_OF_ZEROS = (
+    "codes of zeros take as much room as others, and no engine skips them: vLLM removed its sparse kernels and their"
+    " format in March 2026 (vllm-project/vllm, pull request 36799)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Actions on all tensors of a model, before its files are laid out; fields as of `Plan`.
+
+    Attributes:
+        label: what the format calls the whole: the mixture of a GGUF file, else its key.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    engines: tuple[EngineVerdict, ...]
+    substitutions: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
+    untie: bool = False
+    label: str = ""
+
+    def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
+        """Return the files of the result, which state the recipe where the format does."""
+        stored = [item for tensor in self.tensors for item in tensor.stored]
+        return file_plans(plan_shards(stored, recipe.max_shard_bytes or SHARD_BYTES))
 
 
 def draft_by_module(
@@ -44,13 +77,17 @@ def draft_by_module(
     """Return the draft of a result that is stored module by module.
 
     Raises:
-        InputError: nothing would be quantized; or as `Choices`.
+        InputError: nothing would be quantized, no linear can have zeros; or as `Choices`.
         UsageError: as `LayerSchemes.check_groups`.
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
     form = format_of(recipe.format)
     builder = _ModuleDraft(recipe, checkpoint, matched, form)
     tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, matched)]
+    if recipe.zeros is not None and not any(tensor.sparse for tensor in tensors):
+        raise InputError(
+            f"--sparsity {recipe.zeros}: no linear is left that could have it", "check --ignore"
+        )
     if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         raise _nothing_quantized(form, builder.choices.substitutions)
     if recipe.engine == "transformers":
@@ -78,9 +115,8 @@ def draft_by_module(
     )
     return Draft(
         tensors=tuple(tensors),
-        files=files_of(tensors, recipe.max_shard_bytes),
         engines=engine_verdicts(form.ABOUT, model),
-        substitutions=tuple(builder.choices.substitutions),
+        substitutions=(*builder.choices.substitutions, *builder.without_zeros),
         notes=(
             *builder.choices.notes,
             *([UNTIED] if builder.unties else []),
@@ -136,12 +172,6 @@ def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
     ]
 
 
-def files_of(tensors: Iterable[TensorPlan], max_bytes: int | None) -> tuple[FilePlan, ...]:
-    """Return the safetensors files to which the tensors of a plan are written."""
-    stored = [item for tensor in tensors for item in tensor.stored]
-    return file_plans(plan_shards(stored, max_bytes or SHARD_BYTES))
-
-
 def _refuse_mixture(
     form: Format, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
 ) -> None:
@@ -160,6 +190,8 @@ class _ModuleDraft:
         self, wanted: Recipe, checkpoint: Checkpoint, matched: Matched, form: Format
     ) -> None:
         self.matched, self.form = matched, form
+        self._zeros, self._method = wanted.zeros, wanted.method
+        self.without_zeros: list[Event] = []
         self._head = _tied_head(matched)
         once = [self._head] if self._head and not matched.tied_twice else []
         self._layers = [*matched.tensors, *once]
@@ -215,11 +247,24 @@ class _ModuleDraft:
             first, second = stored.shape
             matrix = (second, first) if tensor.transposed else (first, second)
             written = self.form.stored(stored.name.removesuffix(".weight"), layer, matrix)
-        return TensorPlan(
+        plan = TensorPlan(
             stored.name, stored.dtype, stored.shape, Action.QUANTIZE if layer else Action.KEEP, decision.rule, layer,
             stored=written, part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
             expert=tensor.expert,
         )  # fmt: skip
+        linear = tensor.block >= 0 and tensor.role is Role.LINEAR
+        return self._with_zeros(plan) if linear and layer is None and not asked(plan) else plan
+
+    def _with_zeros(self, plan: TensorPlan) -> TensorPlan:
+        """Return the plan of a linear that gets zeros, if the recipe asks for them and their runs divide its rows."""
+        zeros = self._zeros
+        if zeros is None:
+            return plan
+        if not zeros.fits(plan.matrix[1]):
+            detail = f"none: {plan.matrix[1]} input columns are no multiple of {zeros.run}"
+            self.without_zeros.append(Event("substitution", plan.name, detail))
+            return plan
+        return replace(plan, sparse=True, rule=f"{self._method}, sparsity {zeros}")
 
 
 def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
@@ -238,7 +283,7 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
             f"--kv-cache {kind}: no {kv_scales.ATTENTION} in every block of this family",
             "engines look for the scales there: drop --kv-cache",
         )
-    heads = key_heads(matched, dimensions)
+    heads = _key_heads(matched, dimensions)
     if 0 in heads:
         raise RefusedError(
             f"--kv-cache {kind}: block {heads.index(0)} reads keys and values of an earlier one, and has no scales",
@@ -254,6 +299,44 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
         for block, name in sorted(attention.items())
         for item in kv_scales.announced(name, kind, dimensions.kv_heads)
     ]  # fmt: skip
+
+
+def _key_heads(matched: Matched, sizes: Dimensions) -> list[int]:
+    """Return how many heads of keys every layer keeps, 0 where it reads those of another one."""
+    found = []
+    for kind in matched.layers:
+        keys = next((state for state in kind.states or () if state.part == KEYS), None)
+        found.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
+    return found or [sizes.kv_heads] * matched.blocks
+
+
+def check_zeros(recipe: Recipe) -> None:
+    """Refuse zeros of which nothing would come.
+
+    Raises:
+        UsageError: a method or a sparsity without the other, or another method beside it.
+        RefusedError: the format has nothing of them.
+    """
+    method, pattern = recipe.method, recipe.zeros
+    if not is_sparse(method):
+        if pattern is not None:
+            raise UsageError(
+                f"--sparsity {pattern}: --method {method} makes no zeros",
+                "--method sparsegpt, wanda or magnitude",
+            )
+        return
+    if pattern is None:
+        raise UsageError(f"--method {method}: no --sparsity is given", f"say {SPARSITY_HINT}")
+    if "+" in method:
+        raise UsageError(
+            f"--method {method}: zeros are made by a run of their own",
+            "--method sparsegpt --format plain first, then quantize its result",
+        )
+    if recipe.format != PLAIN:
+        raise RefusedError(
+            f"--sparsity {pattern} in {recipe.format}: {_NO_USE_OF_ZEROS}",
+            f"--format {PLAIN}, to measure it by `eval`, or to quantize it by a second run",
+        )
 
 
 def _tied_head(matched: Matched) -> MatchedTensor | None:

@@ -1,5 +1,9 @@
 """Capacity: whether a planned result fits beside its cache, how fast it can decode at best, and what a token costs.
 
+Attention of a usual kind keeps 2 x heads x width numbers of every token and layer; layers with a window those of its
+tokens alone, latent attention one narrow vector, delta nets and state spaces a state that does not grow. What a layer
+keeps is declared with its kind (`quantforge.architectures.layer_kind`).
+
 With ``w`` bytes of weights that a step reads, ``c`` bytes of cache of each of ``b`` sequences, and ``p`` weights that a
 token is multiplied by, a step of decoding, which makes one token of every sequence, takes at least
 
@@ -15,21 +19,122 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quantforge.architectures.cache_kinds import PLAIN
+from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.layer_kind import KEYS, VALUES, LayerState, StateType
 from quantforge.architectures.match import Matched
 from quantforge.arguments import strict_fields
-from quantforge.errors import UsageError
-from quantforge.planning.cache_size import CacheSize, cache_size, rows_of
+from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
+from quantforge_kernels import kv_runs
 
 MARGIN = 0.9  # of the memory: the rest is for code, graphs and the allocator
 CHUNK = 2048  # tokens of a step that reads a prompt, at least
 CONTEXT = 4096  # tokens, where nothing is said and the model has as many positions
 MOST = 1 << 30  # tokens or sequences that are asked for
-_ACTIVATION, _LOGIT = 2, 4  # bytes
+ACTIVATION, FLOAT32 = 2, 4  # bytes
 _MILLION, _HOUR = 1e6, 3600
+RowBytes = Callable[[int, str], float]  # of a row of so many channels of a part, see `LayerState`
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Bytes of one layer: of each of the last ``window`` tokens (0: of all), and of a sequence whatever its length."""
+
+    token_bytes: float
+    window: int
+    fixed_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Size of the cache of one sequence on one device."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def token_bytes(self) -> float:
+        """Return the bytes of a token as long as every window has room."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    @property
+    def lasting_token_bytes(self) -> float:
+        """Return the bytes by which a token makes the cache larger once all windows are full."""
+        return sum(layer.token_bytes for layer in self.layers if not layer.window)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Return the bytes of a sequence that do not depend on its length."""
+        return sum(layer.fixed_bytes for layer in self.layers)
+
+    def sequence_bytes(self, tokens: int) -> float:
+        """Return the bytes of a sequence of so many tokens."""
+        return self.fixed_bytes + sum(
+            layer.token_bytes * (min(tokens, layer.window) if layer.window else tokens)
+            for layer in self.layers
+        )
+
+
+def rows_of(kind: str) -> RowBytes:
+    """Return the bytes of a row of channels in a cache of this runtime, scales included.
+
+    Raises:
+        UsageError: no such kind of cache.
+        RefusedError: by the function that is returned: a row is neither of keys nor of values, which are stored
+            differently.
+    """
+    keys, values = kinds_of(kind)
+
+    def row(width: int, part: str) -> float:
+        if part not in {KEYS, VALUES} and keys != values:
+            raise RefusedError(
+                f"--cache {kind}: a layer keeps one vector for keys and values together",
+                "one word for both",
+            )
+        return kv_runs.row_bytes(width, values if part == VALUES else keys, ACTIVATION)
+
+    return row
+
+
+def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
+    """Return what one device holds of a sequence of a model.
+
+    Args:
+        matched: the model.
+        row: bytes of a row of channels, see `rows_of`.
+        devices: that share the model by tensors: each holds its share of the heads, one at least, and all of a latent.
+
+    Raises:
+        InputError: what the layers of the family keep is not declared.
+    """
+    family, sizes = matched.architecture, matched.dimensions
+    kinds = [kind.states for kind in matched.layers]
+    if family is None or sizes is None or None in kinds:
+        raise InputError(
+            f"model_type {matched.model_type!r} is not declared: what its layers keep of a sequence is not known",
+            "leave --context, --batch, --memory and what belongs to them out; quantforge help plan",
+        )
+    layers = []
+    windows = family.windows.of_layers(matched.config, len(kinds))
+    for states, window in zip(kinds, windows, strict=True):
+        sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence whatever its length
+        for state in states or ():
+            sums[state.each_token] += _bytes(state, sizes, row, devices)
+        layers.append(LayerCache(sums[True], window, sums[False]))
+    return CacheSize(tuple(layers))
+
+
+def _bytes(state: LayerState, sizes: Dimensions, row: RowBytes, devices: int) -> float:
+    """Return the bytes of a state on one device."""
+    rows, width = sizes.size(state.rows), sizes.size(state.width)
+    if state.shared:
+        heads = sizes.size(state.shared)
+        rows = rows // heads * -(-heads // devices)
+    if state.held is StateType.CACHE:
+        return rows * row(width, state.part)
+    return rows * width * (ACTIVATION if state.held is StateType.ACTIVATIONS else FLOAT32)
 
 
 @strict_fields
@@ -127,7 +232,7 @@ class Capacity:
         """Return the bytes of a step: at the widest place of a block, and logits of every sequence in float32."""
         batch = batch or self.load.batch
         wide = 2 * self.hidden + self.traffic.widest / self.load.devices
-        return _ACTIVATION * max(batch, CHUNK) * wide + _LOGIT * batch * self.vocabulary
+        return ACTIVATION * max(batch, CHUNK) * wide + FLOAT32 * batch * self.vocabulary
 
     def needed(self, batch: int | None = None, context: int | None = None) -> float:
         """Return the bytes that one device needs, in all."""

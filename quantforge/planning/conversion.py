@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.draft_kinds import is_draft, type_of
-from quantforge.architectures.matched import Matched, Role
+from quantforge.architectures.matched import Matched, MatchedTensor, Role
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
@@ -37,20 +37,17 @@ from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_o
 from quantforge.formats.convert import of_input
 from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.fits import named, split_group
-from quantforge.formats.format_choice import CHOSEN
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
-from quantforge.planning.by_module import files_of
-from quantforge.planning.choice import Choices
+from quantforge.planning.by_module import Draft
+from quantforge.planning.choice import Choices, matches
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.embedding_choice import check_not_quantized, rounded_words
-from quantforge.planning.heads_alone import check_alone
+from quantforge.planning.embedding_choice import bytes_of, check_not_quantized, rounded_words
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.planning.loader_form import names_settled
-from quantforge.planning.notes import facts
-from quantforge.planning.omissions import left_behind
-from quantforge.plans import Action, Draft, FilePlan, Plan, Serving, StoredTensor, TensorPlan
+from quantforge.planning.notes import facts, left_behind
+from quantforge.planning.planner import check_alone, names_settled, tower_beside
+from quantforge.plans import CHOSEN, Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 
@@ -89,16 +86,14 @@ class Conversion:
     files: tuple[FilePlan, ...]
     layers: dict[str, ConvertedLayer]
     matched: Matched
-    events: list[Event] = field(default_factory=list)
-    asked_type: str | None = None  # of decoded weights: rounding to it is accepted
-    rounding: Rounding = field(default_factory=Rounding)
+    rounded: tuple[
+        TensorPlan, ...
+    ]  # held plainly by the source and in codes by the result: the embedding, or none
+    events: list[Event]
+    asked_type: str | None  # of decoded weights: rounding to it is accepted
+    rounding: Rounding
     made: dict[str, QuantizedTensor] = field(default_factory=dict)  # of `rounded`, once settled
     figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of those, for the manifest
-
-    @property
-    def rounded(self) -> tuple[TensorPlan, ...]:
-        """Return the tensors that the source holds plainly and the result in codes: the embedding, or none."""
-        return tuple(one for one in self.plan.quantized() if one.name not in self.layers)
 
     @property
     def coverage(self) -> Coverage | None:
@@ -107,9 +102,21 @@ class Conversion:
 
 
 def plan_export(
-    checkpoint: Checkpoint, recipe: Recipe, serving: Serving | None = None
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    serving: Serving | None = None,
+    *,
+    mmproj: bool = False,
+    first: Sequence[str] = (),
 ) -> Conversion:
-    """Plan the conversion of a quantized checkpoint from its headers; ``serving`` as in `make_plan`.
+    """Plan the conversion of a quantized checkpoint from its headers.
+
+    Args:
+        checkpoint: the source.
+        recipe: the format, and what else applies to an export.
+        serving: what is asked of the command that serves the result, beside the recipe's devices.
+        mmproj: whether the vision tower is written beside a GGUF file.
+        first: notes before all others.
 
     Raises:
         RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
@@ -127,7 +134,8 @@ def plan_export(
             f"{checkpoint.path} is already quantized: an export keeps its numbers",
             "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
         )
-    check_alone(_draft(checkpoint), recipe.format, recipe.engine)
+    check_alone(_draft(checkpoint), recipe)
+    tower = tower_beside(checkpoint, target, wanted=mmproj)
     asked_type = _number_type(recipe)
     source = detect(checkpoint.config)
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
@@ -148,6 +156,7 @@ def plan_export(
         raise RefusedError(
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
+    draft: Draft
     if recipe.format != GGUF:
         draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
     if target.ABOUT.embedding_tool:
@@ -156,17 +165,23 @@ def plan_export(
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         from quantforge.planning import gguf  # with all that its files hold
 
-        draft = gguf.draft(recipe, checkpoint, matched, observed=False, given=schemes)
+        draft = gguf.draft(recipe, checkpoint, matched, given=schemes, tower=tower)
     elif target.ABOUT.embedding_tool:
         draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     made = naming.first_recipe(checkpoint)
-    draft = replace(draft, tensors=coverage.as_asked(draft.tensors, made))
+    draft = replace(draft, tensors=_as_asked(draft.tensors, made))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
     draft = names_settled(recipe.engine, checkpoint, replace(draft, engines=engines))
-    engines = draft.engines
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
-    place = str(checkpoint.path)
+    place, engines = str(checkpoint.path), draft.engines
     said = targets.check(recipe.engine, served, draft.tensors, engines, recipe.format, place)
+    files = draft.files(recipe)
+    rounded = tuple(
+        one for one in draft.tensors if one.action is Action.QUANTIZE and one.name not in layers
+    )
+    chosen = [
+        f"{CHOSEN}{one.name}: {rounded_words(one)}" for one in rounded if not recipe.embedding
+    ]
     plan = Plan(
         model=str(checkpoint.path),
         name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
@@ -176,11 +191,14 @@ def plan_export(
         rounder="",
         format=recipe.format,
         tensors=draft.tensors,
-        shards=draft.shards,
-        output_bytes=draft.output_bytes,
+        shards=tuple(file.names for file in files),
+        output_bytes=bytes_of(files),
         peak_memory_bytes=0,
         engines=engines,
+        substitutions=tower.events if tower else (),
         notes=(
+            *first,
+            *chosen,
             *facts(checkpoint),
             *draft.notes,
             *_split_note(expressed, split),
@@ -189,24 +207,23 @@ def plan_export(
         ),
         left_behind=left_behind(checkpoint),
     )
-    lost = _lost(checkpoint, recipe.format, draft)
-    found = Conversion(
+    events = [
+        *_lost(checkpoint, recipe.format, draft),
+        *(Event("embedding-rounded", one.name, rounded_words(one)) for one in rounded),
+        *plan.substitutions,
+    ]
+    return Conversion(
         checkpoint,
         source.KEY,
         plan,
-        draft.files,
+        files,
         layers,
         matched,
-        lost,
+        rounded,
+        events,
         asked_type,
         recipe.rounding,
     )
-    for tensor in found.rounded:
-        lost.append(Event("embedding-rounded", tensor.name, rounded_words(tensor)))
-    if not recipe.embedding:
-        notes = (f"{CHOSEN}{tensor.name}: {rounded_words(tensor)}" for tensor in found.rounded)
-        found.plan = replace(plan, notes=(*notes, *plan.notes))
-    return found
 
 
 def _number_type(recipe: Recipe) -> str | None:
@@ -224,6 +241,19 @@ def _number_type(recipe: Recipe) -> str | None:
             f"one of {', '.join(FLOATS)}; the types of GGUF are of --format gguf",
         )
     return kind
+
+
+def _as_asked(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, ...]:
+    """Return the tensors of a quantized model; those kept get the rule of its recipe ``made`` that keeps them."""
+    wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
+    wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
+
+    def rule(tensor: TensorPlan) -> str:
+        stored = StoredTensor(tensor.name, tensor.dtype, tensor.shape)
+        layer = MatchedTensor(tensor.name, stored, Role.LINEAR)
+        return next((text for pattern, text in wanted if matches(pattern, layer)), tensor.rule)
+
+    return tuple(replace(t, rule=rule(t)) if t.action is Action.KEEP else t for t in tensors)
 
 
 def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
@@ -295,7 +325,7 @@ def _relaid(
         if name not in used
     ]  # fmt: skip
     tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
-    return Draft(tensors, files_of(tensors, recipe.max_shard_bytes), ())
+    return Draft(tensors, ())
 
 
 def _with_embedding(
@@ -343,8 +373,7 @@ def _with_embedding(
                     plans[item.name] = replace(
                         plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", stored=()
                     )
-    tensors = tuple(plans.values())
-    return replace(draft, tensors=tensors, files=files_of(tensors, recipe.max_shard_bytes))
+    return replace(draft, tensors=tuple(plans.values()))
 
 
 def _layers(

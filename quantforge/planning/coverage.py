@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from quantforge.architectures.matched import MatchedTensor, Role
+from quantforge.architectures.matched import Role
 from quantforge.architectures.routers import experts_of, routers
 from quantforge.architectures.towers import BLOCK
 from quantforge.events import Event
-from quantforge.planning.rules import matches
-from quantforge.plans import Action, StoredTensor, TensorPlan
-from quantforge.recipe import Recipe
+from quantforge.plans import Action, TensorPlan
 
 LEAST = 0.95  # of the weights inside blocks; below, it is an event
 MUCH = 0.05  # of the bytes of a result
@@ -111,19 +109,6 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
         for name in sorted(routers(config, shapes) & rounded)
     ]
     return tuple(found)
-
-
-def as_asked(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, ...]:
-    """Return the tensors of a quantized model; those kept get the rule of its recipe ``made`` that keeps them."""
-    wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
-    wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
-
-    def rule(tensor: TensorPlan) -> str:
-        stored = StoredTensor(tensor.name, tensor.dtype, tensor.shape)
-        layer = MatchedTensor(tensor.name, stored, Role.LINEAR)
-        return next((text for pattern, text in wanted if matches(pattern, layer)), tensor.rule)
-
-    return tuple(replace(t, rule=rule(t)) if t.action is Action.KEEP else t for t in tensors)
 
 
 def _counts(tensor: TensorPlan) -> bool:

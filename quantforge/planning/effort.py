@@ -1,29 +1,44 @@
-"""Effort: the one dial for time against quality, and what it sets of a recipe.
+"""Method and effort: what a recipe leaves open, and what is set for it.
 
-A level sets keys of the recipe that have their defaults; what a recipe or an option names otherwise stays. What is not
-possible for a model, a method or a format is left out with the reason, in the words of the refusal that it would meet.
-What is set stands in the recipe of the plan, so that planning that recipe again sets nothing more.
+Where no method is named, it is the one that measured best, or plain rounding with the reason. Below 8 bits calibration
+pays. Among integers AWQ before GPTQ is as good as GPTQ alone on well-behaved weights, and 2.6 times better on a model
+with outliers in its activations (``docs/results/quality.md``); of other grids GPTQ is what was measured
+(``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
+
+Effort is the one dial for time against quality. A level sets keys of the recipe that have their defaults; what a recipe
+or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the reason,
+in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning that
+recipe again sets nothing more.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import QuantForgeError
-from quantforge.formats.format_choice import CHOSEN
-from quantforge.grids import GRIDS
+from quantforge.formats import GGUF, KEEP, Format
+from quantforge.formats.format_choice import base_scheme
+from quantforge.formats.gguf import mixture
+from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
+from quantforge.notation import parse_layer
 from quantforge.planning.calibration_rows import random_share
-from quantforge.planning.guidance import guided, refuse_guide
-from quantforge.planning.tunable import refuse_tune
-from quantforge.plans import TensorPlan
-from quantforge.recipe import IMATRIX, Recipe
+from quantforge.planning.gradients import guided, refuse_guide, refuse_tune
+from quantforge.plans import CHOSEN, TensorPlan
+from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
+from quantforge.recipe import IMATRIX, NO_DATA, Recipe
+from quantforge.scheme import Scheme
+from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
+
+if TYPE_CHECKING:
+    from quantforge.checkpoint.reader import Checkpoint
 
 PLAINLY = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
@@ -36,6 +51,72 @@ DEFAULTS = Recipe()
 # Where the default level tunes: schemes of few bits lose most, few rows teach little (``docs/results/quality.md``), and
 # the codes of a block, which are in memory, take seven bytes each.
 TUNED_BITS, TUNED_ROWS, TUNED_WEIGHTS = 4, 64, 1 << 30
+NEARLY_LOSSLESS = 8  # bits: with as many, any method loses next to nothing
+
+
+def chosen_method(
+    recipe: Recipe, form: Format, checkpoint: Checkpoint, matched: Matched
+) -> tuple[str, tuple[str, ...]]:
+    """Return the method for a recipe that names none, and notes on the choice."""
+    grids = _schemes_of(recipe, form)
+    if not grids:  # a mere conversion
+        return PLAIN, ()
+    method, reason = PLAIN, _method_obstacle(grids, recipe, checkpoint, matched)
+    if not reason:
+        method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
+        reason = f"what measured best; --method {PLAIN} is faster, and worse"
+    return method, (f"{CHOSEN}--method {method}: {reason}",)
+
+
+def _method_obstacle(
+    grids: Sequence[Scheme],
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    matched: Matched,
+) -> str:
+    """Return why nothing but plain rounding comes into question, "" where something does."""
+    if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
+        return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
+    if recipe.effort == PLAINLY:
+        return f"--effort {PLAINLY}, it is the fastest"
+    if recipe.calibration.source == NO_DATA:
+        return f"nothing is calibrated (--calibration {NO_DATA})"
+    if recipe.calibration.importance_file is not None:
+        return "an importance matrix holds what plain rounding asks for, and no more"
+    if recipe.scales != DEFAULTS.scales:
+        return f"--scales {recipe.scales} looks at the weights alone"
+    if matched.architecture is None:
+        undeclared = f"not declared; --method {BEST} derives what reads the same activation"
+        return f"{matched.model_type} is {'no model: it reads no text' if matched.draft else undeclared}"
+    if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
+        return "there is no tokenizer, and so no calibration text"
+    return ""
+
+
+def _is_text(name: str) -> bool:
+    roles = (role for pattern, role in CARRIED.items() if fnmatch.fnmatchcase(name, pattern))
+    return next(roles, None) in {TOKENIZER, VOCABULARY}
+
+
+def _absorbs(matched: Matched) -> bool:
+    kinds = matched.architecture.kinds if matched.architecture else ()
+    return any(shared.absorber is not None for kind in kinds for shared in kind.inputs)
+
+
+def _is_integer(scheme: Scheme) -> bool:
+    return scheme.integer and scheme.zero is not Zero.MIN
+
+
+def _schemes_of(wanted: Recipe, form: Format) -> list[Scheme]:
+    """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
+    if form.KEY == GGUF and wanted.scheme is None:
+        label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.OWN_BITS, "")).upper()
+        grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()
+        named = [grid] if grid in GRIDS else []
+    else:
+        named = [base_scheme(form, wanted)]
+    named += [wanted.head, wanted.embedding, *(rule.scheme for rule in wanted.rules)]
+    return [parse_layer(text).weight for text in named if text not in ("", KEEP)]
 
 
 class Asked(NamedTuple):
@@ -43,14 +124,12 @@ class Asked(NamedTuple):
 
     Attributes:
         words: the transforms and the rounder.
-        key: of the format.
         tensors: of the draft.
         matched: the model.
         needs: the statistics that are observed.
     """
 
     words: tuple[str, ...]
-    key: str
     tensors: Sequence[TensorPlan]
     matched: Matched
     needs: frozenset[Statistic]
@@ -64,7 +143,7 @@ class Asked(NamedTuple):
         refuse_tune(
             recipe.tune or 0,
             self.words,
-            self.key,
+            recipe.format,
             self.tensors,
             self.matched,
             recipe.calibration.samples,
@@ -88,7 +167,7 @@ def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]
     for key, value in SETS[recipe.effort].items():
         if attrgetter(key)(recipe) != attrgetter(key)(DEFAULTS):
             (named if attrgetter(key)(recipe) else off).append(key)
-        elif reason := _obstacle(key, value, recipe, asked):
+        elif reason := _key_obstacle(key, value, recipe, asked):
             left_out.append(f"{key} = {value} ({reason})")
         else:
             recipe = _with(recipe, key, value)
@@ -114,7 +193,7 @@ def _with(recipe: Recipe, key: str, value: int) -> Recipe:
     return replace(recipe, **{table or name: changed})
 
 
-def _obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
+def _key_obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
     """Return why a key is not set, "" where it is."""
     if key == "calibration.samples":
         if recipe.calibration.source.startswith(IMATRIX):

@@ -8,28 +8,25 @@ Where the head is the embedding and the engine multiplies by its codes, it is ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats import KEEP, Format
-from quantforge.formats.format_choice import CHOSEN
-from quantforge.plans import Draft, StoredTensor, TensorPlan
+from quantforge.plans import CHOSEN, FilePlan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.results.significant import size
+
+if TYPE_CHECKING:
+    from quantforge.planning.by_module import Draft
 
 LARGE = 1 / 3  # of the bytes
 NARROW = 4  # bits
 _ROWS = "int8:row"
 TOLD = "embedding and head"  # how the note about them begins
 _OUTER = (Role.EMBEDDING, Role.HEAD)
-
-
-def share(draft: Draft, matched: Matched) -> float:
-    """Return the share of the bytes of a result that embedding and head take, 0 to 1."""
-    names = {tensor.stored.name for tensor in matched.tensors if tensor.role in _OUTER}
-    taken = sum(item.stored_bytes for item in draft.tensors if item.name in names)
-    return taken / max(draft.output_bytes, 1)
 
 
 def tied_rule(form: Format) -> str:
@@ -57,57 +54,76 @@ def check_not_quantized(name: str, asked: str) -> None:
 
 def chosen_embedding(
     form: Format,
-    wanted: Recipe,
+    recipe: Recipe,
     draft: Draft,
     matched: Matched,
-    drafted: Callable[[str], Draft],
-) -> tuple[str, tuple[str, ...]]:
-    """Return the scheme of the embedding and the note about it: as asked for, or in 8 bits beside few.
+    drafted: Callable[[Recipe], Draft],
+) -> tuple[Recipe, Draft, tuple[FilePlan, ...], tuple[str, ...]]:
+    """Choose the scheme of the embedding: as asked for, or in 8 bits beside few.
 
     Args:
         form: the format of the result.
-        wanted: how tensors are to be stored.
-        draft: with the schemes that are wanted.
+        recipe: how tensors are to be stored.
+        draft: by that recipe.
         matched: the model.
-        drafted: returns the draft with another scheme of the embedding.
+        drafted: returns the draft by a recipe with another scheme of the embedding.
+
+    Returns:
+        The recipe with that scheme, its draft, the files, and a note.
     """
-    part = share(draft, matched)
+    files = draft.files(recipe)
+    part = _outer_bytes(draft, matched) / max(bytes_of(files), 1)
     told = f"{TOLD}: {part:.0%} of the bytes"
     quantized = any(item.scheme for item in draft.tensors)
-    if part <= LARGE or wanted.embedding or matched.draft or not quantized:
-        return wanted.embedding, (told,)
+    if part <= LARGE or recipe.embedding or matched.draft or not quantized:
+        return recipe, draft, files, (told,)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
-    narrow = wanted.bits is not None and wanted.bits <= NARROW
+    narrow = recipe.bits is not None and recipe.bits <= NARROW
     lost: tuple[str, str] | None = None
-    for scheme, lean in _smaller(form, draft, drafted):
+    for lean_recipe, lean, lean_files in _smaller(form, recipe, bytes_of(files), drafted):
+        scheme = lean_recipe.embedding
         missing = loaded - {
             verdict.engine for verdict in lean.engines if verdict.loads is not False
         }
-        saved = f"{draft.output_bytes - lean.output_bytes:,} bytes less"
+        saved = f"{bytes_of(files) - bytes_of(lean_files):,} bytes less"
         if missing:
             which = ", ".join(sorted(missing))
             lost = lost or (scheme, f"{saved}, but then {which} would not load it")
         elif narrow:
             reason = f"{told} without it, {saved}; --embedding keep leaves it"
-            return scheme, (f"{CHOSEN}--embedding {scheme}: {reason}",)
+            note = f"{CHOSEN}--embedding {scheme}: {reason}"
+            return lean_recipe, lean, lean_files, (note,)
         else:
-            return "", (f"{told}; --embedding {scheme} takes {saved}",)
+            return recipe, draft, files, (f"{told}; --embedding {scheme} takes {saved}",)
     if lost:
-        return "", (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
+        return recipe, draft, files, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
     unties = matched.tied and not form.ABOUT.embedding_tool
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
-    return "", (f"{told}; no --embedding makes {form.KEY} files smaller{tied}",)
+    note = f"{told}; no --embedding makes {form.KEY} files smaller{tied}"
+    return recipe, draft, files, (note,)
 
 
 def _smaller(
-    form: Format, draft: Draft, drafted: Callable[[str], Draft]
-) -> Iterator[tuple[str, Draft]]:
-    """Yield schemes of the embedding that make a result smaller, each with its draft."""
+    form: Format, recipe: Recipe, nbytes: int, drafted: Callable[[Recipe], Draft]
+) -> Iterator[tuple[Recipe, Draft, tuple[FilePlan, ...]]]:
+    """Yield recipes whose scheme of the embedding makes a result smaller than so many bytes, with draft and files."""
     for bits in (0, 8, NARROW):
         try:
-            scheme = form.default_scheme(bits) if bits else _ROWS
-            lean = drafted(scheme)
+            lean_recipe = replace(recipe, embedding=form.default_scheme(bits) if bits else _ROWS)
+            lean = drafted(lean_recipe)
         except QuantForgeError:  # the format does not hold it
             continue
-        if lean.output_bytes < draft.output_bytes:
-            yield scheme, lean
+        files = lean.files(lean_recipe)
+        if bytes_of(files) < nbytes:
+            yield lean_recipe, lean, files
+
+
+def _outer_bytes(draft: Draft, matched: Matched) -> int:
+    """Return the bytes of a result that embedding and head take."""
+    names = {tensor.stored.name for tensor in matched.tensors if tensor.role in _OUTER}
+    return sum(item.stored_bytes for item in draft.tensors if item.name in names)
+
+
+def bytes_of(files: Sequence[FilePlan]) -> int:
+    """Return the bytes of files."""
+    return sum(file.size for file in files)

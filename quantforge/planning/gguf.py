@@ -1,15 +1,17 @@
 """The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header.
 
-The order of decision is that of `choice`, the types are those of `gguf_types`. What is F32 in every mixture (norms,
-biases, routers) is so whatever rules say.
+The order of decision is that of `choice`. A mixture (``Q4_K_M``) gives every tensor its type; ``--scheme`` gives one
+grid to all linears, and Q6_K to what lies outside of the blocks. A type whose blocks do not divide the rows of a tensor
+is replaced as llama.cpp replaces it. What is F32 in every mixture (norms, biases, routers) is so whatever rules say.
+The experts of a layer are one tensor of the file.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
@@ -17,31 +19,36 @@ from quantforge.architectures.configuration import SAME
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
-from quantforge.errors import InputError, RefusedError
-from quantforge.formats import KEEP
+from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
+from quantforge.formats import KEEP, gguf
 from quantforge.formats.engines import layer_verdicts
-from quantforge.formats.gguf import ABOUT, mixture
-from quantforge.formats.gguf.container import TYPES
+from quantforge.formats.format_choice import holders
+from quantforge.formats.gguf import blocks_of, mixture
+from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan, stored_pieces
 from quantforge.formats.gguf.families import Named, family_of, names, read_families
-from quantforge.formats.gguf.metadata import general, merged, provenance
+from quantforge.formats.gguf.metadata import general, merged, provenance, split_keys
 from quantforge.formats.gguf.mixture import file_type
-from quantforge.formats.gguf.parameters import parameters
-from quantforge.formats.gguf.projector_file import OPTION, has_projector
+from quantforge.formats.gguf.parameters import Parameters, parameters
+from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, has_projector
 from quantforge.formats.gguf.vocabulary import (
     CarriedVocabulary,
     Vocabulary,
     carried_vocabulary,
     vocabulary,
 )
+from quantforge.formats.unknown_names import TYPE_WORDS
 from quantforge.grids import SUPERBLOCKS
+from quantforge.notation import parse
+from quantforge.packers.lattices import LATTICES
+from quantforge.planning.by_module import Draft
 from quantforge.planning.calibration_rows import coming_rows
-from quantforge.planning.choice import QUANTIZABLE, Choices
-from quantforge.planning.gguf_files import FileTensor, planned, split, tensor_table
-from quantforge.planning.gguf_types import FileTypes, GivenTypes, MixtureTypes, stored_shape
-from quantforge.plans import Action, Draft, TensorPlan
+from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
+from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
+from quantforge.plans import Action, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
-from quantforge.results.source_changes import adapter_name, experts_word
-from quantforge.scheme import Scheme
+from quantforge.results.manifest import adapter_name, experts_word
+from quantforge.results.significant import size
+from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -54,24 +61,74 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _OUTSIDE = {*mixture.LOOKED_UP, _OUTPUT}
 
 
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One source tensor on its way: its name in the file and its shape as stored there."""
+
+    tensor: MatchedTensor
+    named: Named
+    shape: tuple[int, ...]
+    type: str
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class GgufDraft(Draft):
+    """Draft of a GGUF file, or of numbered parts of one.
+
+    Attributes:
+        table: the tensors of the file, in its order.
+        keys: returns the metadata, which states the recipe.
+    """
+
+    table: tuple[GgufTensor, ...] = ()
+    keys: Callable[[Recipe], Metadata] = lambda _: {}
+
+    def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
+        """Return one file, or files of at most ``max_shard_bytes`` of data each, of which the first has all keys."""
+        parts: list[list[GgufTensor]] = [[]]
+        filled, most = 0, recipe.max_shard_bytes
+        for tensor in self.table:
+            if most is not None and parts[-1] and filled + tensor.nbytes > most:
+                parts.append([])
+                filled = 0
+            parts[-1].append(tensor)
+            filled += tensor.nbytes
+        keys = self.keys(recipe)
+        if len(parts) == 1:
+            return (file_plan("model.gguf", keys, self.table),)
+        return tuple(
+            file_plan(
+                f"model-{number + 1:05}-of-{len(parts):05}.gguf",
+                {
+                    **(keys if number == 0 else {}),
+                    **split_keys(number, len(parts), len(self.table)),
+                },
+                part,
+            )
+            for number, part in enumerate(parts)
+        )
+
+
 def draft(
-    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, *, observed: bool,
-    given: Mapping[str, Scheme] | None = None,
-) -> Draft:  # fmt: skip
-    """Plan a GGUF file, or its numbered parts.
+    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, *, observed: bool = False,
+    given: Mapping[str, Scheme] | None = None, tower: ProjectorFile | None = None,
+) -> GgufDraft:  # fmt: skip
+    """Decide on every tensor of a GGUF file.
 
     Args:
-        recipe: its type or scheme, rules, and everything that becomes a key.
+        recipe: its type or scheme, and rules.
         checkpoint: the source.
         matched: its tensors.
         observed: whether the importance of columns will be known.
         given: of an export, the scheme of each module that is already quantized; everything else keeps its type.
+        tower: of pictures, which is written into a file of its own beside this one.
 
     Raises:
         RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
-    config = _with_tower(matched.config, checkpoint.config)
+    config = _with_vision(matched.config, checkpoint.config)
     family = family_of(config)
     found = parameters(config, family)
     kept, sizes = _written(matched), found.dimensions
@@ -88,28 +145,32 @@ def draft(
     _refuse_unobserved(targets if given is None and not observed else ())
     rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint, rows, matched.config, recipe.pre)
-    tensors = tensor_table(targets, found)
-    weights, label = sum(math.prod(tensor.shape) for tensor in tensors), _label(targets, types)
-    kind = file_type(types.label, {one.name: (one.type, one.shape) for one in tensors}, shape)
+    table = _tensor_table(targets, found)
+    weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(targets, types)
+    kind = file_type(types.label, {one.name: (one.type, one.shape) for one in table}, shape)
     linears = sum(item.tensor.role is Role.LINEAR for item in targets)
-    text = recipe.calibration
-    seen = (text.source, linears, coming_rows(text, checkpoint.path)) if observed else ("", 0, 0)
-    keys = merged(
-        general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
-        found.keys,
-        tokens.keys(),
-        provenance(recipe.to_toml(), *seen),
-    )
-    return Draft(
-        tensors=(*(planned(item, found) for item in targets), *_dropped(matched, kept)),
-        files=split(keys, tensors, recipe.max_shard_bytes),
-        engines=layer_verdicts(ABOUT.engines, ()),
+
+    def keys(recipe: Recipe) -> Metadata:
+        text = recipe.calibration
+        seen = (
+            (text.source, linears, coming_rows(text, checkpoint.path)) if observed else ("", 0, 0)
+        )
+        return merged(
+            general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
+            found.keys,
+            tokens.keys(),
+            provenance(recipe.to_toml(), *seen),
+        )
+
+    return GgufDraft(
+        tensors=(*(_tensor_plan(item, found) for item in targets), *_dropped(matched, kept, tower)),
+        engines=layer_verdicts(gguf.ABOUT.engines, ()),
         label=label,
         substitutions=(*choices.substitutions, *found.events, *tokens.events),
         notes=(
             f"{label}: {_summary(targets)}",
             *choices.notes,
-            *(_of_towers(checkpoint) if len(matched.foreign) > len(matched.heads) else ()),
+            *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.heads) else ()),
             *([] if family in read_families().values() else [UNREAD]),
             *tokens.notes,
         ),
@@ -117,10 +178,12 @@ def draft(
             item.tensor.stored.name for item in targets
             if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
+        table=tuple(table),
+        keys=keys,
     )  # fmt: skip
 
 
-def _with_tower(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_vision(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a decoder under the name of the whole, with that of its tower: keys depend on it."""
     vision = whole.get("vision_config")
     if not isinstance(vision, Mapping):
@@ -131,8 +194,10 @@ def _with_tower(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[st
     return {**text, **own}
 
 
-def _of_towers(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _of_towers(checkpoint: Checkpoint, tower: ProjectorFile | None) -> tuple[str, ...]:
     """Return what is said of the towers of a model, which the file does not hold."""
+    if tower is not None:
+        return (f"{LANGUAGE_ONLY}; {OPTION} writes that of pictures, {size(tower.plan.size)}",)
     written = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
     return (LANGUAGE_ONLY + written,)
 
@@ -180,7 +245,9 @@ def _written(matched: Matched) -> list[MatchedTensor]:
     return kept
 
 
-def _dropped(matched: Matched, kept: Sequence[MatchedTensor]) -> list[TensorPlan]:
+def _dropped(
+    matched: Matched, kept: Sequence[MatchedTensor], tower: ProjectorFile | None
+) -> list[TensorPlan]:
     """Return what is left out, and why."""
     written = {tensor.stored.name for tensor in kept}
     reasons = [*((item, f"dropped: {reason}") for item, reason in matched.dropped)]
@@ -188,10 +255,15 @@ def _dropped(matched: Matched, kept: Sequence[MatchedTensor]) -> list[TensorPlan
         (tensor.stored, _left_out(tensor))
         for tensor in matched.tensors
         if tensor.stored.name not in written
-    ]  # fmt: skip
-    return [
-        TensorPlan(item.name, item.dtype, item.shape, Action.DROP, rule) for item, rule in reasons
     ]
+    beside = tower.tensors if tower is not None else {}
+    return [
+        TensorPlan(
+            item.name, item.dtype, item.shape, Action.DROP,
+            f"not of this file: {OPTION} writes it" if item.name in beside else rule,
+        )
+        for item, rule in reasons
+    ]  # fmt: skip
 
 
 def _left_out(tensor: MatchedTensor) -> str:
@@ -256,3 +328,222 @@ def _target(
         return FileTensor(tensor, named, shape, "F32", "F32 always")
     decision = choices.decided(tensor)
     return FileTensor(tensor, named, shape, decision.form, decision.rule)
+
+
+class FileTypes(Terms[str]):
+    """Types of the tensors of one file; ``label`` is the mixture, or the type that most of them have."""
+
+    label: str
+
+    def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
+        """Return the type that a scheme is; that of the source where nothing is to be rounded."""
+        if choice.scheme is None:
+            return tensor.stored.dtype
+        return type_of(choice.scheme, choice.rule)
+
+    def meant(self, tensor: MatchedTensor) -> str:
+        """Return the type by which a file is of the kind that it is called after, before its blocks are fitted."""
+        return self.default(tensor).form
+
+    def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
+        """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""
+        shape = stored_shape(tensor)
+        given = mixture.fitting(form, shape[-1])
+        if given == form:
+            return Fitted(form)
+        nbytes = TYPES[given].row_bytes(shape[-1]) * math.prod(shape[:-1])
+        reason = f"{shape[-1]} columns are no multiple of {TYPES[form].columns}"
+        return Fitted(given, f"{form} -> {given}, {nbytes} bytes", reason)
+
+    def left(self, tensor: MatchedTensor, form: str) -> Fitted[str] | None:
+        """Return None: files of this kind hold every shape."""
+        del tensor, form
+        return None
+
+
+class MixtureTypes(FileTypes):
+    """Types by a mixture, or by one scheme for all linears.
+
+    Args:
+        wanted: what the recipe says.
+        names: of each tensor in the file, by its canonical name.
+        tensors: those that are written.
+        shape: of the model.
+    """
+
+    def __init__(
+        self,
+        wanted: Recipe,
+        names: Mapping[str, Named],
+        tensors: Sequence[MatchedTensor],
+        shape: mixture.Shape,
+    ) -> None:
+        self._names = names
+        self._one_scheme = wanted.scheme is not None
+        self.label = _asked_label(wanted)
+        columns = {
+            named.name: stored_shape(tensor)[-1]
+            for tensor in tensors
+            if not mixture.always_float32(
+                (named := names[tensor.name]).name, len(tensor.stored.shape)
+            )
+        }
+        # Mixtures of the names of lattices are mostly of other types.
+        pure = self.label not in mixture.MIXTURES or self.label.lower() in LATTICES
+        if self._one_scheme and pure:
+            self._types = dict.fromkeys(columns, self.label)
+        else:
+            self._types = mixture.assign(self.label, columns.items(), shape)
+
+    def default(self, tensor: MatchedTensor) -> Decision[str]:
+        """Return what the mixture says."""
+        if self._one_scheme and tensor.role is not Role.LINEAR:
+            return Decision("Q6_K", "outside of the blocks")
+        name = self._names[tensor.name].name
+        if name in mixture.UNTOUCHED and self._types[name] not in mixture.FLOATING:
+            return Decision(tensor.stored.dtype, "kept in every mixture")
+        return Decision(self._types[name], self.label)
+
+
+class GivenTypes(FileTypes):
+    """Types of a model that is quantized already, by the schemes of its modules; what else it has keeps its type.
+
+    An embedding that is the head too (``tied``) is rounded as in the mixture that the other types are of.
+    """
+
+    def __init__(self, given: Mapping[str, Scheme], *, tied: bool) -> None:
+        self._tied = tied
+        self._given = {
+            module: type_of(LayerScheme(scheme), module) for module, scheme in given.items()
+        }
+        counted = list(self._given.values())
+        self.label = max(sorted(set(counted)), key=counted.count)
+
+    def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
+        """Return the type that is asked for the embedding; of one that has codes, theirs."""
+        given = self._given.get(tensor.stored.name.removesuffix(".weight"))
+        if given is None:
+            return super().stated(tensor, choice)
+        check_not_quantized(tensor.stored.name, str(choice.scheme or KEEP))
+        return given
+
+    def default(self, tensor: MatchedTensor) -> Decision[str]:
+        """Return the type that the tensor's codes have."""
+        module = tensor.stored.name.removesuffix(".weight")
+        if module in self._given:
+            return Decision(self._given[module], "re-laid out")
+        if self._tied and tensor.role is Role.EMBEDDING:
+            columns = tensor.stored.shape[-1]
+            kind = mixture.output_type(self.label, self.label, columns)
+            return Decision(mixture.fitting(kind, columns), tied_rule(gguf))
+        return Decision(tensor.stored.dtype, "kept")
+
+    def meant(self, tensor: MatchedTensor) -> str:
+        """Return the type of most tensors."""
+        del tensor
+        return self.label
+
+
+def stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:
+    """Return the shape of a tensor as linears have it in a file, ``[out, in]``."""
+    shape = tensor.stored.shape
+    return shape[::-1] if tensor.transposed else shape
+
+
+def type_of(layer: LayerScheme, where: str) -> str:
+    """Return the type of ggml that a scheme is.
+
+    Raises:
+        RefusedError: there is none; the formats that hold it are named, or the nearest type.
+    """
+    scheme = blocks_of(layer.weight)
+    if scheme.grid not in SUPERBLOCKS or layer.input is not None:
+        others = holders(LayerScheme(scheme, layer.input))
+        raise RefusedError(
+            f"{where}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
+            f"--format {' or '.join(others)} holds it"
+            if others
+            else nearest(scheme.grid, SUPERBLOCKS),
+        )
+    return scheme.grid.upper()
+
+
+def _asked_label(wanted: Recipe) -> str:
+    """Return the name of the mixture, or the grid that all linears get."""
+    if wanted.type is not None:
+        if wanted.type.upper() not in mixture.MIXTURES:
+            hint = nearest(wanted.type.upper(), mixture.MIXTURES, TYPE_WORDS)
+            raise UnknownNameError(f"--type {wanted.type}: unknown", hint)
+        return wanted.type.upper()
+    if wanted.scheme is not None:
+        return type_of(LayerScheme(parse(wanted.scheme)), "--scheme")
+    bits = wanted.bits or 4
+    if bits not in mixture.BY_BITS:
+        raise InputError(f"--bits {bits}: no mixture of that size", "2, 3, 4, 5, 6 or 8, or --type")
+    return mixture.BY_BITS[bits]
+
+
+def _tensor_table(targets: Iterable[FileTensor], found: Parameters) -> list[GgufTensor]:
+    """Return the tensor table in file order: experts stacked, computed tables added."""
+    stacks: dict[str, list[FileTensor]] = {}
+    for item in targets:
+        stacks.setdefault(item.named.name, []).append(item)
+    tensors = list(found.computed)
+    for name, items in stacks.items():
+        first = items[0]
+        if first.named.expert < 0:
+            given = (name, *first.named.others)
+            tensors += [GgufTensor(one, first.type, first.shape) for one in given]
+            continue
+        experts = sorted(item.named.expert for item in items)
+        if experts != list(range(found.experts)) or {item.shape for item in items} != {first.shape}:
+            raise InputError(
+                f"{name}: experts {experts[:8]} of {found.experts}, or their shapes differ",
+                "a complete checkpoint holds every expert of every block",
+                tensor=first.tensor.stored.name,
+            )
+        tensors.append(GgufTensor(name, first.type, (len(items), *first.shape), pieces=len(items)))
+    return sorted(tensors, key=lambda tensor: mixture.order(tensor.name))
+
+
+def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
+    """Return the plan of a source tensor: its place in the table, and what is done with its rows."""
+    tensor, family_heads = item.tensor, _heads(item, found)
+    shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
+    pieces = 1 if item.named.expert < 0 else found.experts
+    stored = stored_pieces(GgufTensor(item.named.name, item.type, shape, pieces))
+    beside = [
+        part
+        for name in item.named.others
+        for part in stored_pieces(GgufTensor(name, item.type, shape, pieces))
+    ]
+    grid = item.type.lower()
+    return TensorPlan(
+        tensor.stored.name,
+        tensor.stored.dtype,
+        tensor.stored.shape,
+        Action.QUANTIZE if grid in SUPERBLOCKS else Action.KEEP,
+        item.rule,
+        LayerScheme(parse(grid)) if grid in SUPERBLOCKS else None,
+        stored=(stored[max(item.named.expert, 0)], *beside),
+        part=tensor.block,
+        shared=tensor.shared,
+        transposed=tensor.transposed,
+        heads=family_heads,
+        by_rows=grid in SUPERBLOCKS and not tensor.transposed,
+        plus_one=found.plus_one
+        and item.named.name.endswith("norm.weight")
+        and not tensor.name.endswith(found.plain_norms),
+        decay=tensor.name.endswith(found.decays),
+        expert=tensor.expert,
+    )
+
+
+def _heads(item: FileTensor, found: Parameters) -> int:
+    """Return the number of heads whose rows are reordered, 0 for none."""
+    if not found.interleaved:
+        return 0
+    module = item.named.name.rpartition(".")[0]
+    if module.endswith("attn_q"):
+        return found.dimensions.heads
+    return found.dimensions.kv_heads if module.endswith("attn_k") else 0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from quantforge.architectures.match import Matched
@@ -18,54 +17,64 @@ from quantforge.events import Event
 from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.importance_file import check_form
 from quantforge.formats.gguf.mixture import NEED_IMPORTANCE
-from quantforge.planning.planner import Planned
-from quantforge.plans import Plan, TensorPlan
+from quantforge.plans import Action, TensorPlan
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _OUTER = frozenset({"token_embd.weight", "output.weight"})
 _OTHER = "it belongs to another model"
 
 
-def with_known_importance(planned: Planned, path: Path) -> Planned:
-    """Return a plan with what the importance in a file lacks, as an event, and what it has too much, as a note.
+def compare_importance(
+    path: Path, tensors: Sequence[TensorPlan], matched: Matched, model: str
+) -> tuple[tuple[Event, ...], tuple[str, ...]]:
+    """Return what the importance in a file lacks, as an event, and what it has too much, as a note.
+
+    Args:
+        path: of the file.
+        tensors: of the plan.
+        matched: the model.
+        model: its place.
 
     Raises:
         InputError: the file is of another model: by layers that this one has not, by widths, or by all of its names.
         RefusedError: the type of a tensor needs an importance, and the file has none.
     """
-    named = places(planned.plan, planned.matched)
-    rounded = {tensor.name: tensor for tensor in planned.plan.quantized() if tensor.name in named}
+    named = places(tensors, matched)
+    rounded = {
+        tensor.name: tensor
+        for tensor in tensors
+        if tensor.action is Action.QUANTIZE and tensor.name in named
+    }
     known = check_form(path, values_of(rounded.values(), named))
-    _refuse_another(path, known, planned.matched, {named[name].name for name in rounded})
+    _refuse_another(path, known, matched, {named[name].name for name in rounded})
     lacking = [
         tensor for name, tensor in rounded.items()
         if tensor.part >= 0 and named[name].name not in known
     ]  # fmt: skip
     blocks = sum(tensor.part >= 0 for tensor in rounded.values())
     _refuse_needy(path, lacking, blocks, named)
-    plan = planned.plan
+    events, notes = [], []
     if lacking:
         said = f"--imatrix {path.name}: no importance for {len(lacking)} of {blocks} matrices: "
-        event = Event("importance-missing", plan.model, said + _listed(lacking, named))
-        plan = replace(plan, substitutions=(*plan.substitutions, event))
+        events.append(Event("importance-missing", model, said + _listed(lacking, named)))
     places_of_all = {name for one in named.values() for name in (one.name, *one.others)}
     strange = sorted({*known} - places_of_all - _OUTER)
     if strange:
         said = f"--imatrix {path.name}: {len(strange)} of its matrices are of no tensor of this model: "
-        plan = replace(plan, notes=(*plan.notes, said + _first(strange)))
-    return replace(planned, plan=plan)
+        notes.append(said + _first(strange))
+    return tuple(events), tuple(notes)
 
 
-def places(plan: Plan, matched: Matched) -> dict[str, Named]:
+def places(tensors: Iterable[TensorPlan], matched: Matched) -> dict[str, Named]:
     """Return the places of matrices in a GGUF file by the names of the source.
 
     Raises:
         RefusedError: GGUF has no names for the family.
     """
-    linears = {tensor.name for tensor in plan.tensors if len(tensor.shape) == 2}
-    tensors = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
-    found = names(family_of(matched.config), matched.blocks, [tensor.name for tensor in tensors])
-    return {tensor.stored.name: found[tensor.name] for tensor in tensors}
+    linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
+    held = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
+    found = names(family_of(matched.config), matched.blocks, [tensor.name for tensor in held])
+    return {tensor.stored.name: found[tensor.name] for tensor in held}
 
 
 def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> dict[str, int]:

@@ -20,9 +20,8 @@ from quantforge.formats.fits import USUAL_GROUPS, named
 from quantforge.formats.format_choice import base_scheme, holders
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
-from quantforge.planning.choice import QUANTIZABLE, Decision, Fitted
+from quantforge.planning.choice import QUANTIZABLE, Choice, Decision, Fitted, Terms
 from quantforge.planning.embedding_choice import tied_rule
-from quantforge.planning.rules import Choice
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
@@ -31,7 +30,7 @@ WHOLE = 1024  # a shape of multiples of it has a place wherever its scheme has o
 LEAST_COLUMNS = 8  # a word of codes: with fewer, scales take more than is saved
 
 
-class LayerSchemes:
+class LayerSchemes(Terms[LayerScheme | None]):
     """Schemes of a format for the linears of one model; None for a tensor that is kept.
 
     Args:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.output_names import side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import DEFAULT, PLAIN, format_of
@@ -31,12 +31,7 @@ from quantforge.plans import TensorPlan
 from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.results.source_changes import (
-    adapter_name,
-    adapters_of,
-    experts_of,
-    experts_word,
-)
+from quantforge.results.manifest import adapter_name, adapters_of, experts_of, experts_word
 from quantforge.scheme import LayerScheme, Sparsity
 
 _LONGEST = (

@@ -7,6 +7,7 @@ does not hold what the method asks for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
@@ -14,47 +15,42 @@ from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistic, of_inputs
 from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import chosen_experts
-from quantforge.plans import Action, Draft
+from quantforge.plans import Action
 from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
-from quantforge.recipe import NO_DATA, CalibrationOptions
+from quantforge.recipe import NO_DATA, Recipe
+
+if TYPE_CHECKING:
+    from quantforge.planning.by_module import Draft
 
 _PLAIN = (PLAIN,)  # the words of a method that only rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Part of a recipe that decides what is observed: its keys, see `quantforge.recipe.Recipe`.
+    """What a recipe observes."""
 
-    Attributes:
-        weighs: whether scales are chosen by what the layers read.
-    """
-
-    method: str
-    scales: str
-    weighs: bool
-    kv_cache: str
-    calibration: CalibrationOptions
+    recipe: Recipe
 
     @property
     def words(self) -> tuple[str, ...]:
         """Return the transforms and the rounder."""
-        transforms, rounder = parse_method(self.method)
+        transforms, rounder = parse_method(self.recipe.method)
         return (*transforms, rounder)
 
     @property
     def needs_declarations(self) -> bool:
         """Return whether the method or the KV cache has to know which linears read the same activation."""
-        return self.words != _PLAIN or self.kv_cache != "none"
+        return self.words != _PLAIN or self.recipe.kv_cache != "none"
 
     @property
     def declaring(self) -> str:
         """Return what needs declarations, as `needs_architecture` takes it."""
-        return MEASURED if self.words == _PLAIN else self.method
+        return MEASURED if self.words == _PLAIN else self.recipe.method
 
     @property
     def is_known(self) -> bool:
         """Return whether the importance of columns is known from a file."""
-        return self.calibration.importance_file is not None
+        return self.recipe.calibration.importance_file is not None
 
     def of_method(self, matched: Matched) -> frozenset[Statistic]:
         """Return what the method needs to be observed, as far as this model and this recipe let it be.
@@ -63,30 +59,47 @@ class Observation:
             InputError: the family is not declared, and the method needs to know it.
             UsageError: an importance matrix is given, and does not help.
         """
-        wanted = needs(self.method, importance=self.weighs)
+        wanted = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
         if matched.architecture is None:
             if self.words != _PLAIN:
-                raise needs_architecture(matched, self.method)
+                raise needs_architecture(matched, self.recipe.method)
             wanted = frozenset()  # nothing is known of activations
-        if self.words == _PLAIN and (self.is_known or self.calibration.source == NO_DATA):
+        if self.words == _PLAIN and (self.is_known or self.recipe.calibration.source == NO_DATA):
             wanted = frozenset()  # importance is from a file, or all columns are alike
         if self.is_known:
             self._refuse_imatrix(wanted)
         return wanted
 
-    def of_draft(self, draft: Draft, wanted: frozenset[Statistic]) -> frozenset[Statistic]:
-        """Return the ``wanted`` statistics if the draft rounds anything, else none.
+    def of_draft(
+        self, matched: Matched, draft: Draft, of_method: frozenset[Statistic]
+    ) -> frozenset[Statistic]:
+        """Return what has to be observed for a draft: what the method needs if anything is rounded, and ranges.
 
         Raises:
             UsageError: the method has nothing to do or to see, an importance matrix helps nothing, or ggml's quantizer
                 does not know a type.
+            InputError: ranges are measured of a family that is not declared.
+            RefusedError: there is no text to measure them on; or each token would pass several experts whose inputs the
+                router weighs.
         """
-        if self.scales == "reference":
+        observed = self._if_rounded(draft, of_method) | self._of_ranges(matched, draft)
+        chosen = chosen_experts(matched)
+        if (observed or self.recipe.prune_experts) and chosen > 1 and spread_experts(matched):
+            raise RefusedError(
+                f"config.json: a token is sent to {chosen} experts (num_experts_per_tok), each of which reads what its"
+                " router has weighed: they are calibrated where a token has one",
+                "--method rtn --calibration none, which observes nothing",
+            )
+        return observed
+
+    def _if_rounded(self, draft: Draft, wanted: frozenset[Statistic]) -> frozenset[Statistic]:
+        """Return the ``wanted`` statistics if the draft rounds anything, else none."""
+        if self.recipe.scales == "reference":
             self._refuse_reference(draft)
         if not any(t.action is Action.QUANTIZE or t.sparse for t in draft.tensors):
             if self.words != _PLAIN:
                 raise UsageError(
-                    f"--method {self.method}: nothing is rounded in {draft.label}",
+                    f"--method {self.recipe.method}: nothing is rounded in {draft.label}",
                     "leave --method out, or ask for fewer bits",
                 )
             if self.is_known:
@@ -95,50 +108,24 @@ class Observation:
                     "leave --imatrix out, or ask for fewer bits",
                 )
             return frozenset()  # a mere conversion
-        if wanted and self.calibration.source == NO_DATA:
+        if wanted and self.recipe.calibration.source == NO_DATA:
             raise UsageError(
-                f"--method {self.method} observes what the layers read, and --calibration is {NO_DATA}",
+                f"--method {self.recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
                 "give a text to calibrate on, --calibration builtin for instance, or take --method rtn",
             )
         return wanted
 
-    def refuse_experts(
-        self, matched: Matched, wanted: frozenset[Statistic], *, pruned: bool
-    ) -> None:
-        """Refuse what experts of a model do not let be observed.
-
-        Args:
-            matched: the model.
-            wanted: of what is observed.
-            pruned: whether experts are chosen by what they return, which is observed as well.
-
-        Raises:
-            RefusedError: rows would pass experts whose inputs the router weighs, several of them for each token.
-        """
-        chosen = chosen_experts(matched)
-        if (wanted or pruned) and chosen > 1 and spread_experts(matched):
-            raise RefusedError(
-                f"config.json: a token is sent to {chosen} experts (num_experts_per_tok), each of which reads what its"
-                " router has weighed: they are calibrated where a token has one",
-                "--method rtn --calibration none, which observes nothing",
-            )
-
-    def of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:
-        """Return what static ranges, outlier columns and the KV cache need, whatever the method needs.
-
-        Raises:
-            InputError: the family is not declared.
-            RefusedError: there is no text to measure them on.
-        """
+    def _of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:
+        """Return what static ranges, outlier columns and the KV cache need, whatever the method needs."""
         inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
         wanted = of_inputs(inputs) if any(item.measured for item in inputs if item) else frozenset()
-        if self.kv_cache != "none":
+        if self.recipe.kv_cache != "none":
             wanted |= {Statistic.CACHE}
         if not wanted:
             return wanted
         if matched.architecture is None:
             raise needs_architecture(matched, MEASURED)
-        if self.calibration.source == NO_DATA:
+        if self.recipe.calibration.source == NO_DATA:
             raise RefusedError(
                 f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",
                 "give a text to calibrate on, or take dynamic inputs (int8:row:sym+int8:token:dynamic)"
@@ -148,14 +135,15 @@ class Observation:
 
     def _refuse_imatrix(self, wanted: frozenset[Statistic]) -> None:
         """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
-        if source_transforms(self.method):
+        method, scales = self.recipe.method, self.recipe.scales
+        if source_transforms(method):
             raise UsageError(
-                f"--imatrix: its mean squares are of the model as it was, and --method {self.method} changes all of it",
+                f"--imatrix: its mean squares are of the model as it was, and --method {method} changes all of it",
                 "leave --imatrix out: the calibration text gives the importance too",
             )
-        if not self.weighs:
+        if not self.recipe.rounding.weighs:
             raise UsageError(
-                f"--imatrix: --scales {self.scales} takes them from the weights alone, importance is for a search",
+                f"--imatrix: --scales {scales} takes them from the weights alone, importance is for a search",
                 "--scales search, or leave --imatrix out",
             )
         if wanted:

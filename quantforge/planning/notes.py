@@ -1,26 +1,43 @@
-"""Notes of a plan: what there is to say of the source, of heads that predict further tokens, and of zeros."""
+"""Notes of a plan: what there is to say of the source, of heads that predict further tokens, of what is left behind.
+
+Code, pickles and stray files of a model directory are not carried, keys that make a loader run code are not acted on,
+and a licence that the source does not state is not made up. None of it makes the result worse, so none of it is an
+event.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched
-from quantforge.checkpoint.fewer_heads import FACT as HEADS
+from quantforge.checkpoint.fewer_parts import DROPPED_HEADS
+from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS, ROTATION
-from quantforge.checkpoint.reader import QUANTIZATION
+from quantforge.checkpoint.reader import CARD, CONFIG, INDEX, QUANTIZATION, Checkpoint, is_licence
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import GGUF
-from quantforge.plans import Action, Draft
+from quantforge.plans import Action
+from quantforge.recipe import Recipe
+from quantforge.results.card import carried_fields
+from quantforge.results.manifest import NAME as MANIFEST
+from quantforge_calibration.chat_templates import FOLDER
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.planning.by_module import Draft
 
-CHANGES = (
-    ADAPTER,
-    KEPT_EXPERTS,
-    HEADS,
-    ROTATION,
-)  # of a whole source, by the subject of what is said of them
+# Changes of a whole source, by the subject of what is said of them.
+CHANGES = (ADAPTER, KEPT_EXPERTS, DROPPED_HEADS, ROTATION)
+# Keys by which loaders find code: transformers, Hydra, diffusers.
+CODE_KEYS = (
+    "auto_map",
+    "trust_remote_code",
+    "_attn_implementation_internal",
+    "_target_",
+    "custom_pipelines",
+)
+_NAMED = 8
 
 
 def notes(
@@ -36,18 +53,18 @@ def notes(
     )
 
 
-def check_heads(mtp: str, form: str, matched: Matched) -> None:
+def check_heads(recipe: Recipe, matched: Matched) -> None:
     """Refuse to round heads that predict further tokens where there are none, or no place for them.
 
     Raises:
         UsageError: there are none.
         RefusedError: the format has no place for them.
     """
-    if mtp != "quantize":
+    if recipe.mtp != "quantize":
         return
-    if form == GGUF:
+    if recipe.format == GGUF:
         raise RefusedError(
-            f"--mtp quantize: {form} files have no place for heads that predict further tokens",
+            f"--mtp quantize: {GGUF} files have no place for heads that predict further tokens",
             "leave --mtp out, or take --format compressed-tensors",
         )
     if not matched.heads:
@@ -93,3 +110,34 @@ def _zeros(sparsity: str | None) -> tuple[str, ...]:
         f"sparsity {sparsity}: files are no smaller, and no engine is faster by zeros; `eval` measures what they"
         " cost",
     )
+
+
+def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a note for everything of a directory that the result leaves out; none for a GGUF file."""
+    if not checkpoint.path.is_dir():
+        return ()
+    names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
+    known = {CONFIG, CARD, INDEX, FOLDER, MANIFEST, *(path.name for path in checkpoint.shards)}
+    known |= {path.name for path in checkpoint.side_files}
+    said = []
+    if keys := sorted(_code_keys(checkpoint.config)):
+        said.append(f"{CONFIG} names code, which is never run: {', '.join(keys)}")
+    if left := [_shown(checkpoint.path / name) for name in names if name not in known]:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        said.append(f"not carried over: {', '.join(left[:_NAMED])}{more}")
+    stated = any(key.startswith("license") for key in carried_fields(checkpoint.card))
+    if not stated and not any(is_licence(path.name) for path in checkpoint.side_files):
+        said.append(
+            "the source states no licence, so the result states none: ask whoever made the model"
+        )
+    return tuple(said)
+
+
+def _code_keys(config: Mapping[str, Any]) -> set[str]:
+    nested = [value for value in config.values() if isinstance(value, Mapping)]
+    return {key for part in (config, *nested) for key in CODE_KEYS if part.get(key)}
+
+
+def _shown(path: Path) -> str:
+    name = path.name if path.name.isprintable() else ascii(path.name)
+    return f"{name}/" if path.is_dir() and not path.is_symlink() else name

@@ -1,46 +1,55 @@
 """Planning: from a recipe and the headers of a checkpoint to every decision of the run.
 
-Nothing here reads a weight, and torch is imported only where declarations have to be derived (`undeclared`). Every
-source tensor is accounted for once: quantized, kept, or dropped by declaration. The plan that ``quantforge plan``
-prints is the object that ``quantize`` executes.
+`make_plan` decides once, from top to bottom: format, method, what becomes of every tensor, what effort sets, the files,
+what has to be observed, what the run takes. Nothing here reads a weight, and torch is imported only where declarations
+of a family have to be derived: what reads activations has to know which linears read the same one. Every source tensor
+is accounted for once: quantized, kept, or dropped by declaration. The plan that ``quantforge plan`` prints is the
+object that ``quantize`` executes.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.architectures.configuration import embedding_rows, untied
+from quantforge.architectures.draft_kinds import EAGLE3
 from quantforge.architectures.expert_sets import check_experts
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import GGUF, format_of, kv_scales, targets
+from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales, targets
+from quantforge.formats.decoded import plain_config
+from quantforge.formats.engine_families import TRANSFORMERS
 from quantforge.formats.format_choice import settled
+from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
-from quantforge.planning import coverage, naming, undeclared
-from quantforge.planning.by_module import draft_by_module
-from quantforge.planning.calibration_rows import check_length, own_text, row_notes
-from quantforge.planning.effort import Asked, apply_effort
-from quantforge.planning.embedding_choice import chosen_embedding
-from quantforge.planning.guidance import disk_bytes, guide_notes
-from quantforge.planning.heads_alone import check_alone
-from quantforge.planning.loader_form import names_settled
-from quantforge.planning.method_choice import chosen_method, schemes_of
+from quantforge.planning import coverage, naming
+from quantforge.planning.by_module import Draft, check_zeros, draft_by_module
+from quantforge.planning.calibration_rows import (
+    check_length,
+    check_source,
+    check_towers,
+    named_image,
+    own_text,
+    row_notes,
+    with_images,
+)
+from quantforge.planning.effort import Asked, apply_effort, chosen_method
+from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
+from quantforge.planning.gradients import disk_bytes, guide_notes, tune_notes
+from quantforge.planning.known_importance import compare_importance
 from quantforge.planning.needed_statistics import Observation
-from quantforge.planning.notes import check_heads, notes
-from quantforge.planning.omissions import left_behind
+from quantforge.planning.notes import check_heads, left_behind, notes
 from quantforge.planning.peak_memory import RunSizes, peak_bytes
-from quantforge.planning.run_work import run_work
-from quantforge.planning.sparse_layers import check_zeros, with_zeros
-from quantforge.planning.tunable import tune_notes
-from quantforge.plans import Action, Draft, FilePlan, Plan, RunWork, Serving
+from quantforge.planning.run_work import run_work, with_measuring
+from quantforge.plans import Action, FilePlan, Plan, TensorPlan
 from quantforge.quantizers import source_transforms
-from quantforge.recipe import Recipe, Rounding
-from quantforge.scheme import Sparsity
+from quantforge.recipe import Recipe
+from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
@@ -60,135 +69,133 @@ def make_plan(
     recipe: Recipe,
     checkpoint: Checkpoint,
     out: Path | None = None,
+    settings: Settings | None = None,
     *,
-    in_memory: bool = True,
-    workers: int = 1,
-    serving: Serving | None = None,
+    name: str = "",
+    events: Sequence[Event] = (),
+    first: Sequence[str] = (),
+    measured: int = 0,
 ) -> Planned:
     """Decide everything about a run.
 
     Args:
         recipe: what is asked for.
-        checkpoint: the model.
-        out: the name of the result, where one is given: it may decide the format.
-        in_memory: whether hidden states are held in memory, for the forecast of `peak_bytes`.
-        workers: strips of rows that are rounded side by side, for the same.
-        serving: what is asked of the command that serves the result, beside the recipe's devices.
+        checkpoint: the model, as `quantforge.planning.source.planned_source` returns it.
+        out: the result, where one is named: it may decide the format.
+        settings: how the run goes: where activations wait, threads, where text and importance are, what is written
+            beside the result and how that is served; one thread when left out.
+        name: of the result where none is named; by `naming` when left out.
+        events: that are known already.
+        first: notes before all others.
+        measured: how many candidates are measured before the run, which takes time.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.
-        InputError: the checkpoint is incomplete, already quantized, or a pattern matches nothing.
+        InputError: the checkpoint is incomplete, already quantized, a pattern matches nothing, or the calibration text
+            is one that the run would refuse.
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
+    settings = settings or Settings(threads=1)
     recipe, chosen = settled(recipe, out)
-    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
-    matched = _matched(checkpoint, recipe.format, recipe.engine)
+    matched = _matched(checkpoint, recipe)
     form = format_of(recipe.format)
+    tower = tower_beside(checkpoint, form, wanted=settings.mmproj)
     if not recipe.method:
-        grids = schemes_of(recipe, form)
-        method, named = chosen_method(grids, recipe, checkpoint, matched)
+        method, named = chosen_method(recipe, form, checkpoint, matched)
         recipe, chosen = replace(recipe, method=method), (*chosen, *named)
-    weighs, cache = recipe.rounding.weighs, recipe.kv_cache
-    asked = Observation(recipe.method, recipe.scales, weighs, cache, recipe.calibration)
-    guide, tune = recipe.guide, recipe.tune
-    recipe = replace(recipe, guide=guide or 0, tune=tune or 0)  # until effort says more
-    check_zeros(recipe.method, recipe.zeros, recipe.format)
-    if asked.needs_declarations:
-        matched = undeclared.with_declarations(checkpoint, matched, asked.declaring)
-    drafted = partial(_drafted, checkpoint=checkpoint, matched=matched, asked=asked)
-    draft, wanted = drafted(recipe)
-    embedding, outside = chosen_embedding(
-        form, recipe, draft, matched, lambda scheme: drafted(replace(recipe, embedding=scheme))[0]
-    )  # fmt: skip
-    if embedding != recipe.embedding:
-        recipe = replace(recipe, embedding=embedding)
-        draft, wanted = drafted(recipe)
-    needs = wanted or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    before = recipe
-    recipe, effort = apply_effort(
-        replace(recipe, guide=guide, tune=tune),
-        Asked(asked.words, recipe.format, draft.tensors, matched, needs),
+    observation = Observation(recipe)
+    check_zeros(recipe)
+    if observation.needs_declarations:
+        matched = _with_declarations(checkpoint, matched, observation.declaring)
+
+    # What becomes of every tensor.
+    def drafted(recipe: Recipe) -> tuple[Draft, frozenset[Statistic]]:
+        return _drafted(recipe, checkpoint, matched, observation, tower)
+
+    draft, observed = drafted(recipe)
+    needs = observed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
+    asked = Asked(observation.words, draft.tensors, matched, needs)
+    recipe, effort = apply_effort(recipe, asked)
+    recipe, draft, files, outside = chosen_embedding(
+        form, recipe, draft, matched, lambda lean: drafted(lean)[0]
     )
-    if recipe != before and recipe.format == GGUF:  # its files state the recipe
-        draft, _ = drafted(recipe)
-    sizes = (recipe.awq.rows, needs, in_memory, workers, recipe.guide or 0, recipe.tune or 0)
-    run = RunSizes(recipe.calibration, asked.words, *sizes, source_transforms(recipe.method))
-    name = str(checkpoint.path)
     draft = names_settled(recipe.engine, checkpoint, draft)
-    told = targets.check(recipe.engine, served, draft.tensors, draft.engines, recipe.format, name)
-    own = (*chosen, *effort, *notes(recipe.sparsity, checkpoint, matched, draft), *outside)
-    plan = _plan_of(checkpoint, matched, draft, run, recipe.method, recipe.format, recipe.zeros)
-    plan = replace(plan, notes=(*own, *plan.notes, *told), needs=tuple(sorted(wanted)))
-    plan = replace(plan, work=_work_of(checkpoint, matched, plan, run, recipe.rounding))
-    return Planned(plan, matched, draft.files, recipe)
+    serving = replace(settings.serving, devices=recipe.tensor_parallel)
+    place, tensors = str(checkpoint.path), draft.tensors
+    served = targets.check(recipe.engine, serving, tensors, draft.engines, recipe.format, place)
+    said = notes(recipe.sparsity, checkpoint, matched, draft)
+    if not name:
+        name = naming.derived(
+            checkpoint, recipe.method, recipe.format, tensors, draft.label, recipe.zeros
+        )
 
+    # What the run takes.
+    run = RunSizes(
+        recipe.calibration, observation.words, recipe.awq.rows, needs,
+        settings.activations == "memory", workers_of(settings),
+        recipe.guide or 0, recipe.tune or 0, source_transforms(recipe.method),
+    )  # fmt: skip
+    substitutions = (
+        *draft.substitutions,
+        *_family_events(matched, checkpoint),
+        *coverage.events(tensors, matched.config),
+    )
+    of_run = [
+        *own_text(run, matched),
+        *(row_notes(run.calibration, checkpoint.path) if needs else ()),
+        *(check_length(run.calibration, matched.config) if needs else ()),
+        *guide_notes(run.guide, tensors, matched, run.calibration),
+        *tune_notes(run.tune, run.calibration, matched),
+    ]
+    peak = peak_bytes(matched, tensors, run)
+    _refuse_growth(checkpoint, tensors)
+    source_bytes = sum(file.stat().st_size for file in checkpoint.opened.shards)
+    written = bytes_of(files) + (tower.plan.size if tower else 0)
+    guide_bytes = disk_bytes(run.guide, tensors, matched, run.calibration)
+    work = run_work(matched, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes)
+    if measured:
+        work = with_measuring(work, tensors, run.rows, measured)
 
-def _plan_of(
-    checkpoint: Checkpoint, matched: Matched, draft: Draft, run: RunSizes, method: str, key: str,
-    zeros: Sparsity | None,
-) -> Plan:  # fmt: skip
-    """Return the plan that a draft in the format ``key`` makes, with notes on the run; errors as `make_plan`."""
+    # What it reads beside the model: a text is looked at where one is named; the builtin needs a tokenizer, which may
+    # come later.
+    late_notes: list[str] = []
+    if settings.calibration:
+        _check_text(recipe, checkpoint, settings, observes=bool(observed))
+        if observed and named_image(recipe.calibration, settings.calibration) is not None:
+            peak, note = with_images(peak, matched, recipe.calibration, in_memory=run.in_memory)
+            late_notes.append(note)
+    importance: tuple[Event, ...] = ()
+    if settings.imatrix is not None and observation.is_known:
+        importance, strange = compare_importance(settings.imatrix, tensors, matched, place)
+        late_notes += strange
+
     plan = Plan(
-        model=str(checkpoint.path),
-        name=naming.derived(checkpoint, method, key, draft.tensors, draft.label, zeros),
+        model=place,
+        name=name,
         model_type=matched.model_type,
-        method=method,
-        transforms=run.words[:-1],
-        rounder=run.words[-1],
-        format=key,
-        tensors=draft.tensors,
-        shards=draft.shards,
-        output_bytes=draft.output_bytes,
-        peak_memory_bytes=peak_bytes(matched, draft.tensors, run),
+        method=recipe.method,
+        transforms=observation.words[:-1],
+        rounder=observation.words[-1],
+        format=recipe.format,
+        tensors=tensors,
+        shards=tuple(file.names for file in files),
+        output_bytes=bytes_of(files),
+        peak_memory_bytes=peak,
         engines=draft.engines,
-        substitutions=_degradations(draft, matched, checkpoint),
-        notes=(
-            *own_text(run, matched),
-            *(row_notes(run.calibration, checkpoint.path) if run.needs else ()),
-            *(check_length(run.calibration, matched.config) if run.needs else ()),
-            *guide_notes(run.guide, draft.tensors, matched, run.calibration),
-            *tune_notes(run.tune, run.calibration, matched),
-        ),
-        guide=run.guide,
-        tune=run.tune,
+        substitutions=(*events, *substitutions, *(tower.events if tower else ()), *importance),
+        notes=(*first, *chosen, *effort, *said, *outside, *of_run, *served, *late_notes),
         left_behind=left_behind(checkpoint),
         late=draft.late,
+        needs=tuple(sorted(observed)),
+        guide=run.guide,
+        tune=run.tune,
         untie=draft.untie,
+        work=work,
     )
-    _refuse_growth(checkpoint, plan)
-    return plan
+    return Planned(plan, matched, files, recipe)
 
 
-def _work_of(
-    checkpoint: Checkpoint, matched: Matched, plan: Plan, run: RunSizes, rounding: Rounding
-) -> RunWork:
-    """Return the work of the run of a plan."""
-    guide_bytes = disk_bytes(plan.guide, plan.tensors, matched, run.calibration)
-    files = (sum(file.stat().st_size for file in checkpoint.opened.shards), plan.output_bytes)
-    return run_work(matched, plan.tensors, run, rounding, files, guide_bytes)
-
-
-def _drafted(
-    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, asked: Observation
-) -> tuple[Draft, frozenset[Statistic]]:
-    """Return the draft of the format, and the statistics that have to be observed for it."""
-    check_heads(recipe.mtp, recipe.format, matched)
-    wanted = asked.of_method(matched)
-    _check_places(recipe.format, recipe.type or recipe.pre, recipe.kv_cache)
-    if recipe.format != GGUF:
-        draft = draft_by_module(checkpoint, matched, recipe)
-    else:
-        from quantforge.planning import gguf  # with all that its files hold
-
-        observed = asked.is_known or bool(wanted)
-        draft = gguf.draft(recipe, checkpoint, matched, observed=observed)
-    draft = with_zeros(draft, matched, recipe.method, recipe.zeros)
-    wanted = asked.of_draft(draft, wanted) | asked.of_ranges(matched, draft)
-    asked.refuse_experts(matched, wanted, pruned=recipe.prune_experts is not None)
-    return draft, wanted
-
-
-def _matched(checkpoint: Checkpoint, key: str, engine: str | None) -> Matched:
+def _matched(checkpoint: Checkpoint, recipe: Recipe) -> Matched:
     """Account for every tensor of a model that is not quantized yet; errors as `match` and `check_alone`."""
     found = checkpoint.config.get("quantization_config")
     if isinstance(found, Mapping):
@@ -203,47 +210,184 @@ def _matched(checkpoint: Checkpoint, key: str, engine: str | None) -> Matched:
     matched = match(checkpoint.config, stored, checkpoint.declared)
     own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
     check_experts(matched.config, own)
-    check_alone(matched.draft, key, engine)
+    check_alone(matched.draft, recipe)
     return matched
 
 
-def _degradations(draft: Draft, matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
-    """Return the events of a plan: substitutions, a family that is not declared, little coverage."""
-    return (
-        *draft.substitutions,
-        *undeclared.events(matched, checkpoint.config),
-        *coverage.events(draft.tensors, matched.config),
-    )
-
-
-def _check_places(key: str, of_gguf: str | None, kv_cache: str) -> None:
-    """Refuse what the files of a format have no place for.
+def check_alone(draft: str, recipe: Recipe) -> None:
+    """Refuse a format or an engine that knows no draft heads, which no engine serves without their model.
 
     Args:
-        key: the format.
-        of_gguf: a type or a pre-tokenizer, which GGUF files alone have.
-        kv_cache: the scales that are wanted of it.
+        draft: their kind; "" for a model, of which nothing is refused.
+        recipe: the format, and the engine that the result is made for.
+
+    Raises:
+        RefusedError: nothing reads them in the format.
+        UsageError: an engine is named.
     """
-    if key != GGUF and of_gguf is not None:
+    if not draft:
+        return
+    key, engine = recipe.format, recipe.engine
+    if engine is not None:
+        served = '; vllm serve MODEL --speculative-config \'{"method": "eagle3", "model": "OUT"}\''
         raise UsageError(
-            f"--type and --pre belong to GGUF files, not to {key}",
+            f"--for {engine}: {draft} heads alone are not served, but beside their model",
+            f"leave --for out{served if (engine, draft) == ('vllm', EAGLE3) else ''}",
+        )
+    if key not in {DEFAULT, PLAIN}:
+        raise RefusedError(
+            f"--format {key}: nothing reads {draft} heads in this format",
+            f"--format {DEFAULT}, or leave --format out",
+        )
+
+
+def tower_beside(checkpoint: Checkpoint, form: Format, *, wanted: bool) -> ProjectorFile | None:
+    """Return the file of the vision tower that is written beside a GGUF file, where it is wanted.
+
+    Raises:
+        UsageError: the result is no such file.
+        RefusedError, InputError: as `projector_file`.
+    """
+    if not wanted:
+        return None
+    if not form.ABOUT.one_file:
+        raise UsageError(
+            f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {form.KEY},"
+            " which holds it",
+            f"add --format gguf, or leave {OPTION} out",
+        )
+    return projector_file(checkpoint, "")
+
+
+def _with_declarations(checkpoint: Checkpoint, matched: Matched, what: str) -> Matched:
+    """Return a match with declarations: the same, or one by derived ones.
+
+    Args:
+        checkpoint: the model.
+        matched: of it.
+        what: needs them, as in ``--method WHAT``.
+
+    Raises:
+        InputError: none can be derived; the message says why.
+    """
+    if matched.architecture is not None:
+        return matched
+    if matched.draft:
+        raise needs_architecture(matched, what)
+    try:
+        return derived_match(checkpoint)
+    except (InputError, RefusedError) as error:
+        raise needs_architecture(matched, what, error.message) from error
+
+
+def derived_match(checkpoint: Checkpoint) -> Matched:
+    """Match a checkpoint by declarations that are derived from the code of transformers.
+
+    Raises:
+        InputError: as `derive_for` and `match`.
+        RefusedError: as `derive_for`, or files hold stacks of experts in the other orientation.
+    """
+    from quantforge.model.derive_checkpoint import derive_for
+
+    entries = [entry.stored() for entry in checkpoint.entries.values()]
+    found = derive_for(checkpoint.config, entries)
+    if found.turned:
+        raise RefusedError(
+            f"its files hold {min(found.turned)} the other way around", "--method rtn"
+        )
+    return match(checkpoint.config, entries, found)
+
+
+def _family_events(matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
+    """Return the event of a model that was derived as one of another ``model_type``, if it was."""
+    if matched.architecture is None or matched.architecture.derived is None:
+        return ()
+    from quantforge.model.model_class import known_type
+
+    _, event = known_type(checkpoint.config)
+    return (event,) if event is not None else ()
+
+
+def _drafted(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    matched: Matched,
+    observation: Observation,
+    tower: ProjectorFile | None,
+) -> tuple[Draft, frozenset[Statistic]]:
+    """Return the draft of the format, and what has to be observed for it; refuse what files have no place for."""
+    check_heads(recipe, matched)
+    wanted = observation.of_method(matched)
+    if recipe.format != GGUF and (recipe.type or recipe.pre) is not None:
+        raise UsageError(
+            f"--type and --pre belong to GGUF files, not to {recipe.format}",
             "add --format gguf, or say --bits or --scheme; `export --format plain --type F16` sets the type of numbers",
         )
-    if kv_cache != kv_scales.NONE and not format_of(key).ABOUT.holds_kv_scales:
+    if recipe.kv_cache != kv_scales.NONE and not format_of(recipe.format).ABOUT.holds_kv_scales:
         raise RefusedError(
-            f"--kv-cache {kv_cache}: {key} files have no place for these scales",
+            f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
             "add --format compressed-tensors, or drop --kv-cache",
         )
+    if recipe.format != GGUF:
+        draft = draft_by_module(checkpoint, matched, recipe)
+    else:
+        from quantforge.planning import gguf  # with all that its files hold
+
+        known = observation.is_known or bool(wanted)
+        draft = gguf.draft(recipe, checkpoint, matched, observed=known, tower=tower)
+    return draft, observation.of_draft(matched, draft, wanted)
 
 
-def _refuse_growth(checkpoint: Checkpoint, plan: Plan) -> None:
+def names_settled(engine: str | None, checkpoint: Checkpoint, draft: Draft) -> Draft:
+    """Return a draft whose verdict on transformers is settled by the names of its tensors, where that is named.
+
+    What a plan without an engine cannot tell from declarations is left open, for the publication of the result.
+
+    Raises:
+        RefusedError: transformers would not find its tensors.
+    """
+    if engine != TRANSFORMERS or all(verdict.loads is not None for verdict in draft.engines):
+        return draft
+    from quantforge.model import transformers_loading  # torch, which planning does without
+
+    config = plain_config(checkpoint)
+    config = untied(config) if draft.untie else config
+    engines = transformers_loading.settled(draft.engines, config, draft.tensors)
+    for verdict in engines:
+        if verdict.engine == engine and verdict.loads is False:
+            raise RefusedError(
+                f"{engine} does not load this: {verdict.reason}",
+                f"name the tensors as {engine} saves this family, or drop --for {engine}",
+            )
+    return replace(draft, engines=engines)
+
+
+def _refuse_growth(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> None:
     """Refuse a result that is no smaller than the source, unless nothing is quantized: that is a mere conversion."""
-    if not plan.quantized():
+    if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         return
     before = sum(entry.stored().nbytes for entry in checkpoint.entries.values())  # as decoded
-    after = sum(tensor.stored_bytes for tensor in plan.tensors if tensor.action is not Action.DROP)
+    after = sum(tensor.stored_bytes for tensor in tensors if tensor.action is not Action.DROP)
     if after >= before:
         raise RefusedError(
             f"the tensors would take {after:,} bytes, those of the source take {before:,}: nothing is gained",
             "larger groups, fewer bits, or a tied head left as it is; `quantforge plan --tensors` says what takes most",
         )
+
+
+def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> None:
+    """Refuse a calibration text that the run would refuse at its start, where it reads one.
+
+    Raises:
+        InputError: the source is missing, malformed or too short, or the model has no tokenizer.
+    """
+    _check_text(planned.recipe, checkpoint, settings, observes=bool(planned.plan.needs))
+
+
+def _check_text(
+    recipe: Recipe, checkpoint: Checkpoint, settings: Settings, *, observes: bool
+) -> None:
+    if observes or recipe.prune_experts is not None:
+        options, place = recipe.calibration, settings.calibration
+        check_towers(named_image(options, place), checkpoint.config)
+        check_source(options, place, checkpoint.path, embedding_rows(checkpoint.config))

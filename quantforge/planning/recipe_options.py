@@ -2,12 +2,17 @@
 
 A choice bears the name of its field of `Recipe`; `PLACES` says which field of which table the others stand for. The
 options of the command line and the keywords of the Python interface are these names.
+
+Built-in recipes are TOML files that begin with ``# what it is``, ``# quality: ...`` and ``# needs: ...``; engine and
+width follow from their keys. A quality is a KL divergence from the source in nats per token, measured on a small model
+(``docs/results``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
@@ -30,6 +35,8 @@ PLACES: Mapping[str, str] = {
     "experts": "calibration.experts",
     "min_expert_tokens": "calibration.min_expert_tokens",
 }
+_HEAD = re.compile(r"# (?P<about>.+)\n# quality: (?P<quality>.+)\n# needs: (?P<needs>.+)\n")
+_SEVERAL = "several"
 RecipeSource = Recipe | str | Path | None  # a recipe, its file, the name of a built-in one, or none
 
 
@@ -216,3 +223,45 @@ def _rule(text: str | Rule) -> Rule:
             f"--rule {text}: no scheme", "write --rule 'down_proj=int8:g128:sym' or PATTERN=keep"
         )
     return Rule(pattern, scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinRecipe:
+    """One built-in recipe: what its first lines say, and what its keys mean."""
+
+    about: str
+    engine: str
+    bits: int
+    quality: str
+    needs: str
+
+
+def described_recipes() -> dict[str, BuiltinRecipe]:
+    """Return the built-in recipes by name, those of one engine together, from few bits to many."""
+    found = {name: _described(name, path) for name, path in builtin_recipes().items()}
+    order = sorted(
+        found, key=lambda name: (found[name].engine != _SEVERAL, found[name].engine, found[name].bits, name)
+    )  # fmt: skip
+    return {name: found[name] for name in order}
+
+
+def _described(name: str, path: Path) -> BuiltinRecipe:
+    text = path.read_text(encoding="utf-8")
+    head = _HEAD.match(text)
+    assert head is not None, name  # a test reads them all
+    recipe = from_toml(text, name)
+    return BuiltinRecipe(
+        head["about"],
+        recipe.engine or _SEVERAL,
+        _bits(recipe),
+        head["quality"],
+        head["needs"],
+    )
+
+
+def _bits(wanted: Recipe) -> int:
+    from quantforge.formats.gguf.mixture import BY_BITS  # which --help does without
+
+    if wanted.type is not None:
+        return next(bits for bits, mixture in BY_BITS.items() if mixture == wanted.type)
+    return wanted.bits or parse_layer(wanted.scheme or "").weight.bits

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import is_hub_name
-from quantforge.checkpoint.recipe_toml import built, read_toml
+from quantforge.checkpoint.recipe_fields import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
 from quantforge.recipe import CalibrationOptions, Recipe

@@ -22,7 +22,7 @@ from quantforge.formats import detect
 from quantforge.planning import quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
-from quantforge.planning.guidance import guided
+from quantforge.planning.gradients import guided
 from quantforge.planning.planner import Planned
 from quantforge.planning.weight_traffic import expert_share, weight_traffic
 from quantforge.results.significant import UNITS, size

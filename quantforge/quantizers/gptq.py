@@ -31,7 +31,7 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.team import side_by_side
+from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import COMPILED_FROM, Rounded, rtn

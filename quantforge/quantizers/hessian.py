@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.numerics.finite import finite
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import one_thread
+from quantforge.numerics.values import finite
 
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
 CONDITIONAL = 0.75  # see `Factor.importance`; on a small llama flat from 0.5 to 1

@@ -23,7 +23,7 @@ from quantforge.model.observe import Accumulator
 from quantforge.model.passage import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
-from quantforge.numerics.threads import total
+from quantforge.numerics.values import total
 
 PANEL = 256  # columns of a Hessian
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Tile
-from quantforge.numerics.team import side_by_side
+from quantforge.numerics.threads import side_by_side
 from quantforge.packers import packer_of
 from quantforge.packers.row_codes import LEAST
 from quantforge.packers.tensor import QuantizedTensor

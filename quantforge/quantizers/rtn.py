@@ -19,7 +19,7 @@ from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
-from quantforge.numerics.finite import finite
+from quantforge.numerics.values import finite
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.ggml.search import LEAST

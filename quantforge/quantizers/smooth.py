@@ -25,7 +25,7 @@ from quantforge.grids import ScaleType
 from quantforge.model.block import BlockPart
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
-from quantforge.numerics.threads import total
+from quantforge.numerics.values import total
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.quantizers.methods import Transformed

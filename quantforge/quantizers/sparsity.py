@@ -22,7 +22,7 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
-from quantforge.numerics.threads import total
+from quantforge.numerics.values import total
 from quantforge.quantizers import rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.scheme import Sparsity

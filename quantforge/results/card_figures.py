@@ -93,7 +93,7 @@ def read_card(folder: Path) -> str:
         raise InputError(
             f"{place}: there is no card", "results of quantize and export have one", file=str(place)
         )
-    text = FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
+    text = _text(folder)
     try:
         with_figures(text, "", "")
     except ValueError as error:
@@ -151,31 +151,28 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
 
 def write_figures(folder: Path, section: str, index: str) -> None:
     """Put figures into the card of a folder, in place of those that it has; errors as `read_card` and `save`."""
-    text = with_figures(read_card(folder), section, index)
-    save(folder / CARD, text.encode("utf-8", "surrogateescape"), overwrite=True)
+    _save(folder, with_figures(read_card(folder), section, index))
 
 
 def write_loading(folder: Path, content: str) -> None:
     """Put the code that loads a result into its card; one whose delimiters a person has taken out stays as it is."""
-    place = folder / CARD
-    if not place.is_file():
-        return
-    text = FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
-    if LOADING.content(text) not in {"", content}:
-        save(
-            place,
-            LOADING.replaced(text, content).encode("utf-8", "surrogateescape"),
-            overwrite=True,
-        )
+    if (folder / CARD).is_file():
+        text = _text(folder)
+        if LOADING.content(text) not in {"", content}:
+            _save(folder, LOADING.replaced(text, content))
 
 
 def forget_repository(folder: Path) -> None:
     """Let the code of a card load the directory again, as when the result was made."""
-    place = folder / CARD
-    if not place.is_file():
-        return
-    inside = LOADING.content(
-        FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
-    )
-    if named := re.match(re.escape(LOADED_FROM) + "`([^`]+)`", inside):
-        write_loading(folder, inside.replace(named[1], HERE))
+    if (folder / CARD).is_file():
+        inside = LOADING.content(_text(folder))
+        if named := re.match(re.escape(LOADED_FROM) + "`([^`]+)`", inside):
+            write_loading(folder, inside.replace(named[1], HERE))
+
+
+def _text(folder: Path) -> str:
+    return FILES.read(folder / CARD, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
+
+
+def _save(folder: Path, text: str) -> None:
+    save(folder / CARD, text.encode("utf-8", "surrogateescape"), overwrite=True)

@@ -1,7 +1,8 @@
 """The manifest: what went in, what was done, what came out. Plain data, the same bytes for the same run.
 
 It holds no time, host, path or measurement: those go to a log where one is asked for (``--log``), and to files that
-``eval`` writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release.
+``eval`` writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release. What it states
+of a source are sizes and digests of its files, and changes of all of it: adapters merged into it, experts that stayed.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ import json
 import math
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import FILES, read_object
+from quantforge.checkpoint.output_names import SIDE, present_names, recorded_name, side_of
+from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.previous_output import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.previous_output import SIGNATURE
-from quantforge.checkpoint.publish_file import SIDE, side_of
+from quantforge.checkpoint.reader import CONFIG, Checkpoint
+from quantforge.checkpoint.seal import Seal, seal
 from quantforge.errors import InputError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
-from quantforge.results.present_names import present_names, recorded_name
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
@@ -37,6 +40,7 @@ SCHEMA = "quantforge.manifest/1"
 CALLED = (
     "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
 )
+_COUNTS = re.compile(r"(\d+) of (\d+)")
 # Packages whose version may change a byte.
 DECIDING = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -243,3 +247,78 @@ def read(result: Path) -> dict[str, Any] | None:
     if called not in {"", side_of(result, "").name}:
         data |= {"outputs": present_names(data["outputs"], result, called), CALLED: called}
     return data
+
+
+def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return size and digest of each file beside the weights of a model, by its name inside of the model."""
+    if checkpoint.path.is_file():
+        return {}
+    return digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
+
+
+def seals_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Seal]:
+    """Return the seal (size, digest) of each file of weights, by its path; ``workers`` files are read side by side."""
+    root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(partial(seal, inside=root), checkpoint.shards)
+        return dict(zip(checkpoint.shards, found, strict=True))
+
+
+def files_of_source(
+    checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return size and digest of every file of a model that is read, by its name inside of the model."""
+    root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
+    weights = {
+        str(path.relative_to(root)): {"bytes": known.size, "sha256": known.sha256}
+        for path, known in (seals or seals_of(checkpoint)).items()
+    }
+    return dict(sorted({**weights, **small_files(checkpoint)}.items()))
+
+
+def stated_adapters(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a manifest, and those that it passes on, say of adapters, the first that was merged first."""
+    return _stated(document, ADAPTER)
+
+
+def stated_experts(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what they say of experts that were kept where others were removed, in the order of the removals."""
+    return _stated(document, KEPT_EXPERTS)
+
+
+def _stated(document: Mapping[str, Any], subject: str) -> tuple[str, ...]:
+    found: list[str] = []
+    told: Any = document
+    while isinstance(told, Mapping):
+        source = told.get("source")
+        said = source.get(subject) if isinstance(source, Mapping) else None
+        found += [said] if isinstance(said, str) else []
+        told = told.get("lineage")
+    return tuple(reversed(found))
+
+
+def adapters_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what is said of the adapters of a model: by the manifest that it has, and as it is read."""
+    return _of(checkpoint, ADAPTER)
+
+
+def experts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what is said of the experts that a model kept: by the manifest that it has, and as it is read."""
+    return _of(checkpoint, KEPT_EXPERTS)
+
+
+def _of(checkpoint: Checkpoint, subject: str) -> tuple[str, ...]:
+    said = checkpoint.facts.get(subject)
+    earlier = _stated(read(checkpoint.path) or {}, subject)
+    return earlier if said is None else (*earlier, said)
+
+
+def adapter_name(said: str) -> str:
+    """Return the name of an adapter, which stands before what is said of it."""
+    return said.rpartition(": ")[0] or said
+
+
+def experts_word(said: str) -> str:
+    """Return what a name of a result says of the experts that were kept: ``6of8experts``; "" for foreign words."""
+    counts = _COUNTS.match(said)
+    return f"{counts[1]}of{counts[2]}experts" if counts else ""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.output_names import SIDE
 from quantforge.checkpoint.previous_output import SIGNATURE
-from quantforge.checkpoint.publish_file import SIDE
 from quantforge.results.manifest import DECIDING, NAME, digests
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"

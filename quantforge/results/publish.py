@@ -14,22 +14,21 @@ from typing import Any
 from quantforge.architectures.configuration import untied
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.output_names import MODELFILE, placed, projector_name
 from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE
-from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.seal import Seal
-from quantforge.checkpoint.shards import index_json
 from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.checkpoint.writer import WeightsWriter, index_json
 from quantforge.formats import format_of
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.opening import open_model, side_data
 from quantforge.plans import FilePlan, Plan
 from quantforge.results import card, card_figures, manifest
-from quantforge.results.front_matter import base_model
+from quantforge.results.card import base_model
+from quantforge.results.manifest import files_of_source, seals_of
 from quantforge.results.provenance import BILL, STATEMENT, provenance
 from quantforge.results.signing import signature, unsigned
-from quantforge.results.source_files import files_of_source, seals_of
 from quantforge.settings import Settings, workers_of
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError

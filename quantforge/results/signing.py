@@ -21,8 +21,8 @@ from typing import Any
 
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.output_names import side_of
 from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE, signed_files
-from quantforge.checkpoint.publish_file import side_of
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results.manifest import MUTABLE, read, sha256
 from quantforge_files import roles

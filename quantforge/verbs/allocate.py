@@ -34,15 +34,20 @@ from quantforge.formats import GGUF, format_of, targets
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.planning import naming
-from quantforge.planning.allocation import Allocated, Allocation
-from quantforge.planning.budgets import Option, Point, solved
-from quantforge.planning.candidates import check_mixed, least_bits, plans_of, usual
-from quantforge.planning.changed_source import heads_as_asked
+from quantforge.planning.allocation import (
+    Allocated,
+    Allocation,
+    Option,
+    Point,
+    check_mixed,
+    least_bits,
+    plans_of,
+    solved,
+    usual,
+)
 from quantforge.planning.cited_files import cited
-from quantforge.planning.planned_run import planned_of, source_of
-from quantforge.planning.planner import Planned
+from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.run_work import with_measuring
 from quantforge.planning.size_target import (
     SizeTarget,
     memory_use,
@@ -50,12 +55,13 @@ from quantforge.planning.size_target import (
     scale_of,
     size_like,
 )
+from quantforge.planning.source import heads_as_asked, source_of
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import Recipe, Rule
+from quantforge.results.manifest import small_files
 from quantforge.results.publish import taken
 from quantforge.results.significant import significant
-from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.job import plan_job
@@ -237,11 +243,11 @@ class MixtureSearch:
         before: its small files, by name: size and digest.
         settings: how it runs, with the files that the recipe cites.
         wanted: what is asked for beside the size, with its format.
-        target, size: the size, and the word for it in names.
+        target: the size.
         plans: of each candidate alone, by its scheme.
         left_out: which usual schemes are no candidates, and why.
         room: bytes that the linears of blocks may take.
-        planned: returns the plan of a scheme for all of these, with rules before it.
+        planned: returns the plan of a scheme for all of these, with rules before it, called by the size.
     """
 
     source: Checkpoint
@@ -249,7 +255,6 @@ class MixtureSearch:
     settings: Settings
     wanted: Recipe
     target: SizeTarget
-    size: str
     plans: Mapping[str, Planned]
     left_out: Mapping[str, str]
     allocation: Allocation
@@ -269,8 +274,10 @@ class MixtureSearch:
             **told,
         )  # fmt: skip
 
-    def likely(self) -> tuple[Recipe, Planned]:
-        """Return a mixture of the size that is asked for, and its plan called by that, before anything is measured.
+    def likely(self, first: Sequence[str] = (), measured: int = 0) -> tuple[Recipe, Planned]:
+        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+
+        ``first`` and ``measured`` are as of `make_plan`.
 
         Errors are taken to be a quarter with each bit more, everywhere alike.
         """
@@ -279,21 +286,25 @@ class MixtureSearch:
             linear: [weights * 4.0 ** (-8 * tables[name][linear][0] / weights) for name in tables]
             for linear, (_, weights) in tables[next(iter(tables))].items()
         }
-        point, final = self._solved(self.allocation.options(nats))
-        name = naming.sized(self.source, final.plan.method, final.plan.format, self.size)
-        return self._recipe(point), replace(final, plan=replace(final.plan, name=name))
+        point, final = self._solved(self.allocation.options(nats), first, measured)
+        return self._recipe(point), final
 
     def _recipe(self, point: Point) -> Recipe:
         base, rules = self.allocation.rules_of(point)
         return replace(self.wanted, scheme=base, rules=(*rules, Rule(EVERY, base)))
 
-    def _solved(self, choices: Sequence[Sequence[Option]]) -> tuple[Point, Planned]:
+    def _solved(
+        self,
+        choices: Sequence[Sequence[Option]],
+        first: Sequence[str] = (),
+        measured: int = 0,
+    ) -> tuple[Point, Planned]:
         """Return the best choice and its plan; its files, rules in their headers included, are no larger than asked."""
         room = self.room
         while True:
             point = solved(choices, room)
             base, rules = self.allocation.rules_of(point)
-            found = self.planned(base, *rules)
+            found = self.planned(base, *rules, first=first, measured=measured)
             over = found.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
             if over <= 0:
                 return point, found
@@ -302,7 +313,6 @@ class MixtureSearch:
 
 def likely_plan(search: MixtureSearch) -> Planned:
     """Return the plan of a mixture of a size, with a note on what is measured first."""
-    _, planned = search.likely()
     rows, names = search.wanted.calibration, [*search.plans]
     note = (
         f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
@@ -310,10 +320,7 @@ def likely_plan(search: MixtureSearch) -> Planned:
         " forward and backward; which gets which is found then, and with it which engines load it: this is another"
         " mixture of that size"
     )
-    plan, work = planned.plan, planned.plan.work
-    if work is not None:
-        work = with_measuring(work, plan.tensors, rows.samples, len(names))
-    return replace(planned, plan=replace(plan, work=work, notes=(note, *plan.notes)))
+    return search.likely((note,), len(names))[1]
 
 
 def search_of(
@@ -342,11 +349,13 @@ def search_of(
     read, own = cited(settled(recipe, out)[0], settings)
     key = read.format
     opened = open_model(resolve(str(model), settings.offline))
-    source = heads_as_asked(source_of(opened, read, None, own), read.mtp)
+    source = heads_as_asked(source_of(opened, read, None, own), read)
+    size = naming.word_for(asked.target, asked.like)
+    name = naming.sized(source, read.method, key, size)
 
-    def planned(scheme: str, *rules: Rule) -> Planned:
+    def planned(scheme: str, *rules: Rule, first: Sequence[str] = (), measured: int = 0) -> Planned:
         wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
-        return planned_of(source, wanted, None, own)
+        return make_plan(wanted, source, None, own, name=name, first=first, measured=measured)
 
     typed = as_list(asked.candidates)
     given = [(name,) for one in typed for name in str(one).split(",") if name]
@@ -365,9 +374,8 @@ def search_of(
     assert target is not None
     room = allocation.room(scale_of(target, first), left_out)
     check_mixed(planned, allocation, [*plans], read.engine)
-    size = naming.word_for(asked.target, asked.like)
     return MixtureSearch(
-        source, small_files(source), own, replace(recipe, format=key), target, size, plans, left_out,
+        source, small_files(source), own, replace(recipe, format=key), target, plans, left_out,
         allocation, room, planned,
     )  # fmt: skip
 
@@ -397,7 +405,7 @@ def measured(
     from quantforge.execution.candidate_errors import candidate_errors
     from quantforge.execution.journal import fingerprint_of
     from quantforge.execution.run_inputs import RunInputs
-    from quantforge.numerics.team import reproducible
+    from quantforge.numerics.threads import reproducible
 
     settings, plans = search.settings, [*search.plans.values()]
     if settings.threads is not None:

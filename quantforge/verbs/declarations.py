@@ -13,7 +13,7 @@ from quantforge.checkpoint.disk import check_new, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.formats.configuration import json_bytes
 from quantforge.formats.opening import open_plain_source
-from quantforge.planning.undeclared import derived_match
+from quantforge.planning.planner import derived_match
 from quantforge.verbs.caller_state import torch_defaults
 
 

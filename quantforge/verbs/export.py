@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -20,7 +21,6 @@ from quantforge.formats import GGUF
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.beside_towers import move_tower
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import DECODED, plan_export
 from quantforge.planning.recipe_options import (
@@ -30,7 +30,7 @@ from quantforge.planning.recipe_options import (
     build_recipe,
 )
 from quantforge.quantizers import PLAIN
-from quantforge.results.source_files import small_files
+from quantforge.results.manifest import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.export_recipe import export_recipe
@@ -110,18 +110,13 @@ def export(
         _check_moves(checkpoint, chosen.format)
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
-        conversion = plan_export(checkpoint, chosen, settings.serving)
+        planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
+        conversion = planned(chosen, first=said)
         if chosen.format == DECODED and chosen.type is None and not allow_inexact:
-            kind, reason = lossless_type(conversion)
+            kind, reason = lossless_type(conversion)  # by values, which headers do not tell
             if kind is not None:
-                chosen = replace(chosen, type=kind)
-                conversion = plan_export(checkpoint, chosen, settings.serving)
-                said = (
-                    *said,
-                    f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}",
-                )
-        conversion.plan = replace(conversion.plan, notes=(*said, *conversion.plan.notes))
-        move_tower(conversion, wanted=settings.mmproj)
+                note = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
+                conversion = planned(replace(chosen, type=kind), first=(*said, note))
         return move(conversion, before, place, settings, allow_inexact=allow_inexact)
 
 

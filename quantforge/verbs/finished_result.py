@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
-from quantforge.checkpoint.publish_file import MODELFILE, projector_name
-from quantforge.checkpoint.recipe_toml import differences
+from quantforge.checkpoint.output_names import MODELFILE, projector_name
+from quantforge.checkpoint.recipe_fields import differences
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event

@@ -23,10 +23,17 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
-from quantforge.results.card import cell, first, origin, with_experts
+from quantforge.results.card import (
+    base_model,
+    carried_fields,
+    cell,
+    first,
+    front_matter,
+    origin,
+    with_experts,
+)
 from quantforge.results.card_figures import CARD, check_card, of_folder, read_card, write_figures
-from quantforge.results.front_matter import base_model, carried_fields, front_matter
-from quantforge.results.source_changes import adapter_name, stated_adapters, stated_experts
+from quantforge.results.manifest import adapter_name, stated_adapters, stated_experts
 from quantforge.verbs.plan import capacity
 from quantforge_calibration.chat_templates import DEFAULT, choose
 from quantforge_files.roles import CARD as CARD_ROLE

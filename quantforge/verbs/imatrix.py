@@ -14,7 +14,7 @@ from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.cited_files import cited
 from quantforge.planning.planner import make_plan
-from quantforge.planning.single_experts import single_experts
+from quantforge.planning.source import single_experts
 from quantforge.quantizers import PLAIN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device
@@ -53,7 +53,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.importance import observe_importance
     from quantforge.formats.gguf.importance_file import write_imatrix
-    from quantforge.numerics.team import reproducible
+    from quantforge.numerics.threads import reproducible
 
     recipe, settings = cited(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)

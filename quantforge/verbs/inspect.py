@@ -28,7 +28,7 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.notes import facts
 from quantforge.plans import DTYPE_BITS, HeldTensor
 from quantforge.results import manifest
-from quantforge.results.source_changes import stated_adapters, stated_experts
+from quantforge.results.manifest import stated_adapters, stated_experts
 from quantforge_calibration.chat_templates import TemplateSet, choose, read_templates
 from quantforge_calibration.source_error import SourceError
 

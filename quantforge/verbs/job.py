@@ -21,13 +21,12 @@ from quantforge.formats import format_of
 from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.planning import naming
-from quantforge.planning.changed_source import changed, heads_as_asked
-from quantforge.planning.planned_run import check_text, planned_of, planned_source, source_of
-from quantforge.planning.planner import Planned
+from quantforge.planning.planner import Planned, check_text, make_plan
+from quantforge.planning.source import changed, heads_as_asked, planned_source, source_of
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe
+from quantforge.results.manifest import small_files
 from quantforge.results.publish import taken
-from quantforge.results.source_files import small_files
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.output import note_memory, space, stage_for
 
@@ -111,7 +110,7 @@ class Job:
         from quantforge.execution.expert_saliency import removed_experts
         from quantforge.execution.importance import known_importance
         from quantforge.execution.run_inputs import RunInputs
-        from quantforge.numerics.team import reproducible
+        from quantforge.numerics.threads import reproducible
 
         if planned.matched.architecture is None and not planned.matched.draft:
             from quantforge.model.names import check_whole
@@ -123,7 +122,7 @@ class Job:
             torch.set_num_threads(settings.threads)
         tell("digests of the source")
         opened, source = taken(self.source, self.before, settings)
-        opened = heads_as_asked(opened, planned.recipe.mtp)
+        opened = heads_as_asked(opened, planned.recipe)
         share, options = planned.recipe.prune_experts, planned.recipe.calibration
         if planned.plan.needs or share is not None:
             tell("calibration text", share=0.5)
@@ -131,7 +130,7 @@ class Job:
             calibrated = calibrated_for(opened, planned, settings)
             scratch = self.stage.out.parent
             removed = removed_experts(opened, share, options, calibrated, settings, scratch)
-        checkpoint = changed(opened, planned.recipe.method, share, options, removed)
+        checkpoint = changed(opened, planned.recipe, removed)
         source = {**source, **checkpoint.facts, "files": source["files"]}
         planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
         recipe = planned.recipe.to_toml()
@@ -156,9 +155,7 @@ def plan_job(
     source = source_of(opened, recipe, out, settings)
     checkpoint = planned_source(source, recipe)
     before = small_files(checkpoint)
-    planned = planned_of(checkpoint, recipe, out, settings)
-    known = (*events, *planned.plan.substitutions)
-    planned = replace(planned, plan=replace(planned.plan, substitutions=known))
-    settings.policy.check(known)
+    planned = make_plan(recipe, checkpoint, out, settings, events=events)
+    settings.policy.check(planned.plan.substitutions)
     out = out or naming.place(planned.plan.name, checkpoint.path)
     return Job(out, settings, source, checkpoint, before, planned)

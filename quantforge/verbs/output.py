@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quantforge.checkpoint.publish_file import FileStage
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import UsageError
 from quantforge.formats import format_of
 from quantforge.formats.gguf.projector_file import projector_file

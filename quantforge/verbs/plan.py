@@ -18,9 +18,9 @@ from quantforge.planning.capacity import Capacity, Load
 from quantforge.planning.capacity import capacity as of_plan
 from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import plan_export
-from quantforge.planning.planned_run import planned_of, planned_source, source_of
-from quantforge.planning.planner import Planned
+from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.source import planned_source, source_of
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
@@ -115,7 +115,7 @@ def planned_for(
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
     source = planned_source(source_of(opened, wanted, place, settings), wanted)
-    return planned_of(source, wanted, place, settings)
+    return make_plan(wanted, source, place, settings)
 
 
 def _as_it_is(

@@ -162,7 +162,7 @@ def carry_out(work: Sequence[tuple[Stage, RunInputs]]) -> list[Outcome]:
     The caller holds the locks of the stages.
     """
     from quantforge.execution.execute import execute
-    from quantforge.numerics.team import reproducible
+    from quantforge.numerics.threads import reproducible
 
     outcomes: list[Outcome] = []
     with ExitStack() as files:
@@ -215,7 +215,7 @@ def _opened(stage: Stage, inputs: RunInputs, outcomes: list[Outcome]) -> Iterato
 def _join(job: Job) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.shared_run import Worker, finished_alone, locked
-    from quantforge.numerics.team import reproducible
+    from quantforge.numerics.threads import reproducible
 
     stage, settings, planned = job.stage, job.settings, job.planned
     units = claimed_units(units_of(planned.plan, planned.matched.blocks))

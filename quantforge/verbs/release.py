@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.arguments import as_list, check_arguments
 from quantforge.checkpoint.disk import check_new, folder, place_of_run, save, writing
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.stage import check_folder
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError

@@ -14,16 +14,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantforge.arguments import check_arguments
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import read_object
 from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.publish_file import MODELFILE, projector_name, side_of
+from quantforge.checkpoint.output_names import MODELFILE, present_names, projector_name, side_of
 from quantforge.errors import InputError
 from quantforge.execution.progress import followed
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
-from quantforge.results.present_names import present_names
 from quantforge.results.provenance import BILL, STATEMENT, bill_name
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults

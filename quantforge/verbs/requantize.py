@@ -14,7 +14,7 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
-from quantforge.results.source_files import files_of_source
+from quantforge.results.manifest import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.job import Outcome
 from quantforge.verbs.quantize import decoded_source, quantize_opened

@@ -34,10 +34,10 @@ from quantforge.formats import format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import cited
-from quantforge.planning.decisions import decisions_of
-from quantforge.planning.planned_run import check_text
+from quantforge.planning.planner import check_text
+from quantforge.plans import decisions_of
 from quantforge.recipe import Recipe
-from quantforge.results.source_files import files_of_source
+from quantforge.results.manifest import files_of_source
 from quantforge.settings import Settings
 from quantforge.verbs.finished_result import clear_run, kept
 from quantforge.verbs.job import Job, plan_job

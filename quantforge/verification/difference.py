@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.recipe_toml import read_toml
+from quantforge.checkpoint.recipe_fields import read_toml
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest

@@ -17,8 +17,8 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import source_name
+from quantforge.checkpoint.output_names import set_of, side_of
 from quantforge.checkpoint.previous_output import OF_DIRECTORY
-from quantforge.checkpoint.publish_file import set_of, side_of
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell

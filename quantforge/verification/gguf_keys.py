@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantforge.architectures.match import Role
-from quantforge.checkpoint.publish_file import projector_name
+from quantforge.checkpoint.output_names import projector_name
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.families import family_of

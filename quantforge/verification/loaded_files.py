@@ -11,8 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from quantforge.checkpoint.index import INDEX
-from quantforge.checkpoint.reader import CONFIG
+from quantforge.checkpoint.reader import CONFIG, INDEX
 from quantforge.errors import InputError
 from quantforge.results import manifest
 from quantforge.verification.findings import Report, Severity

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantforge.architectures.draft_kinds import type_of
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
-from quantforge.checkpoint import fewer_experts, fewer_heads
+from quantforge.checkpoint import fewer_parts
 from quantforge.checkpoint.prepared import RUNNING
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
@@ -34,7 +34,7 @@ from quantforge.formats.sources.adapter import open_adapter
 from quantforge.model.running_form import running_form
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.cited_files import adapter_hint, check_adapter_given
-from quantforge.planning.single_experts import one_by_one as split_experts
+from quantforge.planning.source import one_by_one as split_experts
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
 from quantforge.recipe import AdapterOptions, Recipe, from_toml
@@ -57,7 +57,7 @@ class DeclaredChanges:
     """
 
     transforms: tuple[str, ...] = ()
-    removed: fewer_experts.Removed | None = None
+    removed: fewer_parts.Removed | None = None
     headless: bool = False
     running: bool = False
 
@@ -74,11 +74,11 @@ class DeclaredChanges:
         for item in reversed(documents):  # from the first result to the last
             facts |= item.get("source") or {}
             transforms += source_transforms(item.get("method") or "")
-        experts = facts.get(fewer_experts.FACT)
+        experts = facts.get(fewer_parts.REMOVED_EXPERTS)
         return cls(
             tuple(transforms),
-            None if experts is None else fewer_experts.from_text(str(experts)),
-            fewer_heads.FACT in facts,
+            None if experts is None else fewer_parts.from_text(str(experts)),
+            fewer_parts.DROPPED_HEADS in facts,
             RUNNING in facts,
         )
 
@@ -201,9 +201,9 @@ def open_source(
     if one_by_one:
         view = split_experts(view)
     if declared.headless and not before.headless:
-        view = fewer_heads.fewer_heads(view)
+        view = fewer_parts.fewer_heads(view)
     if declared.removed is not None and before.removed is None:
-        view = fewer_experts.fewer_experts(view, declared.removed)
+        view = fewer_parts.fewer_experts(view, declared.removed)
     if declared.transforms and not before.transforms:
         view = prepared(view, declared.transforms)
     if view is not plain:

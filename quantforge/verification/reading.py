@@ -15,8 +15,7 @@ from typing import Any
 
 from quantforge.architectures import text_config
 from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError
 from quantforge.formats.opening import side_data

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError
 from quantforge.formats.configuration import head_of, quantization_config

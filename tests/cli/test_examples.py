@@ -15,7 +15,7 @@ import quantforge
 from quantforge.cli.app import app
 from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
-from quantforge.planning import candidates
+from quantforge.planning import allocation
 from quantforge.recipe import CalibrationOptions
 from quantforge.serving import server
 from quantforge.serving.server import ModelServer, listen
@@ -51,7 +51,7 @@ def test_examples_run_as_written(
     defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
-    monkeypatch.setattr(candidates, "INTEGER_BITS", (3, 4))  # of an allocation
+    monkeypatch.setattr(allocation, "INTEGER_BITS", (3, 4))  # of an allocation
     read = evaluate_models.read_text
     monkeypatch.setattr(  # a few windows of the text
         evaluate_models,

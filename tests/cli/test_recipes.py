@@ -11,8 +11,7 @@ import pytest
 from quantforge import verbs
 from quantforge.formats import format_of
 from quantforge.formats.targets import TARGETS
-from quantforge.planning.builtin_recipes import described_recipes
-from quantforge.planning.recipe_options import builtin_recipes, load_recipe
+from quantforge.planning.recipe_options import builtin_recipes, described_recipes, load_recipe
 from quantforge.settings import Policy, Settings
 from tests.conftest import make_tiny
 from tests.runs import command

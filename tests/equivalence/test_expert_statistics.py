@@ -17,7 +17,7 @@ from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.experts import Experts
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from tests.conftest import MIXTURES, Tiny, make_tiny
 from tests.equivalence.test_mixtures import ROWS, opened, whole_model
 

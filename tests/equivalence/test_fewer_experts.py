@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantforge import verbs
-from quantforge.checkpoint.fewer_experts import as_text, from_text, pruning_of
+from quantforge.checkpoint.fewer_parts import as_text, from_text, pruning_of
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution.expert_saliency import expert_saliency

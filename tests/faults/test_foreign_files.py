@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK, create, existing, folder, save
+from quantforge.checkpoint.output_names import SIDE
 from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.publish_file import SIDE, FileStage
-from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
 from tests.releases import FAST, content, fill, make, manifest_of
 

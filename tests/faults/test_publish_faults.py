@@ -81,7 +81,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.shards import file_plans
+from quantforge.checkpoint.writer import file_plans
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor

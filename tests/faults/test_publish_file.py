@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.publish_file import SIDE, FileStage
-from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.output_names import SIDE
+from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import RefusedError
 from quantforge.results import manifest
 from tests.releases import FAST, Failing, manifest_of, text_of

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quantforge import verbs
+from quantforge.checkpoint.output_names import SIDE
 from quantforge.checkpoint.previous_output import OF_DIRECTORY
-from quantforge.checkpoint.publish_file import SIDE
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.results import manifest
 from quantforge.results.signing import check_signature, signature, signature_of

@@ -15,7 +15,7 @@ import torch
 
 from quantforge import verbs
 from quantforge.architectures.configuration import untied
-from quantforge.checkpoint.publish_file import SIDE
+from quantforge.checkpoint.output_names import SIDE
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError

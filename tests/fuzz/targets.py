@@ -13,12 +13,10 @@ from itertools import islice
 from pathlib import Path
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
-from quantforge.checkpoint.index import INDEX, read_weights
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.checkpoint.files import FILES, parse_object
+from quantforge.checkpoint.reader import INDEX, open_checkpoint, read_weights
 from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.shards import file_plans, header_bytes
+from quantforge.checkpoint.writer import file_plans, header_bytes
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Journal
 from quantforge.formats import detect
@@ -28,11 +26,11 @@ from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.formats.matching import match_quantized
 from quantforge.notation import parse_layer
-from quantforge.planning.rules import matches
+from quantforge.planning.choice import matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
-from quantforge.results.front_matter import carried_fields
+from quantforge.results.card import carried_fields
 from quantforge.verification.files import check_manifest
 from quantforge.verification.findings import Report
 from quantforge_calibration.readers import RowReader, read_jsonl, read_text

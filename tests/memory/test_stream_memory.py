@@ -31,7 +31,7 @@ assert allocator.return_freed_memory()
 from quantforge.planning import peak_memory as memory
 from quantforge.architectures.match import match
 from quantforge.plans import Action, StoredTensor, TensorPlan
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from quantforge.model.statistics import Statistic
 from quantforge.recipe import CalibrationOptions
 from quantforge.model.skeleton import build

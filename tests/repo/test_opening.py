@@ -21,7 +21,7 @@ EXCEPTIONS = {
     ("quantforge.cli.app", "os.open"): "/dev/null, for writing",
     ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
     ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
-    ("quantforge.planning.builtin_recipes", "path.read_text"): "data of the package",
+    ("quantforge.planning.recipe_options", "path.read_text"): "data of the package",
     ("quantforge.planning.recipe_options", "known[text].read_text"): "data of the package",
     ("quantforge.packers.lattices.points", "numpy.fromfile"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",

@@ -16,8 +16,8 @@ from quantforge import __version__
 from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.architectures.architecture import matches
 from quantforge.architectures.projector import Projector, TokenRow, TowerTensor, Value
+from quantforge.checkpoint.files import read_object
 from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError

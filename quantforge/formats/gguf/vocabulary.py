@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.foreign_json import read_object
+from quantforge.checkpoint.files import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf import tokenizer_differences as differences

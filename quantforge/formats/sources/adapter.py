@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.foreign_json import parse_object
+from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.safetensors import TensorEntry, read_header
 from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError

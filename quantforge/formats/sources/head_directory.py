@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.draft_kinds import KNOWN, draft_kind
 from quantforge.architectures.matched import FLOATS
-from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.foreign_json import read_object
 from quantforge.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint
 from quantforge.errors import InputError
 from quantforge.formats import Format, ModuleLayout, detect

@@ -38,9 +38,8 @@ from quantforge.model.block import Batch, BlockPart, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.loading import TensorSource
 from quantforge.model.stream import ModelStream
-from quantforge.numerics.finite import finite
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.values import finite
 from quantforge.quantizers.guidance.gradients import (
     MixtureGradients,
     OutputGradients,

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from quantforge.errors import InputError
 from quantforge.model.experts import TOGETHER, TOKENS, Experts
-from quantforge.numerics.finite import finite
-from quantforge.numerics.team import side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.values import finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,9 +19,8 @@ from quantforge.architectures import Place as ExpertPlace
 from quantforge.model.block import Batch, BlockPart
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
-from quantforge.numerics.linear_gradients import cutting_linears
-from quantforge.numerics.team import side_by_side, threads_of
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics.products import cutting_linears
+from quantforge.numerics.threads import one_thread, side_by_side, threads_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.guidance.gradients import (
     MixtureGradients,

@@ -10,7 +10,7 @@ import pytest
 
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.checkpoint.shards import header_bytes
+from quantforge.checkpoint.writer import header_bytes
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 

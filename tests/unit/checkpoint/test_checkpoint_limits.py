@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantforge.checkpoint.foreign_json import parse_object, read_object
-from quantforge.checkpoint.index import INDEX, read_weights
+from quantforge.checkpoint.files import parse_object, read_object
+from quantforge.checkpoint.reader import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
 from quantforge.errors import InputError, IntegrityError
 from quantforge_files import FileRole

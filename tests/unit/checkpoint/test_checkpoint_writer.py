@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.checkpoint.safetensors import read_header, read_tensor
-from quantforge.checkpoint.shards import (
+from quantforge.checkpoint.writer import (
+    WeightsWriter,
     file_plans,
     header_bytes,
     index_json,
@@ -26,7 +27,6 @@ from quantforge.checkpoint.shards import (
     plan_shards,
     shard_names,
 )
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
 from quantforge.plans import StoredTensor
 from tests.headers import file_bytes
@@ -268,7 +268,7 @@ def test_300_shards_need_few_open_files(tmp_path: Path) -> None:
 def test_bytes_depend_on_nothing_but_the_plan(tmp_path: Path) -> None:
     code = (
         "import hashlib\n"
-        "from quantforge.checkpoint.shards import *\n"
+        "from quantforge.checkpoint.writer import *\n"
         "from quantforge.plans import StoredTensor\n"
         "tensors = {StoredTensor(f'é.{n}.{w}', 'F16', (n,)) for n in range(9) for w in 'abc'}\n"
         "shards = plan_shards(list(tensors), 40)\n"

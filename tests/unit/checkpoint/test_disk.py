@@ -18,14 +18,14 @@ import pytest
 
 from quantforge.checkpoint import disk
 from quantforge.checkpoint.disk import DISK, append, create, free_bytes, no_space, save
+from quantforge.checkpoint.output_names import SIDE, placed, side_of
 from quantforge.checkpoint.previous_output import (
     MANIFEST,
     OF_DIRECTORY,
     read_previous_output,
     size_of,
 )
-from quantforge.checkpoint.publish_file import SIDE, FileStage, placed, side_of
-from quantforge.checkpoint.stage import Stage
+from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import (
     BusyError,
     InputError,

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from quantforge.checkpoint.disk import DISK
 from quantforge.checkpoint.safetensors import read_header
-from quantforge.checkpoint.shards import (
+from quantforge.checkpoint.writer import (
+    WeightsWriter,
     file_plans,
     header_bytes,
     index_json,
     plan_shards,
 )
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor
 from tests.headers import file_bytes

@@ -11,7 +11,7 @@ from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.planning.allocation import Allocated
-from quantforge.planning.guidance import refuse_guide
+from quantforge.planning.gradients import refuse_guide
 from quantforge.planning.weight_traffic import weight_traffic
 from quantforge.settings import Settings
 from tests.runs import stopped_measuring

@@ -15,7 +15,7 @@ from quantforge.errors import InputError
 from quantforge.execution import data_free
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.numerics.threads import Behind, in_order
+from quantforge.numerics.threads import BackgroundTask, in_order
 from quantforge.packers import row_codes
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.quantizers.rtn import judging, round_shared
@@ -61,7 +61,7 @@ def test_an_error_in_a_thread_is_that_of_the_caller():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
     done = []
-    with Behind(workers) as behind:
+    with BackgroundTask(workers) as behind:
         for number in range(5):
             behind.do(partial(done.append, number))
         behind.wait()
@@ -70,7 +70,7 @@ def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
     assert done == [*range(6)]
     with (
         pytest.raises(ZeroDivisionError),
-        Behind(workers) as behind,
+        BackgroundTask(workers) as behind,
     ):  # at the next piece, or the end
         behind.do(lambda: 1 / 0)
 

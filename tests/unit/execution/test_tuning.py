@@ -19,7 +19,7 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import tuning
 from quantforge.model.block import BlockPart
-from quantforge.numerics import linear_gradients, products
+from quantforge.numerics import products
 from quantforge.quantizers.tuning import block as tuned_block
 from quantforge.quantizers.tuning import bounds as tuning_bounds
 from quantforge.quantizers.tuning import matrix as tuned_matrix
@@ -181,7 +181,7 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
 
     def cutting(threads: int) -> Any:
         used.append(threads)
-        return linear_gradients.cutting_linears(threads)
+        return products.cutting_linears(threads)
 
     monkeypatch.setattr(tuned_block, "cutting_linears", cutting)
     for name, threads in (("one", 1), ("three", 3)):

@@ -16,11 +16,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge import verbs
-from quantforge.numerics import products, team
-from quantforge.numerics.linear_gradients import cutting_linears
-from quantforge.numerics.products import cutting
-from quantforge.numerics.team import reproducible, side_by_side
-from quantforge.numerics.threads import one_thread
+from quantforge.numerics import products
+from quantforge.numerics.products import cutting, cutting_linears
+from quantforge.numerics.threads import Team, one_thread, reproducible, side_by_side
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import recipe, swift
@@ -82,7 +80,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.set_num_threads(before)
 
-    monkeypatch.setattr(team.Team, "map", done)
+    monkeypatch.setattr(Team, "map", done)
 
 
 @pytest.fixture
@@ -233,13 +231,13 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
     monkeypatch.setattr(products, "LEAST", 1 << 18)
     monkeypatch.setattr(products, "SIDE", 64)
     shared: list[int] = []
-    given_out = team.Team.map
+    given_out = Team.map
 
-    def mapped(self: team.Team, kind: str, workers: int, *rest: Any) -> list[Any]:
+    def mapped(self: Team, kind: str, workers: int, *rest: Any) -> list[Any]:
         shared.append(workers)
         return given_out(self, kind, workers, *rest)
 
-    monkeypatch.setattr(team.Team, "map", mapped)
+    monkeypatch.setattr(Team, "map", mapped)
     weight, start = _matrix(300, 256), _matrix(300, seed=1) if bias else None
     upon = _matrix(2, 300, 300, seed=2)
 

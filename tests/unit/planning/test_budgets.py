@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
-from quantforge.planning.budgets import Option, curve, patterns_of, point_of, solved
+from quantforge.planning.allocation import Option, curve, patterns_of, point_of, solved
 
 
 def groups_of(sizes):

@@ -13,8 +13,7 @@ from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.architectures.matched import Matched
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.planning.cache_size import CacheSize, cache_size, rows_of
-from quantforge.planning.capacity import MARGIN, Capacity, Load
+from quantforge.planning.capacity import MARGIN, CacheSize, Capacity, Load, cache_size, rows_of
 from quantforge.planning.cards import CARDS, Card
 from quantforge.planning.weight_traffic import WeightTraffic
 from quantforge.recipe import Recipe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.planning.decisions import decisions, decisions_of
 from quantforge.planning.planner import make_plan
+from quantforge.plans import decisions, decisions_of
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import ROWS, command

@@ -96,9 +96,9 @@ def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
     family = found.matched.architecture
     assert family is not None
     derived = replace(found.matched, architecture=replace(family, derived=cast(Any, "found")))
-    words, key = ("gptq",), found.recipe.format
+    words = ("gptq",)
     for matched, reason in ((found.matched, ""), (derived, "what blocks read was derived")):
-        asked = effort.Asked(words, key, found.plan.tensors, matched, frozenset())
+        asked = effort.Asked(words, found.plan.tensors, matched, frozenset())
         assert effort._gains_little(Recipe(), asked) == reason
 
 

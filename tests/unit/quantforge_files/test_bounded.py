@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.checkpoint.foreign_json import parse_object
-from quantforge.checkpoint.index import INDEX, read_weights
-from quantforge.checkpoint.recipe_toml import read_toml
+from quantforge.checkpoint.files import parse_object
+from quantforge.checkpoint.reader import INDEX, read_weights
+from quantforge.checkpoint.recipe_fields import read_toml
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix

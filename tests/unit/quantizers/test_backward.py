@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from quantforge.quantizers.guidance.backward import backward, draw_labels
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from tests.conftest import SIZES, VOCABULARY, Tiny, randomise

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
 from quantforge.quantizers import Rounded, gptq, strips

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.numerics.team import reproducible
+from quantforge.numerics.threads import reproducible
 from quantforge.quantizers.guidance.backward import backward
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge.quantizers.guidance.token_weights import TokenWeights

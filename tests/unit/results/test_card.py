@@ -21,8 +21,7 @@ from quantforge.formats.loading import snippets
 from quantforge.formats.targets import TARGETS
 from quantforge.plans import EngineVerdict
 from quantforge.results import manifest
-from quantforge.results.card import code
-from quantforge.results.front_matter import base_model, carried_fields
+from quantforge.results.card import base_model, carried_fields, code
 from quantforge.settings import Settings
 from quantforge.verbs import export
 from tests.conftest import Tiny

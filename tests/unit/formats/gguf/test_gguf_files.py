@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from quantforge import verbs
-from quantforge.checkpoint.publish_file import side_of
+from quantforge.checkpoint.output_names import side_of
 from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import text

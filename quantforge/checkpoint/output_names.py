@@ -1,16 +1,46 @@
-"""Names that the files of a result have now, where somebody has renamed the file with its manifest.
+"""Names of the files of a result that is a file, or numbered files: of the parts, and of what lies beside them.
 
-A manifest beside ``X.gguf`` speaks of ``X.gguf``, whatever it calls it: under the recorded name may lie another file,
-which is a neighbour and is not looked at.
+A manifest beside ``X.gguf`` speaks of ``X.gguf``, whatever it calls it, for somebody may have renamed the file with its
+manifest: under the recorded name may lie another file, which is a neighbour and is not looked at.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.publish_file import MODELFILE, placed, projector_name, side_of
+SIDE = ".quantforge.json"
+MODELFILE = ".Modelfile"
+NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
+
+
+def placed(out: Path, name: str) -> str:
+    """Return the name of a weight file of a plan: that of the output, with the number of the part."""
+    part = NUMBERED.search(name)
+    return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
+
+
+def projector_name(out: Path) -> str:
+    """Return the name of the file of a GGUF result's vision tower, which programs know by its first word."""
+    return f"mmproj-{side_of(out, '').stem}-F16.gguf"
+
+
+def set_of(file: Path) -> list[Path]:
+    """Return the paths of all parts of the set of numbered files that one belongs to; of another file, itself."""
+    part = NUMBERED.search(file.name)
+    if part is None:
+        return [file]
+    head, count, end = file.name[: part.start()], part[2], part[3] or ""
+    return [file.with_name(f"{head}-{n:05}-of-{count}{end}") for n in range(1, int(count) + 1)]
+
+
+def side_of(file: Path, suffix: str = SIDE) -> Path:
+    """Return the path of a file's manifest, or other ``suffix``; for numbered files, as if they were one file."""
+    part = NUMBERED.search(file.name)
+    name = file.name if part is None else file.name[: part.start()] + (part[3] or "")
+    return file.with_name(name + suffix)
 
 
 def recorded_name(outputs: Iterable[str], result: Path) -> str:

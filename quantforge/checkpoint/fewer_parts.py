@@ -1,8 +1,8 @@
-"""A checkpoint without some experts of its mixtures: an ordinary smaller one.
+"""A checkpoint without some of its parts: experts of its mixtures, or the heads that predict further tokens.
 
-The experts that stay are numbered anew, in their order; routers, their biases and corrections, and stacks of all
-experts lose the same rows; the configuration counts what is left. As many go from every layer, because configurations
-state one number for all of them. Only headers are read to make the view.
+What is left is an ordinary smaller checkpoint; only headers are read to make the view. Experts that stay are numbered
+anew, in their order; routers, their biases and corrections, and stacks of all experts lose the same rows; the
+configuration counts what is left. As many go from every layer, because configurations state one number for all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quantforge.architectures import Parameter
 from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.draft_heads import without_heads
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.prepared import KEPT_EXPERTS, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
@@ -26,7 +26,8 @@ from quantforge.notation import share_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACT = "removed experts"  # of `Checkpoint.facts`: what `as_text` says
+# Subjects of `Checkpoint.facts`: what `as_text` says, and how many tensors of how many bytes.
+REMOVED_EXPERTS, DROPPED_HEADS = "removed experts", "dropped heads"
 _EXPERTS = "experts"  # the dimension that counts them
 _LAYER = re.compile(r"(\d+): (\d+(?: \d+)*)")
 _HINT = "leave --prune-experts out"
@@ -146,7 +147,7 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
             added[name] = replace(entry, shape=shape)
             left_out.add(name)
     count = experts - len(next(iter(removed.values())))
-    chosen = {FACT: as_text(removed)} if decided else {}
+    chosen = {REMOVED_EXPERTS: as_text(removed)} if decided else {}
     facts = {KEPT_EXPERTS: f"{count} of {experts} in each layer", **chosen}
     return prepared_checkpoint(
         source, computed, config=_counting(source, matched, count), added=added, left_out=left_out,
@@ -171,10 +172,12 @@ def from_text(text: str) -> Removed:
     for part in text.split(", "):
         one = _LAYER.fullmatch(part)
         if one is None:
-            raise InputError(f"{FACT}: {text[:60]!r}", "the manifest is damaged")
+            raise InputError(f"{REMOVED_EXPERTS}: {text[:60]!r}", "the manifest is damaged")
         found[int(one[1])] = tuple(map(int, one[2].split(" ")))
     if len({len(gone) for gone in found.values()}) != 1:
-        raise InputError(f"{FACT}: not as many in every layer", "the manifest is damaged")
+        raise InputError(
+            f"{REMOVED_EXPERTS}: not as many in every layer", "the manifest is damaged"
+        )
     return found
 
 
@@ -207,13 +210,10 @@ def _parameters(
             names = [f"{block}.{item.name.format(n)}" for n in range(dimensions.own[_EXPERTS])]
             if all(name in matched.by_name for name in names):
                 singles.append(tuple(matched.by_name[name].stored.name for name in names))
-        elif f"{block}.{item.name}" in matched.by_name and (axis := _axis(item)) is not None:
+        elif f"{block}.{item.name}" in matched.by_name and _EXPERTS in item.shape:
+            axis = item.shape.index(_EXPERTS)
             wholes[matched.by_name[f"{block}.{item.name}"].stored.name] = axis
     return singles, wholes
-
-
-def _axis(item: Parameter) -> int | None:
-    return item.shape.index(_EXPERTS) if _EXPERTS in item.shape else None
 
 
 def _counting(source: Checkpoint, matched: Matched, count: int) -> dict[str, Any]:
@@ -248,3 +248,20 @@ def _chosen(
     if axis:
         return source.read_rows(name, first, last).index_select(axis, torch.tensor(kept))
     return torch.cat([source.read_rows(name, row, row + 1) for row in kept[first:last]])
+
+
+def fewer_heads(source: Checkpoint) -> Checkpoint:
+    """Return a source without its heads for several tokens.
+
+    Raises:
+        UsageError: it has none.
+    """
+    stored = [entry.stored() for entry in source.entries.values()]
+    heads = match(source.config, stored, source.declared).heads
+    if not heads:
+        raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
+    size = sum(tensor.stored.nbytes for tensor in heads)
+    return prepared_checkpoint(
+        source, {}, config=without_heads(source.config), left_out={tensor.stored.name for tensor in heads},
+        facts={DROPPED_HEADS: f"{len(heads)} tensors that predict further tokens, {size:,} bytes"},
+    )  # fmt: skip

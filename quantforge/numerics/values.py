@@ -1,0 +1,20 @@
+"""Checks and sums of the values of a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def finite(values: Tensor) -> bool:
+    """Return whether no value is a NaN or an infinity; nothing as large as ``values`` is made."""
+    return not values.numel() or all(math.isfinite(limit) for limit in values.aminmax())
+
+
+def total(values: Tensor) -> float:
+    """Return the sum of all elements in float64, one dimension after the other: torch shares out one long sum."""
+    while values.dim() > 1:
+        values = values.sum(-1, dtype=torch.float64)
+    return math.fsum(values.flatten().tolist())
