@@ -15,7 +15,6 @@ In this folder:
     progress          Progress of a verb: where it is, what it does now, and how much of it is done
     relayout          A planned conversion carried out: every tensor settled before the first byte is written
     rounding          Rounding of the matrices that read one shared input: read from the source, rounded
-    run_inputs        What a run reads before it begins: everything that decides its bytes
     shared_run        A run that several processes share: each does units that no other does
     tuning            Tuning of a run: units after its blocks
     unit_output       Output of a unit of work: stored tensors on their way into weight files and back

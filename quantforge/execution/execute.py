@@ -14,7 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,11 +40,16 @@ from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of
 from quantforge.formats.storage import storage_of
 
 if TYPE_CHECKING:
-    from quantforge.execution.run_inputs import RunInputs
+    from torch import Tensor
+
+    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.execution.calibration import Calibrated
     from quantforge.execution.shared_run import FinishedUnit
+    from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.quantizers.tuning.stream import TuningStream
+    from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
 
@@ -75,21 +82,18 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
                     # What the last block returns is read by nobody, unless it is tuned.
                     advance = part.index != last or tuned is not None
                     # Runs that change the block come last: each has to find it as the source has it.
-                    left = sorted(
-                        (run for run in runs if run.missing([unit])),
-                        key=lambda run: run.block.changes,
-                    )
-                    seen = observe(part, [run.block for run in left], advance=advance)
+                    todo = [run for run in runs if run.missing([unit])]
+                    todo.sort(key=lambda run: run.block.changes)
+                    seen = observe(part, [run.block for run in todo], advance=advance)
                     changed = False
-                    for run, observed in zip(left, seen, strict=True):
+                    for run, observed in zip(todo, seen, strict=True):
                         if changed:
                             part.restore()
-                        with run.unit(unit, start) as record:
-                            record.update(
-                                run.block.work(part, observed, run.do_expert, advance=advance)
-                            )
+                        with run.unit(unit, start) as record:  # transform, round, write
+                            work = run.block.work(part, observed, run.do_expert, advance=advance)
+                            record.update(work)
                         start, changed = time.monotonic(), run.block.changes
-                    if advance and not part.advanced:
+                    if advance and not part.advanced:  # a block that was done before
                         part.advance()
                     if tuned is not None:
                         first.tuning.learn_block(tuned, part)
@@ -112,9 +116,10 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
 def _streaming(
     runs: Sequence[Run], sample: Sample
 ) -> Iterator[tuple[ModelStream, TuningStream | None]]:
-    """Yield the blocks of the source with the rows that reach them; guides of the runs are open meanwhile.
+    """Open the guides of the runs, and yield the blocks of the source with the rows that reach them.
 
-    The blocks are yielded once more where a run of its own tunes each of them while the rows are there.
+    Where a run of its own tunes each block while the rows are there, the same stream carries those of the result, too,
+    and is yielded as the second.
     """
     first = runs[0]
     with ExitStack() as stack:
@@ -133,6 +138,53 @@ def shares_pass(planned: Planned) -> bool:
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.matched.layers)
     return not (stacks or plan.guide or observes_twice(plan))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunInputs:
+    """One result that is to be made, with all that decides its bytes, which was read before the run begins.
+
+    Attributes:
+        planned: what is to be done: the plan, its recipe and the matched checkpoint.
+        settings: how to run.
+        checkpoint: the source as the recipe changes all of it; its weights are compared with their digests when read.
+        source: of the checkpoint, for the manifest.
+        calibrated: calibration text, None where none is needed.
+        importance: mean squares of columns that are known without calibration, by tensor.
+        fingerprint: by which a resumed run is compared.
+    """
+
+    planned: Planned
+    settings: Settings
+    checkpoint: Checkpoint
+    source: Mapping[str, Any]
+    calibrated: Calibrated | None
+    importance: Mapping[str, Tensor]
+    fingerprint: Mapping[str, str]
+
+    @property
+    def sample(self) -> Sample | None:
+        """Return the calibration rows that pass through the blocks."""
+        return self.calibrated.sample if self.calibrated and self.planned.plan.needs else None
+
+    def stream(
+        self, sample: Sample, directory: Path, states: HiddenStates | None = None
+    ) -> ModelStream:
+        """Return the blocks of the source with the rows that reach them.
+
+        Args:
+            sample: the rows.
+            directory: for hidden states, if they wait on disk.
+            states: a store for those between blocks, wherever others wait.
+        """
+        from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
+
+        options, settings = self.planned.recipe.calibration, self.settings
+        on_disk = directory if settings.activations == "disk" else None
+        return ModelStream(
+            self.checkpoint, self.planned.matched, sample, micro_batch=options.micro_batch,
+            device=settings.device, activations=states or on_disk, precision=options.precision,
+        )  # fmt: skip
 
 
 class Run:

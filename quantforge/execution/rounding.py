@@ -26,7 +26,7 @@ from quantforge.settings import workers_of
 if TYPE_CHECKING:
     from quantforge.architectures.matched import Matched
     from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.execute import RunInputs
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.plans import TensorPlan

@@ -62,7 +62,7 @@ from quantforge_files.roles import STATES
 if TYPE_CHECKING:
     from quantforge.checkpoint.stage import Stage
     from quantforge.execution.claims import Claim, Claims
-    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.execute import RunInputs
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample

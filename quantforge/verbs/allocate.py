@@ -403,8 +403,8 @@ def measured(
 
     from quantforge.execution.calibration import calibrated_for
     from quantforge.execution.candidate_errors import candidate_errors
+    from quantforge.execution.execute import RunInputs
     from quantforge.execution.journal import fingerprint_of
-    from quantforge.execution.run_inputs import RunInputs
     from quantforge.numerics.threads import reproducible
 
     settings, plans = search.settings, [*search.plans.values()]

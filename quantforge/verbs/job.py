@@ -31,7 +31,7 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.output import note_memory, space, stage_for
 
 if TYPE_CHECKING:
-    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.execute import RunInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Job:
         import torch
 
         from quantforge.execution.calibration import calibrated_for
+        from quantforge.execution.execute import RunInputs
         from quantforge.execution.expert_saliency import removed_experts
         from quantforge.execution.importance import known_importance
-        from quantforge.execution.run_inputs import RunInputs
         from quantforge.numerics.threads import reproducible
 
         if planned.matched.architecture is None and not planned.matched.draft:

@@ -40,8 +40,7 @@ from quantforge.verbs.job import Job, Outcome, plan_job
 from quantforge.verbs.output import placed_in, space
 
 if TYPE_CHECKING:
-    from quantforge.execution.execute import Run
-    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.execute import Run, RunInputs
 
 
 @check_arguments(RecipeOptions)

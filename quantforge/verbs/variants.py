@@ -44,7 +44,7 @@ from quantforge.verbs.job import Job, plan_job
 from quantforge.verbs.quantize import carry_out
 
 if TYPE_CHECKING:
-    from quantforge.execution.run_inputs import RunInputs
+    from quantforge.execution.execute import RunInputs
 
 POLL_SECONDS = 0.2
 

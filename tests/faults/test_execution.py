@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.execution import execute as execution
 from quantforge.execution import unit_output
+from quantforge.execution.execute import RunInputs
 from quantforge.execution.progress import Progress
-from quantforge.execution.run_inputs import RunInputs
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
