@@ -12,8 +12,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.cli.request import percent
 from quantforge.errors import GateError, UsageError
-from quantforge.evaluation.gates import check_gates, check_held
-from quantforge.evaluation.job_summary import write_summary
+from quantforge.evaluation.gates import check_gates, check_held, write_summary
 from quantforge.evaluation.tasks import YAML
 from quantforge.settings import Settings
 
@@ -109,8 +108,7 @@ def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool)
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
     """Print the tables, the verdict in words, and the protocol."""
-    from quantforge.evaluation.report import absent_columns, notes, tables, titles
-    from quantforge.evaluation.text_tables import ON_FRONT
+    from quantforge.evaluation.text_tables import ON_FRONT, absent_columns, notes, tables, titles
 
     verdict = found.verdict
     drawn = tables(found, console.width, wide=wide)
@@ -139,6 +137,6 @@ def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -
             raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
         check_new(path, "--report", overwrite=overwrite)
     if any(path.suffix == ".html" for path in paths):
-        from quantforge.evaluation.report_page.drawing import check_drawing
+        from quantforge.evaluation.report_page.charts import check_drawing
 
         check_drawing()

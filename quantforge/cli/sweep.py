@@ -17,7 +17,7 @@ from quantforge.cli.evaluate import check_reports, save_reports, show_tables
 from quantforge.cli.request import build_policy, takes_choices
 from quantforge.cli.run_log import from_here, shown
 from quantforge.errors import UsageError
-from quantforge.evaluation.job_summary import write_summary
+from quantforge.evaluation.gates import write_summary
 from quantforge.settings import under_torchrun
 
 if TYPE_CHECKING:

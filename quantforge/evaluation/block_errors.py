@@ -89,9 +89,9 @@ def _run(
     model: PreTrainedModel,
     ids: Tensor,
     given: tuple[Tensor, ...] | None,
-    told: Callable[[int, Tensor, Tensor], None],
+    report: Callable[[int, Tensor, Tensor], None],
 ) -> bool:
-    """Run a model; tell of each block what it read and returned. ``given`` takes the place of what blocks read."""
+    """Run a model; call ``report`` with the input and output of each block. ``given`` replaces the inputs of blocks."""
     try:
         blocks: Any = model.get_submodule(blocks_of(model))
     except RefusedError:
@@ -100,7 +100,7 @@ def _run(
         return False
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.callback(_listen(block, index, given, told))
+            stack.callback(_listen(block, index, given, report))
         try:
             inner(model)(ids.to(model.device), use_cache=False)
         except _OtherShapeError:
@@ -116,9 +116,9 @@ def _listen(
     block: nn.Module,
     index: int,
     given: tuple[Tensor, ...] | None,
-    told: Callable[[int, Tensor, Tensor], None],
+    report: Callable[[int, Tensor, Tensor], None],
 ) -> Callable[[], None]:
-    """Listen to one block, and let it read what is given; return what ends that."""
+    """Hook one block, and replace its input where one is given; return a function that removes the hooks."""
     read: list[Tensor] = []
 
     def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ def _listen(
         states = output[0] if isinstance(output, tuple) else output
         if not isinstance(states, Tensor) or states.shape != read[0].shape:
             raise _OtherShapeError
-        told(index, read[0], states)
+        report(index, read[0], states)
 
     handles = (
         block.register_forward_pre_hook(enter, with_kwargs=True),

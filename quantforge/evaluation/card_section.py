@@ -65,18 +65,24 @@ def index(found: Evaluation, folder: Path) -> str:
     protocol = found.protocol
     written: list[str] = []
     for row in chosen(found, folder):
-        told = {
+        arguments = {
             "tokens_sha256": protocol.tokens_sha256,
             "windows": protocol.windows,
             "length": protocol.length,
         }
         results = [
             EvalResult(
-                task_type="text-generation", dataset_type="text", dataset_name=protocol.text, dataset_args=told,
-                metric_type=kind, metric_name=name, metric_value=row[key],
+                task_type="text-generation",
+                dataset_type="text",
+                dataset_name=protocol.text,
+                dataset_args=arguments,
+                metric_type=kind,
+                metric_name=name,
+                metric_value=row[key],
             )
-            for key, kind, name in _METRICS if row[key] is not None
-        ]  # fmt: skip
+            for key, kind, name in _METRICS
+            if row[key] is not None
+        ]
         data = ModelCardData(model_name=Path(row["path"]).name, eval_results=results)
         written += str(data.to_yaml()).splitlines()[len(written) > 0 :]
     return "\n".join(written)

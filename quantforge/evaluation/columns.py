@@ -100,10 +100,13 @@ def folded(columns: Sequence[Column], width: int) -> list[Column]:
         widths[place] -= 1
     return [
         replace(
-            one, header=_lines(one.header, most), cells=tuple(_lines(cell, most) for cell in one.cells), broken=0
+            one,
+            header=_lines(one.header, most),
+            cells=tuple(_lines(cell, most) for cell in one.cells),
+            broken=0,
         )
         for one, most in zip(columns, widths, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _pieces(text: str) -> list[str]:

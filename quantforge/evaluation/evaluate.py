@@ -1,8 +1,9 @@
 """`eval`: a reference and its descendants, measured under one protocol, one model in memory at a time.
 
-Quality is computed in float32: rounding of activations would only blur what quantized weights do.
-Speed and memory are measured in bfloat16, as an engine would run, in a pass of its own, so that
-nothing of the evaluation counts as memory of the model.
+The reference is scored first, and leaves memory; its final hidden states and its head stay, so that every other model
+is compared with it token by token (`divergence`). Quality is computed in float32: rounding of activations would only
+blur what quantized weights do. Speed and memory are measured in bfloat16, as an engine would run, in a pass of its own
+(`speed`), so that nothing of the evaluation counts as memory of the model. Each model gives one row of figures.
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ from typing import Any
 
 import torch
 
-from quantforge.evaluation.cache_quality import tried
-from quantforge.evaluation.cache_trial import CacheTrial, trial_of
-from quantforge.evaluation.comparable import answering_of, check_comparable, positions_of
-from quantforge.evaluation.deployment import as_deployed
-from quantforge.evaluation.figures import plain
-from quantforge.evaluation.generated import Answering, Prompts
-from quantforge.evaluation.kept_reference import KeptReference
+from quantforge.evaluation.block_errors import block_errors, block_states
+from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
+from quantforge.evaluation.divergence import ModelScores, score, score_reference
+from quantforge.evaluation.generated import Answering, OwnText, Prompts, answering_of
 from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
-from quantforge.evaluation.speed import read_bandwidth
+from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
 from quantforge.evaluation.verdict import Verdict, judge
-from quantforge.evaluation.windows import LENGTH, Protocol, Windows, cut
+from quantforge.evaluation.windows import (
+    LENGTH,
+    Protocol,
+    Windows,
+    check_comparable,
+    cut,
+    positions_of,
+)
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.results.manifest import versions
+from quantforge.results import manifest
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.put_adapter import open_correction, with_low_rank
@@ -42,6 +47,14 @@ from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 
 SCHEMA = "quantforge.eval/1"
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+_MEASURED = (  # None where there is no figure: of the reference, or without speed
+    "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
+    "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
+    "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
+    "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
+    "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "processor_share", "tasks", "caches",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +64,23 @@ class EvaluationOptions:
     Attributes:
         text: what is scored.
         text_name: how the report names it.
-        text_found: nobody named it: it lies beside the reference, or is the built-in one.
-        windows: at most so many.
+        text_found: the user did not name it: it lies beside the reference, or is the built-in one.
+        windows: at most this many are scored.
         length: tokens of a window.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: in which quality is computed.
+        dtype: type in which quality is computed.
         speed: measure speed and memory as well.
-        speed_dtype: in which.
-        cache: kind of the KV cache when speed is measured, see `quantforge.architectures.cache_kinds`.
-        caches: kinds whose quality is measured too, against a cache of 16 bits.
+        speed_dtype: type in which they are measured.
+        caches: kinds of KV caches (see `quantforge.architectures.cache_kinds`) whose quality is measured too, against a
+            cache of 16 bits; speed is measured with the first, or the model's own when there are none.
         activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
-        adapter: what is merged into the reference.
-        correction: an adapter that is put on the other model, whose weights stay as they are.
-        tasks: of lm-eval, answered by every model.
-        input_bits: to which products of a descendant's packed weights round activations: 16 or 8.
-        prompts: answered by the reference, whose text is then scored, and by every model.
-        note: told what a person should know before the work.
+        adapter: directory of an adapter that is merged into the reference.
+        correction: directory of an adapter that is applied to the other model, whose weights stay as they are.
+        tasks: of lm-eval, run on every model.
+        prompts: answered by the reference, along whose answers every model is scored, and by every model.
+        input_bits: 16, or 8: round the inputs of products with packed weights, except the reference's.
+        note: called with messages for the user.
     """
 
     text: str = field(repr=False)
@@ -78,7 +91,6 @@ class EvaluationOptions:
     dtype: torch.dtype = torch.float32
     speed: bool = True
     speed_dtype: torch.dtype = torch.bfloat16
-    cache: str = ""
     caches: tuple[str, ...] = ()
     activations: Path | None = None
     engine: str = ""
@@ -93,7 +105,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Day (ISO 8601, UTC) and versions of an evaluation; the day alone, so that its hour changes no report."""
+    """Day (ISO 8601, UTC) of an evaluation, without the hour, which would change reports; and versions of libraries."""
 
     date: str
     versions: Mapping[str, str]
@@ -103,7 +115,7 @@ class Made:
         """Return today and what is installed; the day of ``SOURCE_DATE_EPOCH`` where that is set."""
         epoch = os.environ.get(EPOCH, "")
         moment = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
-        return cls(moment.date().isoformat(), versions())
+        return cls(moment.date().isoformat(), manifest.versions())
 
     def to_json(self) -> dict[str, Any]:
         """Return both as plain data."""
@@ -114,7 +126,7 @@ class Made:
 class Evaluation:
     """The result: the protocol, and one row of plain data per model, the reference first.
 
-    ``caches`` is how caches were tried, if they were; ``options`` are those that it was made with, if they are known.
+    ``caches`` records how caches were tried, if they were; ``options`` are those of the run, if they are known.
     """
 
     protocol: Protocol
@@ -152,10 +164,10 @@ def evaluate(
     """Measure a reference and models that descend from it.
 
     Args:
-        reference: what the models are compared with.
-        models: those that descend from it.
+        reference: the model that the others are compared with.
+        models: models that descend from it.
         options: what is measured.
-        kept: rows that were measured before, and where others are kept.
+        kept: rows of an interrupted run of this evaluation, to which new ones are added.
 
     Raises:
         InputError: a model, the text or a task cannot be used, tokenizers differ, or a result is NaN or infinite.
@@ -169,72 +181,83 @@ def evaluate(
             f"the text gives {len(windows.ids)} windows of {options.length} tokens"
             f" (at most {options.windows} were to be scored)"
         )
-    for path in (reference, *models):
+    paths = (reference, *models)
+    for path in paths:
         check_comparable(path, reference, options.text, windows)
-    answering = answering_of((reference, *models), options.prompts)
-    trial = trial_of(
-        (reference, *models), options.text, options.caches, options.windows * options.length
-    )
+    answering = None if options.prompts is None else answering_of(paths, options.prompts)
+    trial = trial_of(paths, options.text, options.caches, options.windows * options.length)
+    kept = kept or KeptRows()
+    rows = [*kept.rows]
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
-    kept = kept or KeptRows()
-    paths = (reference, *models)
-    rows = tuple(_measured(paths, (windows, trial), answering, options, bandwidth, kept))
-    told = None if trial is None else trial.to_json()
+    if len(rows) < len(paths):
+        rows += _measured(paths, windows, answering, trial, options, bandwidth, kept)
     return Evaluation(
-        _protocol(windows, options), rows, options.prompts, options=options, caches=told
+        _protocol(windows, options),
+        tuple(rows),
+        options.prompts,
+        options=options,
+        caches=None if trial is None else trial.to_json(),
     )
 
 
 def _measured(
     paths: Sequence[Path],
-    scored: tuple[Windows, CacheTrial | None],
+    windows: Windows,
     answering: Answering | None,
+    trial: CacheTrial | None,
     options: EvaluationOptions,
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield one row per model; the first is the reference. One model is in memory at a time."""
-    windows, trial = scored
-    reference: KeptReference | None = None
-    before = tuple(kept.rows)
+    """Yield a row for each model that has none yet, one model in memory at a time."""
+    reference: _KeptReference | None = None
+    done = len(kept.rows)
     try:
         for number, path in enumerate(paths):
-            # The reference is scored once more, unless there is nothing to compare with it.
-            if number < len(before) and (number or len(before) == len(paths)):
-                yield before[number]
+            if 0 < number < done:
                 continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
-                    source = open_plain_source(path, options.adapter) if reference is None else None
-                    bits = EXACT if number == 0 else options.input_bits
+                    source = None if number else open_plain_source(path, options.adapter)
+                    bits = options.input_bits if number else EXACT
                     loaded = load(path, options.device, options.dtype, source, input_bits=bits)
                     corrected = options.correction if number else None
                     if corrected is not None:
                         loaded = with_low_rank(loaded, open_correction(corrected))
-                    _tell_kept(path, loaded, options, bits)
+                    if bits < EXACT:
+                        for event in loaded.events:
+                            options.note(f"{path.name}: {event.detail}")
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     if reference is None:
-                        reference = KeptReference(loaded, windows, options.activations, answering)
+                        reference = _KeptReference(loaded, windows, options.activations, answering)
                         row = reference.row
                     else:
                         row = reference.compare(loaded)
-                if trial is not None and number >= len(before):
-                    with phase(f"caches of {path.name}", 0.75):
-                        row["caches"] = tried(loaded, trial)
-                if options.tasks is not None:
-                    row |= _answered(path, loaded, options.tasks)
-                del loaded  # before the next one comes in
-                if number < len(before):
-                    yield before[number]
+                if number < done:  # the reference, whose row is kept: it was scored to compare with
+                    del loaded
                     continue
+                if trial is not None:
+                    with phase(f"caches of {path.name}", 0.75):
+                        row["caches"] = try_caches(loaded, trial)
+                if options.tasks is not None:
+                    row["tasks"] = _scores_of_tasks(path, loaded, options.tasks)
+                del loaded  # before the next one comes in
                 # Only now, when everything that is loaded once and for all has been loaded.
                 if options.speed and corrected is None:
                     with phase(f"speed of {path.name}", 0.9):
-                        row |= as_deployed(path, windows, options, bandwidth, bits)
+                        row |= measure_as_deployed(
+                            path,
+                            windows,
+                            bandwidth,
+                            device=options.device,
+                            dtype=options.speed_dtype,
+                            input_bits=bits,
+                            cache=options.caches[0] if options.caches else "",
+                        )
                 if options.engine and path.is_file():
                     row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
-            row = {key: plain(value) for key, value in row.items()}
+            row = {key: _none_for_nan(value) for key, value in row.items()}
             kept.keep(row)
             yield row
     finally:
@@ -242,23 +265,122 @@ def _measured(
             reference.close()
 
 
-def _tell_kept(path: Path, loaded: Loaded, options: EvaluationOptions, bits: int) -> None:
-    """Note which products of a model do not round activations as they were asked to."""
-    if bits < EXACT:
-        for event in loaded.events:
-            options.note(f"{path.name}: {event.detail}")
+class _KeptReference:
+    """What models are compared with once the reference's weights have left memory.
+
+    Attributes:
+        row: figures of the reference itself.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        windows: Windows,
+        activations: Path | None,
+        answering: Answering | None,
+    ) -> None:
+        self._windows = windows
+        self._scored = score_reference(loaded.model, windows, activations)
+        tell("error of each block")
+        self._blocks = block_states(loaded.model, windows.ids[0])
+        self._own_text: OwnText | None = None
+        self.row = _of_files(loaded) | _of_quality(self._scored.scores)
+        if answering is not None:
+            tell("answers to the prompts")
+            self._own_text = OwnText(answering, loaded)
+            self.row["generated"] = self._own_text.row()
+
+    def compare(self, loaded: Loaded) -> dict[str, Any]:
+        """Return the figures of a model; errors as `score`."""
+        scores = score(loaded.model, self._windows, self._scored)
+        row = _of_files(loaded) | _of_quality(scores, self._scored.scores)
+        tell("error of each block")
+        row["block_errors"] = block_errors(loaded.model, self._blocks)
+        if self._own_text is not None:
+            tell("answers to the prompts")
+            row["generated"] = self._own_text.compare(loaded)
+        return row
+
+    def close(self) -> None:
+        """Release the hidden states."""
+        self._scored.close()
 
 
-def _answered(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, Any]:
-    """Let a model answer the tasks."""
+def _scores_of_tasks(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
     with phase(f"tasks on {path.name}", 0.5):
         model = TaskModel(loaded.model, tokenizer_of(path), positions_of(path), loaded.kv_scales)
-        return {"tasks": run_tasks(model, tasks)}
+        return run_tasks(model, tasks)
+
+
+def _of_files(loaded: Loaded) -> dict[str, Any]:
+    """Return the row of a model with what its files say; figures that are measured are None yet."""
+    history = manifest.read(loaded.path) or {}
+    return {
+        "path": str(loaded.path),
+        "format": loaded.format,
+        "scheme": loaded.scheme,
+        "bits_per_weight": loaded.bits_per_weight,
+        "bits_per_weight_total": loaded.bits_per_weight_total,
+        "weight_bytes": loaded.weight_bytes,
+        "held_bytes": loaded.held_bytes,
+        "read_bytes_per_token": loaded.read_bytes,
+        "kv_cache": loaded.kv_cache,
+        "kernels": dict(loaded.kernels),
+        "made_by": _made_by(history),
+        "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
+        **dict.fromkeys(_MEASURED),
+    }
+
+
+def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return method, source and recipe that a manifest records; of an export those of what was exported."""
+    if not history:
+        return None
+    origin = {**history, **history.get("lineage", {})}
+    return {
+        "method": origin.get("method"),
+        "source": origin.get("source", {}).get("model"),
+        "exported": "lineage" in history,
+        "recipe": origin.get("recipe") or None,
+    }
+
+
+def _of_quality(scores: ModelScores, reference: ModelScores | None = None) -> dict[str, Any]:
+    """Return perplexity, and with a ``reference`` what compares a model with it."""
+    figures = {
+        "perplexity": scores.perplexity.mean,
+        "perplexity_se": scores.perplexity.error,
+        "nll": scores.mean_nll.mean,
+    }
+    if reference is None or scores.divergence is None:
+        return figures
+    increase, divergence = scores.increase(reference), scores.divergence
+    return figures | {
+        "perplexity_increase": increase.mean,
+        "perplexity_increase_se": increase.error,
+        "kl_mean": divergence.mean.mean,
+        "kl_se": divergence.mean.error,
+        "kl_median": divergence.quantile(0.5),
+        "kl_p99": divergence.quantile(0.99),
+        "kl_quantiles": {str(share): divergence.quantile(share) for share in QUANTILES},
+        "top1_agreement": divergence.agreement.mean,
+    }
+
+
+def _none_for_nan(value: object) -> object:
+    """Replace NaN by None: JSON has no NaN, and a standard error from one window is not a figure."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
+    def named(adapter: Path | None) -> str:
+        return "" if adapter is None else open_adapter(adapter).cited_name
+
+    def in_words(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
     return Protocol(
         text=options.text_name,
         tokens_sha256=windows.sha256,
@@ -266,20 +388,12 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
         length=options.length,
         bos=windows.bos,
         tokens_scored=windows.targets.numel(),
-        dtype=_name(options.dtype),
-        speed_dtype=_name(options.speed_dtype) if options.speed else "",
+        dtype=in_words(options.dtype),
+        speed_dtype=in_words(options.speed_dtype) if options.speed else "",
         device=options.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
-        adapter=_cited(options.adapter),
-        correction=_cited(options.correction),
+        adapter=named(options.adapter),
+        correction=named(options.correction),
         input_bits=options.input_bits,
     )
-
-
-def _cited(adapter: Path | None) -> str:
-    return "" if adapter is None else open_adapter(adapter).cited_name
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

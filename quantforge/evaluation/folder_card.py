@@ -51,10 +51,23 @@ def new_card(fields: str, title: str, origin: str, content: str) -> str:
         origin: the original model.
         content: of the part about the files, see `files_part`.
     """
-    empty = "\n".join([
-        "---", fields, EMPTY_INDEX, "---", "", f"# {title}", "", f"Results made of {origin} by QuantForge.", "",
-        FILES_PART.empty, "", EMPTY_FIGURES, "",
-    ])  # fmt: skip
+    empty = "\n".join(
+        [
+            "---",
+            fields,
+            EMPTY_INDEX,
+            "---",
+            "",
+            f"# {title}",
+            "",
+            f"Results made of {origin} by QuantForge.",
+            "",
+            FILES_PART.empty,
+            "",
+            EMPTY_FIGURES,
+            "",
+        ]
+    )
     return FILES_PART.replaced(empty, content)
 
 
@@ -63,16 +76,19 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
 
     Args:
         files: of the folder.
-        context: tokens of the sequence for which memory is told.
+        context: tokens of the sequence for which memory is given.
         snippets: code that loads one of them.
     """
     files = sorted(files, key=lambda file: (file.nbytes, file.name))
     lines = [
-        "## Files", "",
-        "| name | method | bits of quantized weights | file | KL, nats per token |", "|---|---|---:|---:|---:|",
-        *(_row(file) for file in files), "",
+        "## Files",
+        "",
+        "| name | method | bits of quantized weights | file | KL, nats per token |",
+        "|---|---|---:|---:|---:|",
+        *(_row(file) for file in files),
+        "",
         *_which(files, context),
-    ]  # fmt: skip
+    ]
     lines += ["## Loading", ""]
     for item in snippets:
         lines += [f"### {item.engine}", "", f"```{item.language}", item.code, "```", ""]
@@ -84,9 +100,9 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
 
 
 def _row(file: FolderFile) -> str:
-    told = _ABSENT if file.divergence is None else significant(file.divergence)
+    divergence = _ABSENT if file.divergence is None else significant(file.divergence)
     bits = significant(file.bits) if file.bits else _ABSENT
-    cells = (code(file.name), cell(file.method), bits, size(file.nbytes), told)
+    cells = (code(file.name), cell(file.method), bits, size(file.nbytes), divergence)
     return f"| {' | '.join(cells)} |"
 
 

@@ -1,10 +1,12 @@
-"""Quality gates: limits that every model of an evaluation has to keep."""
+"""Quality gates: limits that every model of an evaluation has to keep, and the job summary that says whether it did."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.disk import append
 from quantforge.errors import GateError, UsageError
 
 if TYPE_CHECKING:
@@ -58,3 +60,23 @@ def check_gates(
             f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}",
             "use more bits, smaller groups or another method, or raise the limit",
         )
+
+
+def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> None:
+    """Add table and verdict of an evaluation to the summary of a CI's job, as GitHub-flavoured Markdown.
+
+    A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on GitHub).
+
+    Args:
+        path: of the summary; nothing is written where it is None.
+        found: the evaluation.
+        failed: what gates refuse, in words.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    if path is not None:
+        from quantforge.evaluation.report import render  # with torch
+
+        verdict = f"**Failed:** {failed}\n\n" if failed else ""
+        append(path, f"## Evaluation\n\n{verdict}{render(found, 'markdown')}\n".encode())

@@ -1,4 +1,4 @@
-"""Text that the reference writes itself: how a model scores along it, and where its own answer parts from it.
+"""Text that the reference writes itself: how a model scores along it, and where its own answer differs.
 
 The windows of a text say how close a model is where people wrote. What a model is used for is its own text, long
 answers above all, in which one other token changes everything that follows. So the reference answers some prompts
@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.evaluation.divergence import compared_rows
+from quantforge.evaluation.divergence import Estimate, compared_rows, final_hidden, finite
 from quantforge.evaluation.head import Head
-from quantforge.evaluation.perplexity import Estimate, final_hidden, finite
+from quantforge.evaluation.windows import positions_of
+from quantforge.formats.opening import open_model
 from quantforge.runtime.decoding import engine_of, tokens
-from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.text_side import TextSide, text_side
 
 NEW_TOKENS = 128
 
@@ -115,6 +117,14 @@ class Answering:
         return found
 
 
+def answering_of(paths: Sequence[Path], prompts: Prompts) -> Answering:
+    """Return prompts in the tokens of the first model; errors as `Answering.check`, for every model."""
+    found = Answering(prompts, text_side(paths[0], open_model(paths[0]).config))
+    for path in paths:
+        found.check(positions_of(path))
+    return found
+
+
 class OwnText:
     """Answers of the reference, with the hidden states that predict their tokens, kept for all other models."""
 
@@ -136,7 +146,7 @@ class OwnText:
         """Return the figures of another model.
 
         Raises:
-            InputError: its divergence is no number.
+            InputError: its divergence is NaN or infinite.
         """
         head, means, agreeing = Head(loaded.model), list[Tensor](), list[Tensor]()
         for prompt, answer, states in zip(

@@ -12,6 +12,9 @@ each weight of the head once for many rows of them. What is summed within a part
 summed over parts float64.
 
 Where a kernel keeps the rows of the head in another order, the hidden states are cut after all.
+
+The head of most families is one matrix, a scale and a cap. Where that does not give the model's own logits
+(`check_head`), the model's own code makes them: see `ModelEnding`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +31,6 @@ from torch import Tensor, nn
 
 from quantforge.architectures.configuration import FINAL_CAPS
 from quantforge.errors import RefusedError
-from quantforge.evaluation.model_ending import ModelEnding
 from quantforge.model.inner import head_of, inner
 from quantforge.runtime.linear import PackedLinear
 
@@ -204,3 +207,59 @@ def check_head(model: PreTrainedModel, head: Head, ids: Tensor) -> None:
         "to its final hidden states",
         "this family cannot be evaluated yet",
     )
+
+
+class ModelEnding:
+    """Compute logits from final hidden states by the model's own code.
+
+    The model is copied without its decoder, in whose place a module returns the states that it is given: what remains
+    is what follows the decoder, e.g. a layer before the output layer, or a factor that no configuration names.
+
+    Raises:
+        ValueError: the decoder lies within another part of the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder = inner(model)
+        name = next((name for name, module in model.named_children() if module is decoder), None)
+        if name is None:
+            raise ValueError("its decoder lies within another part")
+        self._place = _Given()
+        self._model = copy(model)
+        vars(self._model).pop("forward", None)  # one that was put there is that of the model itself
+        self._model._modules = {**model._modules, name: self._place}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[rows, vocab]`` in float32 for final hidden states ``[rows, hidden]``."""
+        self._place.given = _States(hidden[None])
+        try:
+            ids = hidden.new_zeros((1, len(hidden))).long()
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._place.given = None
+        return logits.float()
+
+
+class _States:
+    """Output of a decoder: final hidden states, and nothing else."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _Given(nn.Module):
+    """Module in the place of a decoder: returns the states that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: _States | None = None
+
+    def forward(self, *_: Any, **__: Any) -> _States | None:
+        """Return the states; arguments are not looked at."""
+        return self.given

@@ -1,7 +1,7 @@
-"""Rows of an interrupted evaluation: kept in the user's cache until the same evaluation ends well.
+"""Rows of an interrupted evaluation, kept in the user's cache until the same evaluation completes.
 
-One file holds the rows of the first models. Its name is a digest of all that figures depend on: options, text,
-versions, machine, threads, and every file of every model by size and times. If anything differs, it is another file.
+One file holds the rows of the first models. Its name is a digest of everything that figures depend on: options, text,
+versions, machine, threads, and every file of every model by size and times. If any of it differs, the name does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import read_object
 from quantforge.checkpoint.reader import CARD
 from quantforge.errors import QuantForgeError
-from quantforge.evaluation.figures import KEYS
 from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge_files.roles import MANIFEST
@@ -31,19 +30,19 @@ from quantforge_kernels.cpu import features
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import EvaluationOptions
 
-SECONDS = 14 * 24 * 3600  # after which nobody comes back for rows
+SECONDS = 14 * 24 * 3600  # after which rows are deleted
 
 
 class KeptRows:
-    """Rows of the first models of an evaluation, in a file; None keeps nothing."""
+    """Rows of the first models of an evaluation, in a file; without a place nothing is kept."""
 
     def __init__(self, place: Path | None = None) -> None:
         self.place = place
         self.rows: list[Mapping[str, Any]] = []
         # A damaged file counts as none.
-        with suppress(QuantForgeError, OSError, KeyError, TypeError, AttributeError):
+        with suppress(QuantForgeError, OSError, KeyError, TypeError):
             rows = read_object(place, MANIFEST, None)["rows"] if place else []
-            self.rows = rows if all(row.keys() == KEYS for row in rows) else []
+            self.rows = [*rows] if all(row and isinstance(row, dict) for row in rows) else []
 
     def keep(self, row: Mapping[str, Any]) -> None:
         """Keep the row of the next model; a cache that cannot be written keeps none."""
@@ -60,9 +59,9 @@ class KeptRows:
 
 @contextmanager
 def keeping(paths: Sequence[Path], options: EvaluationOptions) -> Iterator[KeptRows]:
-    """Keep rows while the body measures and writes; remove them if it ends well.
+    """Keep rows while the body measures and writes; delete them if it completes.
 
-    Nothing is kept if figures depend on more than can be compared: code and data of tasks, an engine, an adapter.
+    Nothing is kept if figures depend on more than the key covers: code and data of tasks, an engine, an adapter.
 
     Args:
         paths: the reference and the models.
@@ -95,8 +94,8 @@ def _key(paths: Sequence[Path], options: EvaluationOptions) -> str:
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     seen = [[str(file), *_state(file)] for file in files]
     machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
-    told = [repr(options), options.text, manifest.versions(), machine, torch.get_num_threads()]
-    return hashlib.sha256(json.dumps([told, seen], sort_keys=True).encode()).hexdigest()
+    settings = [repr(options), options.text, manifest.versions(), machine, torch.get_num_threads()]
+    return hashlib.sha256(json.dumps([settings, seen], sort_keys=True).encode()).hexdigest()
 
 
 def _state(file: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""Speed: time to the first token, time per further token at several batch sizes, share of the roof.
+"""Speed and memory of a model as an engine would run it: time to the first token, and per further token.
 
 At batch size 1 a token costs at least the time to read every weight, and the cache, once, so that
 
@@ -20,16 +20,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
+from quantforge.evaluation.windows import Windows, positions_of
 from quantforge.execution.progress import tell
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.decoding import DecodingEngine, engine_of
-from quantforge.runtime.load import Loaded
+from quantforge.runtime.load import Loaded, load
+from quantforge.runtime.memory import PeakMemory
+from quantforge_kernels.select import warm_up
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
@@ -99,11 +104,54 @@ class Speed:
             "ttft_by_prompt": {str(tokens): value for tokens, value in self.ttft_seconds.items()},
             "tpot_seconds": one.tpot_seconds,
             "tpot_spread": one.tpot_spread,
-            "decode_by_batch": {str(batch): pace.tokens_per_second for batch, pace in self.paces.items()},
+            "decode_by_batch": {
+                str(batch): pace.tokens_per_second for batch, pace in self.paces.items()
+            },
             "bandwidth_use": self.bandwidth_use,
             "kv_bytes_per_token": self.kv_token_bytes,
             "processor_share": self.processor_share,
-        }  # fmt: skip
+        }
+
+
+def measure_as_deployed(
+    path: Path,
+    windows: Windows,
+    bandwidth: float,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    input_bits: int,
+    cache: str,
+) -> dict[str, Any]:
+    """Load a model as an engine would, generate, and measure time and memory.
+
+    Args:
+        path: the model.
+        windows: the prompt is the beginning of the first.
+        bandwidth: bytes per second, of `read_bandwidth` on the same device.
+        device: where it runs.
+        dtype: in which.
+        input_bits: to which products of packed weights round their inputs.
+        cache: as of `measure`.
+
+    Returns:
+        Figures of a row of the report.
+    """
+    prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_of(path) - NEW_TOKENS))]
+    if torch.device(device).type == "cpu":
+        tell("compiling programs for this processor")
+        warm_up(dtype)
+    tell("loading as an engine would")
+    with PeakMemory(device) as peak:
+        loaded = load(path, device, dtype, input_bits=input_bits)
+        speed = measure(loaded, prompt, bandwidth, cache)
+    return {
+        "read_bytes_per_token": loaded.read_bytes,
+        "held_bytes": loaded.held_bytes,
+        "kernels": dict(loaded.kernels),
+        "peak_bytes": peak.bytes,
+        **speed.to_json(),
+    }
 
 
 def read_bandwidth(device: str = "cpu") -> float:

@@ -20,8 +20,8 @@ from lm_eval.api.model import LM
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
+from quantforge.evaluation.divergence import forward_tokens
 from quantforge.evaluation.head import Head, check_head, summed
-from quantforge.evaluation.perplexity import forward_tokens
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.inner import inner
 from quantforge.runtime.cache import LayerScales
@@ -264,5 +264,5 @@ def _own(call: Callable[..., _T], *arguments: Any) -> _T:
     """Call a function of ours from the library, and mark its exceptions as ours."""
     try:
         return call(*arguments)
-    except Exception as error:  # any: the caller raises it again, behind the library
+    except Exception as error:  # any: `tasks.run` raises it again, after the library
         raise ModelError(error) from error

@@ -1,26 +1,156 @@
-"""Evaluation as two tables of text: quality, and speed with memory.
+"""Evaluation as tables of text: quality, speed with memory, caches; with notes on what the figures mean.
 
-Models on the Pareto front have a mark before their name. The best values of the descendants are marked for whoever
-draws the table; a perplexity has no best, since one below the reference is no gain.
+Models on the Pareto front have a mark before their name. The best values of the descendants are marked in the
+columns; a perplexity has no best, since one below the reference is not a gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantforge.evaluation.columns import ABSENT, EXPERT, Column
+from quantforge.evaluation.columns import ABSENT, EXPERT, Column, fitting, left_out
 from quantforge.evaluation.tasks import TASK_ERROR
-from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace
+from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace, unsteady
 from quantforge.results.significant import significant, size, with_error
 
+if TYPE_CHECKING:
+    from quantforge.evaluation.evaluate import Evaluation
+
 Row = Mapping[str, Any]
+Table = tuple[str, list[Column]]  # with its title
 ON_FRONT = "*"
 PERPLEXITY, IN_ENGINE = "perplexity", "perplexity in llama.cpp"
 _OF_ENGINE = "llama_cpp_perplexity"
-_ASKED = 1  # the rank of columns for which somebody gave an option: as that of the divergence, which stands before them
+_ASKED = 1  # the rank of columns that an option asks for: as that of the divergence, which stands before them
+FOREIGN = 100  # perplexity of a reference from which on the text is not of the kind that it was trained on
+ANSWERS = {  # columns on answers
+    "KL of answers": "as KL, along these answers, ± over prompts",
+    "parts after": "mean tokens for which a model's own answer is the reference's",
+    "length": "of a model's own answers, 1 is as long as the reference's",
+}
+FIRST_RANK = 2  # of columns of caches by position or distance: the farthest stays longest
+
+
+def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[Table]:
+    """Return the tables with their titles: quality, and speed and caches where they were measured; see `fitting`."""
+    return [
+        (title, fitting(columns, width, wide=wide)) for title, columns in _everything(evaluation)
+    ]
+
+
+def _everything(evaluation: Evaluation) -> list[Table]:
+    rows, verdict = evaluation.rows, evaluation.verdict
+    against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
+    found = [(f"Quality{against}", quality_columns(rows, verdict))]
+    if evaluation.protocol.speed_dtype:
+        found.append(("Speed and memory", speed_columns(rows, verdict)))
+    return found + cache_tables(rows, verdict.names)
+
+
+def absent_columns(evaluation: Evaluation, drawn: Sequence[Table]) -> str:
+    """Return a line on the columns that the tables of `tables` lack, see `left_out`."""
+    everything = [column for _, columns in _everything(evaluation) for column in columns]
+    return left_out(everything, [column for _, columns in drawn for column in columns])
+
+
+def titles(drawn: Sequence[Table]) -> frozenset[str]:
+    """Return the titles of all columns of some tables."""
+    return frozenset(column.header for _, columns in drawn for column in columns)
+
+
+def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
+    """Return the notes under the tables: the protocol, and what the figures mean.
+
+    Args:
+        evaluation: whose they are.
+        shown: titles of the columns that a reader sees; nothing is said of others.
+    """
+    protocol = evaluation.protocol
+    error, found = "± is one standard error over windows", []
+    if "KL" in shown:
+        found.append("KL: exact, reference against model, whole vocabulary, nats per token")
+        error += ", of differences paired by window"
+    if {"KL", "perplexity"} & {*shown}:
+        found.append(error)
+    if "bits" in shown:
+        found.append("bits: of a quantized weight, head and embedding included where they are")
+    lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
+    lines += ["; ".join(found)] if found else []
+    if IN_ENGINE in shown:
+        lines.append(
+            f"{IN_ENGINE}: of the same tokens, by the engine's own arithmetic, which also quantizes activations; all"
+            " other figures are by QuantForge's own runtime"
+        )
+    lines += _of_answers(evaluation, shown)
+    reference = evaluation.rows[0]["perplexity"]
+    if "perplexity" in shown and reference is not None and reference > FOREIGN:
+        lines.append(
+            f"perplexity {significant(reference)} of the reference: it was not trained on text of this kind (or is"
+            " damaged), and perplexity says little then; KL compares with it on any text; --text FILE scores another"
+        )
+    lines += _of_caches(evaluation.caches)
+    if protocol.speed_dtype:
+        lines.append(_of_speed(evaluation, shown))
+    return tuple(lines)
+
+
+def _of_answers(evaluation: Evaluation, shown: Collection[str]) -> list[str]:
+    """Return the line on prompts and answers, none where there are none or no figure of them is shown."""
+    asked, explained = (
+        evaluation.prompts,
+        [f"{one}: {ANSWERS[one]}" for one in ANSWERS if one in shown],
+    )
+    if asked is None or not explained:
+        return []
+    answers = evaluation.rows[0]["generated"]["answers"]
+    count, tokens = len(answers), sum(one["tokens"] for one in answers)
+    prompts = f"{count} prompt{'s' * (count > 1)} ({asked.name})"
+    said = f"answers: the reference's, always its most likely token, to {prompts}"
+    said += f", {tokens} tokens in all, at most {asked.new_tokens} each"
+    return ["; ".join([said, *explained])]
+
+
+def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
+    protocol = evaluation.protocol
+    said = f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}"
+    if protocol.device == "cpu":
+        said += ", 1 thread" if protocol.threads == 1 else f", {protocol.threads} threads"
+    used = {row["decoder"] for row in evaluation.rows if row["decoder"]}
+    if len(used) > 1:
+        named = "" if "decoder" in shown else " (--wide names them)"
+        said += f"; decoders differ{named}, and their figures do not compare"
+    names = zip(evaluation.verdict.names, evaluation.rows, strict=True)
+    if marked := [name for name, row in names if unsteady(row)]:
+        said += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
+    shares = [
+        row["processor_share"] for row in evaluation.rows if row["processor_share"] is not None
+    ]
+    if shares:
+        said += (
+            f"; the threads got {min(shares):.0%} or more of the processor time that they asked for"
+        )
+    if "bandwidth %" in shown:
+        said += "; bandwidth: share of the measured read bandwidth"
+    return said
+
+
+def _of_caches(trial: Mapping[str, Any] | None) -> list[str]:
+    """Return the line on how caches were tried."""
+    if trial is None:
+        return []
+    text = f"{trial['windows']} window{'s' * (trial['windows'] != 1)} of {trial['length']:,} tokens"
+    said = f"caches: {text}, float32 from keys and values in 16 bits; requests: of {trial['length']:,} tokens"
+    said += f" in the memory that {trial['requests']} take with a cache of 16 bits, by pages"
+    if trial["keys"]:
+        said += (
+            f"; keys: {trial['key_tokens']} random tokens of the text behind a cue of {trial['cue_tokens']}, planted"
+            f" once, then the cue again ({trial['keys']} prompts); gain: of a token's log-probability against another"
+            " key's having been planted; where it is near 0 with 16 bits, the model does not look so far back"
+        )
+    return [said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +268,22 @@ def _kernels(row: Row) -> str:
 
 def _tasks(rows: Sequence[Row]) -> list[_Figure]:
     """Return one column per task and metric; standard errors stand beside their figure."""
-    asked = dict.fromkeys(
+    return [
+        _Figure(f"{task} {metric}", _ASKED, partial(_task, task, metric))
+        for task, metric in metrics_of(rows)
+    ]
+
+
+def metrics_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the tasks with their metrics, in the order of the rows; standard errors are not among them."""
+    found = dict.fromkeys(
         (task, metric)
         for row in rows
         for task, figures in (row["tasks"] or {}).items()
         for metric in figures
         if not metric.endswith(TASK_ERROR)
     )
-    return [
-        _Figure(f"{task} {metric}", _ASKED, partial(_task, task, metric)) for task, metric in asked
-    ]
+    return [*found]
 
 
 def _task(task: str, metric: str, row: Row) -> str:
@@ -209,3 +345,78 @@ _SPEED = (
     _Figure("bandwidth %", EXPERT, _plain("bandwidth_use", 100)),
     _Figure("first token by prompt", EXPERT, _by_prompt, timed=True),
 )  # fmt: skip
+
+
+def cache_tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[Column]]]:
+    """Return the tables with their titles; none without caches.
+
+    Args:
+        rows: of the models.
+        names: theirs.
+    """
+    found = [*_labelled_caches(rows, names)]
+    if not found:
+        return []
+    label = Column("cache", tuple(name for name, _ in found))
+    caches = [cache for _, cache in found]
+    tables = [
+        ("Caches, each against one of 16 bits", [label, *_summary_of_caches(caches)]),
+        (
+            "KL by position: tokens attended to, up to",
+            [label, *_columns_by_place(caches, "by_position", "last", _divergence)],
+        ),
+        (
+            "Nats that a planted key gains, by how far back it is",
+            [label, *_columns_by_place(caches, "by_distance", "distance", _gain)],
+        ),
+    ]
+    return [(title, columns) for title, columns in tables if len(columns) > 1]
+
+
+def _labelled_caches(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield every cache of every model with its label: its name alone where there is one model."""
+    for name, row in zip(names, rows, strict=True):
+        for cache in row["caches"] or ():
+            yield (cache["kind"] if len(rows) == 1 else f"{name} {cache['kind']}"), cache
+
+
+def _summary_of_caches(caches: Sequence[Row]) -> Iterator[Column]:
+    def column(header: str, rank: int, write: Callable[[Row], str]) -> Column:
+        return Column(header, tuple(write(cache) for cache in caches), rank)
+
+    yield column("bytes/token", 2, lambda cache: f"{cache['token_bytes']:,}")
+    yield column("requests", 2, lambda cache: f"{cache['requests']:,}")
+    yield column("KL", 1, lambda cache: _with_error(cache, "kl_mean", "kl_se"))
+    yield column("key gain", 2, _gain)
+    yield column("change of it", 3, lambda cache: _with_error(cache, "key_change", "key_change_se"))
+    yield column("keys %", 4, _share_of_keys)
+
+
+def _columns_by_place(
+    caches: Sequence[Row], key: str, name: str, write: Callable[[Row], str]
+) -> Iterator[Column]:
+    """Yield one column for every position, or distance."""
+    places = list(dict.fromkeys(one[name] for cache in caches for one in cache[key]))
+    for number, place in enumerate(places):
+        cells = tuple(
+            next((write(one) for one in cache[key] if one[name] == place), ABSENT)
+            for cache in caches
+        )
+        yield Column(f"{place:,}", cells, FIRST_RANK + len(places) - number)
+
+
+def _divergence(figures: Row) -> str:
+    return significant(figures["kl_mean"])
+
+
+def _gain(figures: Row) -> str:
+    return ABSENT if figures["key_gain"] is None else significant(figures["key_gain"])
+
+
+def _share_of_keys(figures: Row) -> str:
+    share = figures["keys_found"]
+    return ABSENT if share is None else significant(100 * share)
+
+
+def _with_error(figures: Row, mean: str, error: str) -> str:
+    return ABSENT if figures[mean] is None else with_error(figures[mean], figures[error])

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
 COMPARABLE = 1.25  # times the size: a larger model is no rival
 SURE = 2.0  # standard errors
-SAME_PACE = 0.05  # of a speed: below this, one run of a machine is not told from another
+SAME_PACE = 0.05  # of a speed: below this, two runs on one machine cannot be distinguished
 UNSTEADY = 1.0  # interquartile range of the steps of a run over their median, from which on a speed is no figure
 MARK = "~"  # before such a speed
 

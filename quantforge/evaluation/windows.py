@@ -4,23 +4,29 @@ Perplexities of different protocols cannot be compared (the same model has 5.1, 
 "wikitext"), so that a figure never goes without its `Protocol`. Ours: the text is tokenised as one
 document and cut into windows of ``length`` tokens without overlap; what remains is left out. When
 the tokenizer begins a text with a BOS token, every window begins with it and ``length - 1`` tokens
-of text follow. The first token of a window is not scored: nothing precedes it.
+of text follow. The first token of a window is not scored: nothing precedes it. Models are compared on the windows of
+their reference: one whose tokenizer makes other tokens of the text is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantforge.architectures.configuration import positions_in
+from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
-from quantforge.runtime.text_side import as_input_errors
+from quantforge.formats.opening import open_model
+from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 from quantforge_calibration.tokenizer import TextTokenizer
+from quantforge_files.roles import SETTINGS, TOKENIZER
 
-LENGTH = 512  # tokens of a window where nobody says
+LENGTH = 512  # tokens of a window, by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +127,37 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
     if bos is not None:
         found = torch.cat((torch.full((count, 1), bos), found), dim=1)
     return Windows(found, bos)
+
+
+def check_comparable(path: Path, reference: Path, text: str, windows: Windows) -> None:
+    """Check that a model can be scored on the windows of its reference.
+
+    Raises:
+        InputError: it has fewer positions than a window has tokens, or its tokenizer makes other tokens of the text.
+    """
+    count, length = windows.ids.shape
+    positions = positions_of(path)
+    if positions < length:
+        raise InputError(
+            f"{path}: windows of {length} tokens, the model has {positions} positions",
+            f"--length {positions}",
+        )
+    if path == reference or _tokenizer_files(path) == _tokenizer_files(reference):
+        return
+    if cut(tokenizer_of(path), text, count, length).sha256 != windows.sha256:
+        raise InputError(
+            f"{path}: its tokenizer makes other tokens of the text than that of {reference}",
+            "compare a model with the one that it was made from",
+        )
+
+
+def positions_of(path: Path) -> int:
+    """Return how many tokens a model can see; a very large number where it does not say."""
+    return positions_in(open_model(path).config)
+
+
+def _tokenizer_files(path: Path) -> list[bytes]:
+    if path.is_file():
+        return []
+    files = ((path / "tokenizer.json", TOKENIZER), (path / "tokenizer_config.json", SETTINGS))
+    return [FILES.read(file, role, path) if file.is_file() else b"" for file, role in files]

@@ -233,7 +233,7 @@ def _check_scored(asked: ReleaseSpec, settings: Settings) -> None:
     reference = resolve(asked.model, settings.offline)
     check_text(reference, scoring.text, scoring.length, offline=settings.offline)
     if "html" in scoring.reports:
-        from quantforge.evaluation.report_page.drawing import check_drawing
+        from quantforge.evaluation.report_page.charts import check_drawing
 
         check_drawing()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation.perplexity import Estimate
+from quantforge.evaluation.divergence import Estimate
 from quantforge.evaluation.windows import cut
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.evaluation.report import FOREIGN
+from quantforge.evaluation.text_tables import FOREIGN
 from quantforge.verbs import demo
 from quantforge.verbs.demo_text import evaluation_text
 from quantforge.verbs.scored_text import BUILTIN, OWN, own_text

@@ -15,12 +15,11 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
-from quantforge.evaluation.cache_tables import cache_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
-from quantforge.evaluation.evaluate import Evaluation
-from quantforge.evaluation.figures import _MEASURED
+from quantforge.evaluation.evaluate import _MEASURED, Evaluation
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.report import markdown, notes
+from quantforge.evaluation.report import markdown
+from quantforge.evaluation.text_tables import cache_tables, notes
 from quantforge.evaluation.windows import Protocol
 from tests.evaluations import TRIAL, cache_rows
 from tests.runs import command

@@ -11,15 +11,22 @@ import pytest
 import torch
 
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.evaluation.cache_quality import _by_position, tried
-from quantforge.evaluation.cache_trial import REQUESTS, trial_of
+from quantforge.evaluation.cache_quality import (
+    BEFORE,
+    CUE,
+    KEY,
+    REQUESTS,
+    _by_position,
+    plant_keys,
+    trial_of,
+    try_caches,
+)
 from quantforge.evaluation.evaluate import evaluate
-from quantforge.evaluation.planted_key import BEFORE, CUE, KEY, plant
 from quantforge.evaluation.windows import Windows
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.verbs.measurement_options import check_measurement
+from quantforge.verbs.evaluate_models import check_measurement
 from quantforge_kernels.kv import PAGE
 from tests.conftest import make_tiny
 from tests.evaluations import TEXT, options
@@ -42,7 +49,7 @@ def trial(source):
 
 @pytest.fixture(scope="module")
 def rows(source, trial):
-    return tried(load(source, dtype=torch.float32), trial)
+    return try_caches(load(source, dtype=torch.float32), trial)
 
 
 def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
@@ -52,7 +59,7 @@ def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
     scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
-    own, stated = (tried(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales)))
+    own, stated = (try_caches(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales)))
     assert stated["kl_mean"] > 2 * own["kl_mean"] > 0
 
 
@@ -101,7 +108,7 @@ def test_divergence_is_that_of_its_definition(source, trial, rows):
         return torch.stack(found).log_softmax(-1).double()
 
     whole = logits("16bit")
-    single = tried(
+    single = try_caches(
         load(source, dtype=torch.float32),
         type(trial)(KINDS, Windows(trial.windows.ids[:1], None), ()),
     )
@@ -144,7 +151,7 @@ def test_requests_are_those_whose_pages_fit(trial, rows):
 
 def test_keys_are_planted_where_they_are_said_to_be():
     windows = Windows(torch.arange(3 * 400).view(3, 400), None)
-    found = plant(windows)
+    found = plant_keys(windows)
     assert [one.distance for one in found] == [32, 64, 128, 256]
     for planted in found:
         for ids, others in zip(planted.ids, planted.others, strict=True):
@@ -155,7 +162,7 @@ def test_keys_are_planted_where_they_are_said_to_be():
             changed = (ids != others).nonzero()[:, 0]
             assert changed.min() >= BEFORE + CUE
             assert changed.max() < BEFORE + CUE + KEY
-    assert plant(Windows(torch.arange(60)[None], None)) == ()
+    assert plant_keys(Windows(torch.arange(60)[None], None)) == ()
 
 
 def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantforge.evaluation.cache_trial import trial_of
+from quantforge.evaluation.cache_quality import trial_of
 from quantforge.runtime.text_side import tokenizer_of
 from tests.conftest import make_tiny
 

@@ -8,16 +8,22 @@ from functools import partial
 import pytest
 import torch
 
-from quantforge.evaluation import divergence, head, perplexity
-from quantforge.evaluation.divergence import Divergence, ModelScores, score, score_reference
+from quantforge.evaluation import divergence, head
+from quantforge.evaluation.divergence import (
+    Divergence,
+    Estimate,
+    ModelScores,
+    final_hidden,
+    score,
+    score_reference,
+)
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.head import Head
-from quantforge.evaluation.perplexity import Estimate, final_hidden
+from quantforge.execution.execute import Settings
 from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
-from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from tests.evaluations import options, windows_of
 
@@ -83,7 +89,7 @@ def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monk
     seen = []
     mlp = model.base_model.layers[1].mlp
     mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.shape[1]))
-    monkeypatch.setitem(perplexity.FORWARD_TOKENS, "cpu", 7)
+    monkeypatch.setitem(divergence.FORWARD_TOKENS, "cpu", 7)
     with torch.inference_mode():
         cut = [hidden for _, hidden in final_hidden(model, windows.ids)]
     assert max(seen) == 7

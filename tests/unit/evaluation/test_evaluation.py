@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from quantforge.errors import GateError, InputError, RefusedError
-from quantforge.evaluation import deployment, figures, perplexity, report, speed, tasks
+from quantforge.evaluation import divergence, report, speed, tasks
 from quantforge.evaluation import evaluate as run
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.evaluate import Evaluation, evaluate
@@ -165,7 +165,7 @@ def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
     with pytest.raises(InputError, match="is nan at token"):
         score_reference(model, windows)
     with pytest.raises(InputError, match="no token was scored"):
-        perplexity.finite(torch.empty(0, 4), "NLL")
+        divergence.finite(torch.empty(0, 4), "NLL")
 
 
 def test_another_tokenizer_is_refused(tiny, tmp_path):
@@ -247,11 +247,6 @@ def test_without_speed_and_with_one_window_figures_are_absent(tiny):
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
 
 
-def test_rows_with_speed_have_the_keys_by_which_kept_ones_are_known(found):
-    for row in found.rows:
-        assert row.keys() == figures.KEYS
-
-
 def test_one_model_at_a_time(tiny, rounded, monkeypatch):
     loaded = []
 
@@ -263,7 +258,7 @@ def test_one_model_at_a_time(tiny, rounded, monkeypatch):
         return found
 
     monkeypatch.setattr(run, "load", watched)
-    monkeypatch.setattr(deployment, "load", watched)
+    monkeypatch.setattr(speed, "load", watched)
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "SECONDS", 0.0)

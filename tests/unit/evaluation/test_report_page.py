@@ -14,14 +14,20 @@ import jsonschema
 import pytest
 
 from quantforge.evaluation.columns import ABSENT
-from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions, Made
-from quantforge.evaluation.figures import QUANTILES
+from quantforge.evaluation.evaluate import QUANTILES, Evaluation, EvaluationOptions, Made
 from quantforge.evaluation.generated import Prompts
-from quantforge.evaluation.report import notes, render
-from quantforge.evaluation.report_page.charts import quantiles, series
-from quantforge.evaluation.report_page.front_chart import APART, front_chart, shortened, spread
-from quantforge.evaluation.report_page.sections import marked, sort_key
+from quantforge.evaluation.report import render
+from quantforge.evaluation.report_page.charts import (
+    APART,
+    front_chart,
+    quantiles,
+    series,
+    shortened,
+    spread,
+)
+from quantforge.evaluation.report_page.page import marked, sort_key
 from quantforge.evaluation.tasks import Tasks
+from quantforge.evaluation.text_tables import notes
 from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import Protocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
@@ -89,7 +95,6 @@ def evaluation() -> Evaluation:
     options = EvaluationOptions(
         "",
         "a test",
-        cache="int8",
         caches=("int8", "int4"),
         engine="llama.cpp",
         adapter=Path("some/lora"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.evaluation.perplexity import final_hidden
+from quantforge.evaluation.divergence import final_hidden
 from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
