@@ -2,8 +2,13 @@
 
 The library, which is the optional extra ``eval``, makes the requests and computes the scores;
 `quantforge.evaluation.task_model` has them answered. A task is one of the library's names, whose data it loads from the
-hub, or a YAML file in its format, which may name local data and then needs no network. Templates are rendered in
-jinja's sandbox, and no code of a file is run, unless that is allowed.
+hub, or a YAML file in its format, which may name local data and then needs no network.
+
+Of a YAML file the library takes more than data: ``!function`` imports a module, ``class`` names one, a metric that it
+does not know is a script of the hub, a data set may be a script or a pickle, and ``unsafe_code`` runs what a model
+writes. `read_task` looks for all of it, in the file and in what that includes, and refuses it unless code is allowed;
+metrics are checked when the library asks for them, and templates are rendered in jinja's sandbox. Code in the library's
+own package is trusted like that of any library.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from quantforge.errors import InputError, QuantForgeError, UsageError
-from quantforge.evaluation.task_files import GUIDE, read_task, refuse_code
+from quantforge.checkpoint.files import FILES
+from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge_files.roles import TASK
 
 YAML = (".yaml", ".yml")
 TASK_ERROR = "_stderr"
 MOST_TASKS = 1000  # of one pattern; the library has 14,000
+GUIDE = "see the library's task guide"
 _GET_DATA = (
     "run it once where there is a network, which fills the cache (under HF_HOME, to be copied here), "
     "or give a YAML file of your own with local data_files"
@@ -140,7 +147,7 @@ def run(model: Any, tasks: Tasks) -> dict[str, dict[str, float]]:
 
 @lru_cache(1)
 def _found(tasks: Tasks) -> tuple[Any, list[str]]:
-    """Return the library's index of tasks with ours added, and the names of those that are asked for.
+    """Return the library's index of tasks with our files added, and the names of those that are asked for.
 
     Its own tasks are indexed, which takes ten seconds, only if a name or a group may mean one of them.
 
@@ -219,7 +226,9 @@ def _settings(tasks: Tasks) -> Iterator[None]:
         from lm_eval.api.registry import metric_registry
 
         if hf_evaluate_metric or name not in metric_registry:
-            raise refuse_code(name, "the library does not have this metric: a script of the hub")
+            raise _runs_code_error(
+                name, "the library does not have this metric: a script of the hub"
+            )
         return known_metric(name)
 
     sandbox = ImmutableSandboxedEnvironment(
@@ -258,3 +267,90 @@ def _figures(values: Mapping[str, Any]) -> dict[str, float]:
         if number and metric not in {"alias", "sample_len"}:
             found[name] = float(value)
     return found
+
+
+def read_task(path: Path, *, allow_code: bool = False) -> tuple[str, bool]:
+    """Read a task file and what it includes.
+
+    Returns:
+        The name of its task or group, and whether it is a group.
+
+    Raises:
+        RefusedError: it would run code, and ``allow_code`` is false.
+        InputError: it is not YAML, has no name, or an included file is missing.
+    """
+    data = _load(path, allow_code)
+    if not allow_code:
+        _check_data(path, data, set())
+    named = data if isinstance(data, dict) else {}
+    name = named.get("group") or named.get("task")
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"--tasks: {path} has no name", "add a line: task: NAME")
+    return name, "group" in named
+
+
+def _runs_code_error(where: object, what: str) -> RefusedError:
+    hint = "if you trust its author: --allow-code; else use only data and templates in the task"
+    return RefusedError(f"--tasks {where}: {what}", hint, file=str(where))
+
+
+def _load(path: Path, allow_code: bool) -> Any:
+    """Parse a file; the parser is the one in Python, which refuses deep nesting where the one in C overflows."""
+    import yaml
+
+    def other_tag(_loader: Loader, node: yaml.Node) -> None:
+        if not allow_code:
+            line = node.start_mark.line + 1
+            raise _runs_code_error(path, f"line {line}: {node.tag} makes the library run Python")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    Loader.add_constructor(None, other_tag)
+    try:
+        return yaml.load(FILES.read(path, TASK, None), Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"--tasks {path}: not YAML: {message}", GUIDE) from error
+
+
+def _check_data(path: Path, data: Any, seen: set[Path]) -> None:
+    seen.add(path.resolve())
+    for key, value in _pairs(data):
+        if reason := _runs_code(key, value):
+            raise _runs_code_error(path, f"{key}: {value} {reason}")
+        if key == "include" and isinstance(value, str):
+            included = path.parent / value
+            if included.resolve() not in seen:
+                _check_data(included, _load(included, allow_code=False), seen)
+
+
+def _pairs(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, or with each item of a list, at any depth; shared parts only once."""
+    seen: set[int] = set()
+    waiting = [data]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            for key, value in part.items():
+                yield from ((key, item) for item in (value if isinstance(value, list) else [value]))
+
+
+def _runs_code(key: str, value: Any) -> str:
+    """Say why a key would run code; "" if it would not."""
+    if key in {"trust_remote_code", "unsafe_code", "hf_evaluate"} and value:
+        return "runs code"
+    if key == "class":
+        return "is a task in Python"
+    if key == "dataset_path" and isinstance(value, str):
+        if value == "pandas":
+            return "is a pickle"
+        if value.endswith(".py") or ("/" in value and any(Path(value).glob("*.py"))):
+            return "is a script"
+    return ""

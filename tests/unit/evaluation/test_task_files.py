@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.evaluation.task_files import read_task
-from quantforge.evaluation.tasks import Tasks, check
+from quantforge.evaluation.tasks import Tasks, check, read_task
 
 FINE = """
 task: mine
