@@ -20,9 +20,8 @@ from pathlib import Path
 
 from interop_sections import renew
 
-from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
-from quantforge.evaluation.serving_load.on_server import serve_there
-from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
+from quantforge.evaluation.bench_requests import LengthRange, RequestStream, Slo, Waited, figures
+from quantforge.evaluation.bench_senders import serve_there
 
 REQUESTS, RATE = 24, 4.0
 LIMITS = "ttft=500ms,tpot=50ms"

@@ -19,7 +19,7 @@ from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.serving_load.latency_figures import LoadFigures
+    from quantforge.evaluation.bench_requests import LoadFigures
     from quantforge.verbs.bench_models import LoadRow
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
@@ -125,8 +125,7 @@ def bench(
     json_progress: options.JsonProgress = False,
 ) -> None:
     """Measure how long requests wait that come at their own times: TTFT, TPOT, throughput, goodput."""
-    from quantforge.evaluation.serving_load.latency_figures import Slo
-    from quantforge.evaluation.serving_load.stream_of_requests import LengthRange, RequestStream
+    from quantforge.evaluation.bench_requests import LengthRange, RequestStream, Slo
     from quantforge.verbs import bench_models
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)

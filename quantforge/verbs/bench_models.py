@@ -10,10 +10,12 @@ from typing import Any
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.evaluation.serving_load.latency_figures import LoadFigures, Slo, figures
-from quantforge.evaluation.serving_load.stream_of_requests import (
+from quantforge.evaluation.bench_requests import (
+    LoadFigures,
     RequestStream,
+    Slo,
     TimedRequest,
+    figures,
     read_trace,
 )
 from quantforge.execution.progress import followed, phase, tell
@@ -153,7 +155,7 @@ def _measure_model(
     """Serve the stream with an engine in this process, with 16-bit activations as engines have them."""
     import torch
 
-    from quantforge.evaluation.serving_load.on_engine import serve_here
+    from quantforge.evaluation.bench_senders import serve_here
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.load import load
     from quantforge.runtime.serving.engine import EngineOptions
@@ -185,7 +187,7 @@ def _measure_model(
 
 
 def _measure_server(requests: Sequence[TimedRequest], options: LoadOptions) -> LoadRow:
-    from quantforge.evaluation.serving_load.on_server import serve_there
+    from quantforge.evaluation.bench_senders import serve_there
 
     with phase(f"serving {options.url}", 1.0):
         served = serve_there(options.url, options.served_name, requests, _follower(requests))

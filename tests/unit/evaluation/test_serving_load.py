@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.serving_load.latency_figures import Slo, Waited, figures
-from quantforge.evaluation.serving_load.on_engine import serve_here
-from quantforge.evaluation.serving_load.on_server import serve_there, spread
-from quantforge.evaluation.serving_load.stream_of_requests import (
+from quantforge.evaluation.bench_requests import (
     LengthRange,
     RequestStream,
+    Slo,
     TimedRequest,
+    Waited,
+    figures,
     read_trace,
 )
-from quantforge.runtime.serving.engine import EngineOptions
+from quantforge.evaluation.bench_senders import serve_here, serve_there, spread
+from quantforge.runtime.serving.engine_options import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
 TEXT = list(range(50))

@@ -1,9 +1,10 @@
-"""Send a stream of requests to an OpenAI-compatible server in real time, by its completions API with streaming.
+"""Send a stream of requests in real time, to an engine in this process or to an OpenAI-compatible server.
 
-Prompts are sent as tokens, so that they are the same as in this process. ``ignore_eos``, which vLLM, SGLang and
-llama.cpp accept beyond the API, asks for answers of full length. An event of the stream may hold several tokens: the
-count comes from ``usage`` where the server sends it, and the tokens of an event share its time. An event may also be
-empty: for a token without text (vLLM), or for no token, at the end (llama.cpp).
+A server is asked by its completions API with streaming. Prompts are sent as tokens, so that they are the same as in
+this process. ``ignore_eos``, which vLLM, SGLang and llama.cpp accept beyond the API, asks for answers of full length.
+An event of the stream may hold several tokens: the count comes from ``usage`` where the server sends it, and the tokens
+of an event share its time. An event may also be empty: for a token without text (vLLM), or for no token, at the end
+(llama.cpp).
 """
 
 from __future__ import annotations
@@ -13,14 +14,105 @@ import errno
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.serving_load.latency_figures import Waited
-from quantforge.evaluation.serving_load.stream_of_requests import TimedRequest
+from quantforge.evaluation.bench_requests import TimedRequest, Waited
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.serving.engine import Counters, EngineOptions, ServingEngine
+from quantforge.runtime.serving.generation_requests import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    NewToken,
+)
+from quantforge.runtime.speculation.decode import SpeculativeDecoder
 
-TIMEOUT = 600.0  # seconds of one request
+WARM_TOKENS = 4
+IDLE = 0.002  # seconds to sleep at most while no request is there
+TIMEOUT = 600.0  # seconds of one request to a server
 MOST_LINE = 1 << 22  # bytes of one event of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """Times of a stream that was served, with the counts of the engine.
+
+    Attributes:
+        served: in the order of the requests.
+        counters: at the end.
+        wasted: mean share of reserved places in the cache that were not used, over the steps.
+    """
+
+    served: list[Waited]
+    counters: Counters
+    wasted: float
+
+
+def serve_here(
+    decoder: Decoder,
+    requests: Sequence[TimedRequest],
+    options: EngineOptions,
+    follow: Callable[[int], object] = lambda _: None,
+    speculative: SpeculativeDecoder | None = None,
+) -> EngineRun:
+    """Serve a stream on an engine of its own; requests that come together are one batch.
+
+    Args:
+        decoder: the model.
+        requests: in the order in which they come.
+        options: of the engine.
+        follow: called with the number of finished requests.
+        speculative: drafts tokens; None decodes without drafts.
+
+    Raises:
+        InputError: a request that can never fit, or logits that are not finite.
+    """
+    _warm_up(decoder, requests, options, speculative)
+    engine = ServingEngine(decoder, options, speculative)
+    served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
+    sent = finished = 0
+    reserved = used = 0
+    begin = time.perf_counter()
+    while sent < len(requests) or not engine.idle:
+        now = time.perf_counter() - begin
+        while sent < len(requests) and requests[sent].at <= now:
+            one = requests[sent]
+            engine.submit(GenerationRequest(str(sent), one.ids, one.new_tokens))
+            sent += 1
+        if engine.idle:
+            time.sleep(min(IDLE, max(0.0, requests[sent].at - now)))
+            continue
+        happened = engine.step()
+        now = time.perf_counter() - begin
+        for event in happened:
+            if isinstance(event, NewToken):
+                served[event.id].times.append(now)
+            elif isinstance(event, Finished):
+                if event.reason is FinishReason.ERROR:
+                    raise InputError(f"request {event.id}: {event.error}", "")
+                finished += 1
+                follow(finished)
+        counts = engine.counters
+        reserved, used = reserved + counts.reserved_tokens, used + counts.used_tokens
+    wasted = (reserved - used) / reserved if reserved else 0.0
+    return EngineRun(list(served.values()), engine.counters, wasted)
+
+
+def _warm_up(
+    decoder: Decoder,
+    requests: Sequence[TimedRequest],
+    options: EngineOptions,
+    speculative: SpeculativeDecoder | None,
+) -> None:
+    """Let an engine compute what the stream will need, so that nothing is compiled while it is measured."""
+    engine = ServingEngine(decoder, options, speculative)
+    for place, one in enumerate(requests[: options.rows]):
+        new = min(WARM_TOKENS, one.new_tokens)
+        engine.submit(GenerationRequest(str(place), one.ids, new))
+    while not engine.idle:
+        engine.step()
 
 
 def serve_there(
@@ -44,7 +136,7 @@ def serve_there(
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--url {url}: no http address", "http://127.0.0.1:8000/v1")
     try:
-        import aiohttp  # noqa: F401 (asked for by whoever measures a server)
+        import aiohttp  # noqa: F401 (needed only to measure a server)
     except ImportError as error:
         raise UsageError("--url needs aiohttp", "pip install 'quantforge[bench]'") from error
     return asyncio.run(_Sender(url.rstrip("/"), model, follow).send(requests))
@@ -110,9 +202,14 @@ class _Sender:
 
         await asyncio.sleep(max(0.0, self._begin + request.at - time.perf_counter()))
         body = {
-            "model": self._model, "prompt": list(request.ids), "max_tokens": request.new_tokens, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": list(request.ids),
+            "max_tokens": request.new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
         try:
             async with session.post(f"{self._url}/completions", json=body) as answer:
                 if answer.status != 200:
