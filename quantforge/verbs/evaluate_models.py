@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from quantforge.arguments import as_list, check_arguments
+from quantforge.architectures.cache_kinds import listed
+from quantforge.arguments import as_list, check_arguments, check_names, check_types
 from quantforge.checkpoint.hub import resolve
-from quantforge.errors import InputError, UsageError
+from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.formats import detect
@@ -22,12 +23,6 @@ from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_measured
-from quantforge.verbs.measurement_options import (
-    MeasurementOptions,
-    caches_of,
-    check_engine,
-    check_measurement,
-)
 from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
 
 if TYPE_CHECKING:
@@ -36,6 +31,34 @@ if TYPE_CHECKING:
     from quantforge.evaluation.generated import Prompts
 
 LARGER = 1.1  # times the size of a reference: what a descendant is not
+ENGINES = ("llama.cpp",)
+# What has an effect together with another choice alone.
+_NEEDS = {
+    "generated_tokens": "generated",
+    "chat_template": "generated",
+    "task_limit": "tasks",
+    "allow_code": "tasks",
+}
+
+
+class MeasurementOptions(TypedDict, total=False):
+    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it."""
+
+    text: str | None  # a source as for ``--calibration``; None is `own_text`
+    windows: int  # at most so many
+    length: int  # tokens of a window
+    speed: bool  # measure speed and memory too
+    # KV caches to try, see `quantforge.architectures.cache_kinds`; the first for speed too
+    cache: str | Sequence[str]
+    engine: str  # one of `ENGINES` scores GGUF files too; none when empty
+    tasks: str | Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files
+    task_limit: int  # documents of each task; 0 is all
+    allow_code: bool  # let YAML files run the code that they name
+    card: str | Path | None  # of whose card the figures of its models become a part
+    generated: str  # prompts that every model answers: a source, see `read_prompts`
+    generated_tokens: int  # an answer has at most so many
+    correction: str | Path | None  # an adapter that is put on the one model that is compared
+    chat_template: bool  # render the prompts through the reference's chat template, in a sandbox
 
 
 @check_arguments(MeasurementOptions)
@@ -64,22 +87,15 @@ def evaluate(
     check_measurement(options, len(descendants))
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
-        check_engine(options.get("engine", ""), paths)
+        _check_engine(options.get("engine", ""), paths)
         opened = [open_model(path) for path in paths]
         for checkpoint in opened:  # what cannot be read shows before anything is loaded
             detect(readable(checkpoint).config)
             if checkpoint.quantization:
                 settings.note(f"{checkpoint.path}: quantization: {checkpoint.quantization}")
         for checkpoint in opened[1:]:
-            if _descends(opened[0], checkpoint):
-                name, other = opened[0].path, checkpoint.path
-                settings.note(
-                    f"{name} is the reference, and it is quantized and smaller than {other}: were they meant"
-                    f" the other way round? quantforge eval {other} {name}"
-                )
-            if said := _apart(opened[0].path, checkpoint.path, settings.adapter):
-                _keep_out(options.get("card"), checkpoint.path, said)
-                settings.note(said)
+            _note_swapped(opened[0], checkpoint, settings)
+            _note_other_adapter(opened[0].path, checkpoint.path, settings, options.get("card"))
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
@@ -92,7 +108,7 @@ def evaluate(
         from quantforge.numerics.allocator import return_freed_memory
 
         measurement = _measurement(paths[0], options, tasks, settings)
-        return_freed_memory()  # the peaks that are told are of what is alive
+        return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         with keeping(paths, measurement) as kept:
@@ -102,16 +118,95 @@ def evaluate(
         return found
 
 
-def _descends(reference: Checkpoint, model: Checkpoint) -> bool:
-    """Return whether a reference seems to descend from a model: it is quantized, and takes less room."""
+def check_measurement(options: Mapping[str, Any], models: int = 0) -> None:
+    """Refuse choices (`MeasurementOptions`) before any work; ``models`` are compared with the reference.
+
+    Raises:
+        UsageError: a name or a value that means nothing, or one without what it would have an effect on.
+    """
+    if not isinstance(options, Mapping):
+        raise UsageError(f"measured = {options!a:.60}: no options", 'e.g. {"windows": 20}')
+    check_names(options, MeasurementOptions.__annotations__)
+    check_types(MeasurementOptions, options)
+    engine = options.get("engine", "")
+    _caches_of(options)
+    if engine and engine not in ENGINES:
+        raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
+    correction = options.get("correction")
+    if correction and (models != 1 or options.get("card")):
+        raise UsageError(
+            f"--correction {correction}: of one model, and for no card",
+            "quantforge eval SOURCE MODEL --correction ADAPTER, without it for other models",
+        )
+    for name, needed in _NEEDS.items():
+        if options.get(name) and not options.get(needed):
+            flag, other = f"--{name.replace('_', '-')}", f"--{needed}"
+            raise UsageError(
+                f"{flag} has no effect without {other}", f"add {other}, or leave it out"
+            )
+
+
+def _caches_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the KV caches that are asked for; errors as `listed`."""
+    given = options.get("cache", ())
+    if isinstance(given, str):
+        return listed(given)
+    return listed(",".join(given)) if given else ()
+
+
+def _check_engine(engine: str, paths: Sequence[Path]) -> None:
+    """Refuse an engine that has no file to score, or is not installed, before any work.
+
+    Args:
+        engine: one of `ENGINES`, or none.
+        paths: of all models.
+
+    Raises:
+        UsageError: none of the models is a GGUF file, or the package is missing.
+    """
+    if not engine:
+        return
+    if not any(path.is_file() for path in paths):
+        raise UsageError(
+            f"--engine {engine} scores GGUF files, and none of the models is one",
+            "leave it out, or make one: quantforge export MODEL --format gguf",
+        )
+    from quantforge.evaluation.llama_cpp import check_installed
+
+    check_installed()
+
+
+def _note_swapped(reference: Checkpoint, model: Checkpoint, settings: Settings) -> None:
+    """Note a reference that seems to descend from a model: it is quantized and smaller."""
     small, large = (
         sum(entry.stored().nbytes for entry in one.entries.values()) for one in (reference, model)
     )
-    return "quantization_config" in reference.config and LARGER * small < large
+    if "quantization_config" in reference.config and LARGER * small < large:
+        name, other = reference.path, model.path
+        settings.note(
+            f"{name} is the reference, and it is quantized and smaller than {other}: were they meant"
+            f" the other way round? quantforge eval {other} {name}"
+        )
 
 
-def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
-    """Return what is to be said where a model was made with another adapter than its reference has; "" for nothing."""
+def _note_other_adapter(
+    reference: Path, model: Path, settings: Settings, card: str | Path | None
+) -> None:
+    """Note a model that was made with another adapter than its reference has; refuse to write its figures on a card."""
+    message = _other_adapter(reference, model, settings.adapter)
+    if not message:
+        return
+    place = model.resolve()
+    if card is not None and Path(card).resolve() in {place, *place.parents}:
+        raise UsageError(
+            f"--card {card}: {message}",
+            "leave --card out: it would state figures against another model than the one that it names",
+        )
+    settings.note(message)
+
+
+def _other_adapter(reference: Path, model: Path, adapter: Path | None) -> str:
+    """Return a message where a model was made with another adapter than its reference has, else ""."""
     from quantforge.verification.opening import declared_adapter  # imports torch
 
     try:
@@ -130,20 +225,10 @@ def _apart(reference: Path, model: Path, adapter: Path | None) -> str:
             f"{model} was made without the adapter {has.source}, which is merged into the reference"
         )
     other = f"with the adapter {has.source}" if has.source else "without it"
-    said = f"{model} was made with the adapter {made.source}, and the reference is measured {other}"
+    text = f"{model} was made with the adapter {made.source}, and the reference is measured {other}"
     if has.source and adapter is None:  # the reference's own, to which one more would be added
-        return said
-    return f"{said}: --adapter DIR merges {made.source} into {reference}"
-
-
-def _keep_out(card: str | Path | None, model: Path, said: str) -> None:
-    """Refuse to write figures into the card of a model that was not made from what its reference is."""
-    place = model.resolve()
-    if card is not None and Path(card).resolve() in {place, *place.parents}:
-        raise UsageError(
-            f"--card {card}: {said}",
-            "leave --card out: it would state figures against another model than the one that it names",
-        )
+        return text
+    return f"{text}: --adapter DIR merges {made.source} into {reference}"
 
 
 def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
@@ -171,7 +256,6 @@ def _measurement(
         check(tasks)
     given: Mapping[str, Any] = {**options}
     same = ("windows", "length", "speed", "engine")  # what is passed on as it is
-    caches = caches_of(options)
     text = options.get("text")
     source = own_text(reference) if text is None else text
     if text is None and source != BUILTIN:
@@ -180,8 +264,7 @@ def _measurement(
         text="",
         text_name=text_name(source),
         text_found=text is None,
-        cache=caches[0] if caches else "",
-        caches=caches,
+        caches=_caches_of(options),
         device=settings.device,
         tasks=tasks,
         prompts=_prompts(reference, options, settings),

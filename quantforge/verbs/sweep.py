@@ -31,8 +31,7 @@ from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, buil
 from quantforge.recipe import WORDS, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.evaluate_models import evaluate
-from quantforge.verbs.measurement_options import MeasurementOptions, check_measurement
+from quantforge.verbs.evaluate_models import MeasurementOptions, check_measurement, evaluate
 from quantforge.verbs.scored_text import check_text, own_text
 from quantforge.verbs.variants import plan_variants
 
