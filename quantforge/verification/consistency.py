@@ -23,16 +23,19 @@ from quantforge.formats.compressed_tensors.groups import (
 )
 from quantforge.formats.configuration import quantization_config, spellings
 from quantforge.verification.findings import Report
-from quantforge.verification.loaded_files import COPIES, GENERATION, SETTINGS, TOKENIZER
 from quantforge.verification.opening import Artifact
-from quantforge.verification.reading import (
+from quantforge.verification.side_files import (
+    COPIES,
+    GENERATION,
     KERNELS,
     LOAD_CODE,
+    SETTINGS,
+    TOKENIZER,
     SideFiles,
     read_tokenizer,
     side_files_of,
+    tokens_of,
 )
-from quantforge.verification.structure import tokens_of
 from quantforge.verification.trees import ABSENT, changes, same, shorten, shown
 
 # What decides how codes are read, and what loaders assume if a description leaves it out (`ABSENT`: it may be left

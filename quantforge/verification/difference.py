@@ -25,7 +25,7 @@ from quantforge.execution.progress import tell
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
 from quantforge.verification.opening import Original, open_source
-from quantforge.verification.reading import STORAGE_KEYS
+from quantforge.verification.side_files import STORAGE_KEYS
 
 SCHEMA = "quantforge.diff/1"
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"

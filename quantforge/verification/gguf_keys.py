@@ -162,8 +162,12 @@ def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
         tokens = keys.get(TOKENS)
         if key == KINDS and isinstance(tokens, list) and len(tokens) == len(own):
             # Other converters mark tokens as control tokens by their looks.
-            differ = [n for n in differ if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)
-                      or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))]  # fmt: skip
+            differ = [
+                n
+                for n in differ
+                if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)
+                or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))
+            ]
         if not differ:
             return ""
         first = differ[0]
@@ -223,7 +227,9 @@ def check_tower(report: Report, source: Original) -> None:
     for name in sorted(wanted ^ file.tensors.keys()):
         what = "is missing" if name in wanted else "is not part of the tower"
         report.add("incomplete", place.name, f"{shorten(name)} {what}")
-    own, other = ({key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
-                  for keys in (file.metadata, expected.keys))  # fmt: skip
+    own, other = (
+        {key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
+        for keys in (file.metadata, expected.keys)
+    )
     for text, severity in key_differences(own, other):
         report.add("keys", place.name, text, severity)

@@ -16,11 +16,15 @@ The matrix may lie on the grid already, so that plain rounding loses nothing and
 The error that is divided by is therefore never smaller than that of random weights under the stored step,
 ``step^2 / 12``, than half the tensor's usual error for weights of this size, and than what storing values or scales
 loses.
+
+`unusual_errors` says which errors are larger than plain rounding explains. `damaged_part` finds a part that is wrong
+where all the rest is exactly the source's, rounded to nearest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,13 +39,31 @@ from quantforge.scheme import Scheme
 
 PANEL = 1 << 22  # weights that are compared at a time
 MIN_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
-STORAGE, STORAGE_E4M3 = (
-    2.0**-9,
-    2.0**-4,
-)  # relative: what storing a scale loses, in 16 bits and in 8
+# Relative: what storing a scale loses, in 16 bits and in 8.
+STORAGE, STORAGE_E4M3 = 2.0**-9, 2.0**-4
 # Plain rounding may be exact by chance. What is divided by is at least this part of the tensor's usual error for
 # weights of the same size, and this part of the mean error of a group on top: some numbers are missing in float16.
 OF_USUAL, OF_MEAN = 0.5, 1e-2
+# Largest usual errors, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the share of the
+# tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves weights further
+# than it moves outputs.
+WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
+UNSEEN = 3.0
+# By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
+# small: a search sacrifices outliers to the other weights of a group.
+SCALE_HIGH, SCALE_HIGH_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
+SCALE_LOW = 0.08
+# Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
+# rounded down and not to nearest. No healthy artifact was seen above 0.1.
+SHIFTED, ROUNDED_DOWN = 0.7, 0.3
+# A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
+# then a group in which few are, and whose error is so many times that of plain rounding, is damaged, unless the rest of
+# its row makes up for it, as GPTQ sees to.
+NEARLY_ALL, MOST_GROUPS, FEW = 0.98, 0.75, 0.5
+DAMAGED_GROUP, DAMAGED_ROW = 4.0, 1.5
+# Of its squared error, what another scale leaves where only the scale is wrong; no method chooses one that is so many
+# times too large.
+RESCALED, MAX_SCALE = 0.25, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +217,14 @@ def measure(
         groups=_ratio(errors, least),
         columns=sums["columns"].sum(0) / max(float(least_outputs.sum()), 1e-300),
         shift=float(sums["shifts"].median()),
-        scale_high=_median_ratio(sums["tq"], sums["tt"]) / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
-        scale_low=_median_ratio(sums["tq"], sums["qq"]) / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
+        scale_high=_median_ratio(sums["tq"], sums["tt"])
+        / max(_median_ratio(sums["tp"], sums["tt"]), 1.0),
+        scale_low=_median_ratio(sums["tq"], sums["qq"])
+        / max(_median_ratio(sums["tp"], sums["pp"]), 1.0),
         cosine=tq / (tt * qq) ** 0.5 if tt and qq else float(tt == qq),
         squared=max(tt - 2 * tq + qq, 0.0),
         size=tt,
-    )  # fmt: skip
+    )
 
 
 def _sums(
@@ -241,10 +265,19 @@ def _sums(
         least_outputs = torch.maximum(least_outputs, random.sum(1)) + stored.sum(1)
         columns = _owed(e, ye, weights, inputs) - _owed(b, yb, weights, inputs).clamp(min=0)
     return {
-        "errors": errors, "least": least, "sizes": sizes, "shifts": shifts, "outputs": outputs,
-        "least_outputs": least_outputs, "columns": columns.double()[None], "tt": grouped(t * t),
-        "qq": grouped(q * q), "tq": grouped(t * q), "pp": grouped(p * p), "tp": grouped(t * p),
-    }  # fmt: skip
+        "errors": errors,
+        "least": least,
+        "sizes": sizes,
+        "shifts": shifts,
+        "outputs": outputs,
+        "least_outputs": least_outputs,
+        "columns": columns.double()[None],
+        "tt": grouped(t * t),
+        "qq": grouped(q * q),
+        "tq": grouped(t * q),
+        "pp": grouped(p * p),
+        "tp": grouped(t * p),
+    }
 
 
 def _owed(error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor) -> Tensor:
@@ -263,3 +296,73 @@ def _ratio(error: Tensor, least: Tensor) -> Tensor:
     """Return the quotient; 0 where there is no error, infinite where there is one and nothing may be lost."""
     ratio = error / torch.where(least > 0, least, 1.0)
     return torch.where(least > 0, ratio, torch.where(error > 0, torch.inf, 0.0))
+
+
+def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
+    """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
+    if error.whole > WHOLE * more:
+        yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
+    scale_high = SCALE_HIGH.get(scheme.weight_bits, SCALE_HIGH_FROM_4_BITS)
+    if error.scale_high > 1 + scale_high and not scheme.in_powers:  # powers of two are far apart
+        yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
+    if error.scale_low > 1 + SCALE_LOW and not scheme.in_powers:
+        yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
+    if abs(error.shift) > ROUNDED_DOWN:
+        yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
+    beyond = error.rows > ROW * more
+    if bool(beyond.any()):
+        worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
+        yield f"{worst} that of plain rounding{_and_more(beyond)}"
+    share = float(error.columns.max())
+    if share > COLUMN * more:
+        place = int(error.columns.argmax())
+        yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
+
+
+def _and_more(places: Tensor) -> str:
+    count = int(places.sum()) - 1
+    return f", and {count} more" if count else ""
+
+
+def damaged_part(
+    target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
+) -> tuple[str, bool] | None:
+    """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
+
+    With the stored scales given, the code nearest to every weight of the source is known. A wrong scale is not proven:
+    a method may give up a group for one important weight, as ggml does.
+
+    Returns:
+        A description, and whether codes are wrong and not only scales; None where no part is damaged.
+    """
+    packer, scheme = packer_of(found.scheme), found.scheme
+    if GRIDS[scheme.grid].weights_per_code > 1:
+        return None
+    codes = packer.encode(target, found.parameters, scheme)
+    nearest = packer.decode(codes, found.parameters, scheme)
+    if found.outlier_columns is not None:
+        nearest[:, found.outlier_columns] = target[:, found.outlier_columns]
+    allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
+    near = (value - target).abs() <= allowed
+    rows, groups = error.groups.shape
+    shares = near.view(rows, groups, -1).float().mean(-1)
+    if float((shares >= NEARLY_ALL).float().mean()) < MOST_GROUPS:
+        return None
+    bad = (shares < FEW) & (error.groups > DAMAGED_GROUP) & (error.rows[:, None] > DAMAGED_ROW)
+    if not bool(bad.any()):
+        return None
+    t, q = target.view(rows, groups, -1), value.view(rows, groups, -1)
+    size = q.square().sum(-1)
+    factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
+    left = (factor[..., None] * q - t).square().sum(-1)
+    wrong = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE))
+    proven = bool(wrong.any())
+    shown, width = wrong if proven else bad, value.shape[1] // groups
+    row, group = divmod(int((error.groups * shown).argmax()), groups)
+    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_and_more(shown)}"
+    if not proven:
+        times = 1 / float(factor[row, group])
+        return f"{place}: the scale is {times:.3g} times what fits the source's weights", False
+    share = f"{float(near.float().mean()):.2%}"
+    text = f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
+    return text, True

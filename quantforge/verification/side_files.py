@@ -3,46 +3,126 @@
 Our own results carry these files byte for byte. Other tools write them anew through transformers, which writes out
 defaults, leaves them out, and renames keys. So every file goes the same way:
 
-1. Both sides are read as transformers reads them (`quantforge.verification.reading`), after which spellings and
-   defaults no longer count.
+1. Both sides are read as transformers reads them (`read_config`, `load_tokenizer`), after which spellings and
+   defaults no longer count. No code of a model is run: keys that load code are left out of what transformers gets.
 2. `changes` compares the two trees, key by key and in both directions.
 3. The first row of `RULES` that fits a change says why it is allowed or unusual. A change that no row fits is an error:
    a loader reads something else than the source says.
+
+Every other name below the artifact is looked at too (`check_foreign`). It is part of the model (weights, index,
+configuration), or a row of `LOADED` says which loader would run it or read it instead of the model's own; nobody is
+known to read anything else. A file that the source has too, byte for byte, is at most a warning.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from quantforge.checkpoint.reader import CONFIG, is_licence
+from quantforge.architectures import text_config
+from quantforge.checkpoint.disk import save
+from quantforge.checkpoint.files import FILES, parse_object
+from quantforge.checkpoint.reader import CONFIG, INDEX, is_licence
 from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
 from quantforge.formats.gguf.special import template_key
+from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.opening import side_data
+from quantforge.results import manifest
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.loaded_files import COPIES, GENERATION, REPEATED, SETTINGS, TOKENIZER
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.reading import (
-    KERNELS,
-    LOAD_CODE,
-    STORAGE_KEYS,
-    SideFiles,
-    generation_keys,
-    load_tokenizer,
-    read_config,
-    read_generation,
-    read_tokenizer,
-    side_files_of,
-)
-from quantforge.verification.structure import tokens_of
-from quantforge.verification.trees import ABSENT, Change, changes, same
+from quantforge.verification.trees import ABSENT, Change, changes, same, shorten
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.tokenizer import quiet, raised
+from quantforge_files.roles import SETTINGS as SETTINGS_ROLE
+from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 
-_ERROR, _WARNING = Severity.ERROR, Severity.WARNING
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+# They say again what tokenizer.json or the configuration says, and have to agree with it.
+REPEATED = frozenset({"special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"})
+COPIES = frozenset({"quantize_config.json", "quant_config.json", "quantization_config.json"})
+STORAGE_KEYS = frozenset({"quantization_config", "quantization", "gguf_types"})
+LOAD_CODE = (
+    "auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
+)  # fmt: skip
+KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# Sizes of lists that transformers would build.
+_LARGE = re.compile(r"(?<![.\d])(?:[2-9]\d{6}|\d{8,})")
 _LISTED = 12  # changes of one file that are reported one by one
+
+
+# The checks.
+
+
+def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
+    """Compare the files beside the weights of a directory with the source's; those of a GGUF file are its keys."""
+    if not report.path.is_dir():
+        report.skip("a GGUF file holds them as keys", "side-files")
+        return
+    try:
+        own, other = side_files_of(artifact), side_files_of(source)
+        if source.checkpoint.path.is_dir():
+            compare_files(report, own, other)
+        else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
+            tokens, expected = (tokens_of(side.document(TOKENIZER)) for side in (own, other))
+            there = {token: tokens[token] for token in expected.keys() & tokens.keys()}
+            found = chain(changes(there, expected, (TOKENIZER,)), template_changes(own, other))
+            report_changes(report, found, own, other)
+    except (InputError, SourceError) as error:
+        report.skip(f"files beside the weights cannot be read: {error.message}", "side-files")
+
+
+def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
+    """Compare all files of two directories."""
+    both = own.documents.keys() & other.documents.keys()
+    plain = both - {TOKENIZER, SETTINGS, GENERATION, *REPEATED, *COPIES}
+    found = chain(
+        _config_changes(own.config, other.config),
+        changes(read_generation(own), read_generation(other), (GENERATION,)),
+        *(changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
+    )
+    report_changes(report, found, own, other)
+    try:
+        report_changes(report, _tokenizer_changes(own, other), own, other)
+        report_changes(report, template_changes(own, other), own, other)
+    except (InputError, SourceError) as error:
+        report.add("side-files", TOKENIZER, f"cannot be read: {error.message}")
+    for name in sorted(other.files.keys() - own.files.keys() - REPEATED - COPIES - {GENERATION}):
+        if is_licence(name):
+            report.notes.append(f"{name!r} of the source is missing")
+        elif not chat_templates.is_template(name):
+            severity = Severity.ERROR if name in {TOKENIZER, SETTINGS} else Severity.WARNING
+            text = "the source has this file, the artifact lacks it"
+            report.add("side-files", name, text, severity)
+
+
+def report_changes(
+    report: Report, found: Iterable[Change], own: SideFiles, other: SideFiles
+) -> None:
+    """Report the changes that are not allowed, errors first; of many, the first and the number of the others."""
+    files: dict[str, list[tuple[Severity, str]]] = {}
+    for change in found:
+        severity, why = judge(change, own, other)
+        if severity is not None:
+            files.setdefault(change.path[0], []).append((severity, f"{change}: {why}"))
+    for name, texts in files.items():
+        check = "configuration" if name == CONFIG else "side-files"
+        texts.sort(key=lambda item: item[0] is not Severity.ERROR)
+        rest = texts[_LISTED:]
+        for severity, text in texts[:_LISTED]:
+            report.add(check, name, text, severity)
+        if rest:
+            report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
 
 
 # What differs, file by file.
@@ -61,8 +141,10 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
         first = {**second, **bare[0]}
     yield from changes(first, second, (CONFIG,))
     rope = own.get("rope_parameters")
-    newer = {"rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
-             "torch_dtype": own.get("dtype")}  # fmt: skip
+    newer = {
+        "rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
+        "torch_dtype": own.get("dtype"),
+    }
     for older, value in newer.items():  # which older loaders read
         if None not in (own.get(older), value) and not same(own[older], value):
             yield Change((CONFIG, older), own[older], value)
@@ -125,8 +207,11 @@ def _templates(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[
     """Return the file and the text of each chat template of a layout, by default of the one that transformers takes."""
     if layout:
         pages = layout == chat_templates.FILE
-        files = {name: data for name, data in files.items()
-                 if name == layout or (pages and chat_templates.is_template(name))}  # fmt: skip
+        files = {
+            name: data
+            for name, data in files.items()
+            if name == layout or (pages and chat_templates.is_template(name))
+        }
     chosen, found = chat_templates.choose(files, ""), {}
     for name, text in chosen.named.items():
         place = f"{chat_templates.FOLDER}/{name}{chat_templates.SUFFIX}"
@@ -177,22 +262,23 @@ RULES: tuple[Rule, ...] = (
     Rule("*", "*transformers_version *_name_or_path _commit_hash _from_model_config *_autoset", None, "a note"),
     Rule("*", "chat_template", None, "templates are compared by themselves"),
     Rule("*", "*attn_implementation*", None, "a choice of kernels", lambda change, *_: change.own in KERNELS),
-    Rule("*", " ".join(LOAD_CODE), _ERROR, "a loader runs code or loads kernels by it"),
+    Rule("*", " ".join(LOAD_CODE), Severity.ERROR, "a loader runs code or loads kernels by it"),
     Rule("*", "*pad_token *pad_token_id", None, "padding is masked", lambda change, *_: change.added),
     Rule(CONFIG, "*dtype", None, "the type that the rest is computed in", _is_stored_type),
-    Rule(CONFIG, "*dtype", _WARNING, "no stored tensor has this type"),
+    Rule(CONFIG, "*dtype", Severity.WARNING, "no stored tensor has this type"),
     Rule(CONFIG, "*tie_word_embeddings", None, "the head was quantized by itself", _is_untied),
     Rule(CONFIG, "*rope*.type", None, "rope_type says it", lambda change, *_: ABSENT in (change.own, change.other)),
     Rule(CONFIG, "*dropout* *pdrop *initializer_* pretraining_tp *output_attentions *output_hidden_states *return_dict"
-         " *num_labels *id2label* *label2id* problem_type *task_specific_params *use_cache", _WARNING,
+         " *num_labels *id2label* *label2id* problem_type *task_specific_params *use_cache", Severity.WARNING,
          "it does not concern the numbers of text generation"),
-    Rule(CONFIG, "*", _WARNING, "transformers does not know this key, other loaders may",
+    Rule(CONFIG, "*", Severity.WARNING, "transformers does not know this key, other loaders may",
          lambda change, *_: ABSENT in (change.own, change.other)),
     Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _sampling_is_meant),
-    Rule(GENERATION, "bos_token_id pad_token_id", _WARNING, "text generation rarely uses it"),
-    Rule(GENERATION, "*", _WARNING, "transformers does not know this key",
+    Rule(GENERATION, "bos_token_id pad_token_id", Severity.WARNING, "text generation rarely uses it"),
+    Rule(GENERATION, "*", Severity.WARNING, "transformers does not know this key",
          lambda change, *_: change.path[1] not in generation_keys()),
-    Rule("*processor_config.json", "*", _WARNING, "its class may have this default", lambda change, *_: change.added),
+    Rule("*processor_config.json", "*", Severity.WARNING, "its class may have this default",
+         lambda change, *_: change.added),
 )  # fmt: skip
 
 
@@ -202,68 +288,272 @@ def judge(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | 
         fits = any(fnmatchcase(change.key, key) for key in rule.keys.split())
         if fits and fnmatchcase(change.path[0], rule.file) and rule.holds(change, own, other):
             return rule.severity, rule.why
-    return _ERROR, "a loader reads something else than the source says"
+    return Severity.ERROR, "a loader reads something else than the source says"
 
 
-# The checks.
+# Files as transformers reads them.
 
 
-def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
-    """Compare the files beside the weights of a directory with the source's; those of a GGUF file are its keys."""
-    if not report.path.is_dir():
-        report.skip("a GGUF file holds them as keys", "side-files")
-        return
+@dataclass
+class SideFiles:
+    """What a model has beside its weights.
+
+    Attributes:
+        config: the configuration.
+        files: contents of the other files by name.
+        tensors: the types of the stored tensors by name.
+        documents: the files that are JSON objects, parsed.
+        damaged: what is wrong with those that should be.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    documents: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    damaged: dict[str, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (name for name in sorted(self.files) if name.endswith(".json")):
+            try:
+                data = self.files[name]
+                self.documents[name] = parse_object(data, name, TOKENIZER_ROLE, loose=True)
+            except InputError as error:
+                self.damaged[name] = error.message
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a parsed file, {} if there is none or it is damaged."""
+        return self.documents.get(name, {})
+
+
+def side_files_of(model: Artifact | Original) -> SideFiles:
+    """Read what lies beside the weights of a model; of a GGUF file what its keys say.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    checkpoint = model.checkpoint
+    path = checkpoint.path
+    files = checkpoint.side_data() if path.is_dir() else side_data(checkpoint)
+    copies = {name for name in COPIES if (path / name).is_file()}
+    files |= {name: FILES.read(path / name, SETTINGS_ROLE, path) for name in copies}
+    tensors = {name: entry.dtype for name, entry in checkpoint.entries.items()}
+    return SideFiles(checkpoint.config, files, tensors)
+
+
+def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as its class in transformers reads it: with defaults, in today's spelling.
+
+    No code of a model is run. Keys that load code are left as they are.
+
+    Returns:
+        The configuration, {} if transformers cannot read it, or if it has a large number that ``source`` lacks.
+    """
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    large, usual = ({*_LARGE.findall(json.dumps(one))} for one in (config, source))
+    if large - usual:
+        return {}
+    kind = config.get("model_type")
     try:
-        own, other = side_files_of(artifact), side_files_of(source)
-        if source.checkpoint.path.is_dir():
-            compare_files(report, own, other)
-        else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
-            tokens, expected = (tokens_of(side.document(TOKENIZER)) for side in (own, other))
-            there = {token: tokens[token] for token in expected.keys() & tokens.keys()}
-            found = chain(changes(there, expected, (TOKENIZER,)), template_changes(own, other))
-            report_changes(report, found, own, other)
-    except (InputError, SourceError) as error:
-        report.skip(f"files beside the weights cannot be read: {error.message}", "side-files")
+        known = kind in CONFIG_MAPPING
+        family = CONFIG_MAPPING[kind] if known else PretrainedConfig
+        with quiet():
+            text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
+        found: dict[str, Any] = json.loads(text)
+    except Exception:  # transformers documents no errors here
+        return {}
+    return {**found, **{key: config[key] for key in LOAD_CODE if key in config}}
 
 
-def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
-    """Compare all files of two directories."""
-    both = own.documents.keys() & other.documents.keys()
-    plain = both - {TOKENIZER, SETTINGS, GENERATION, *REPEATED, *COPIES}
-    found = chain(
-        _config_changes(own.config, other.config),
-        changes(read_generation(own), read_generation(other), (GENERATION,)),
-        *(changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
+def _without_code(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        left_out = {*LOAD_CODE, *STORAGE_KEYS}
+        return {key: _without_code(item) for key, item in value.items() if key not in left_out}
+    return [_without_code(item) for item in value] if isinstance(value, list) else value
+
+
+def read_generation(side: SideFiles) -> dict[str, Any]:
+    """Return the settings of generation that do something; those of ``config.json`` if there is no file."""
+    from transformers import GenerationConfig
+
+    stated, idle = side.document(GENERATION), GenerationConfig._get_default_generation_params()
+    if GENERATION not in side.files:
+        known = generation_keys() - {"use_cache", "transformers_version"}
+        parts = (text_config(side.config), side.config)
+        stated = {key: part[key] for part in parts for key in known & part.keys()}
+    return {
+        key: [value] if key.endswith("_token_id") and type(value) is int else value
+        for key, value in stated.items()
+        if value is not None and not same(value, idle.get(key, False))
+    }
+
+
+def generation_keys() -> frozenset[str]:
+    """Return the settings of generation that transformers knows."""
+    from transformers import GenerationConfig
+
+    return frozenset(GenerationConfig().to_dict())
+
+
+def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without what does nothing.
+
+    That is nulls, flags that are off, a template that adds no token, and what a byte-level decoder does not read.
+
+    Raises:
+        InputError: it is not a tokenizer.
+    """
+    tokens_of(tokenizer)
+    found = {key: value for key, value in tokenizer.items() if value not in (None, [])}
+    model = {k: v for k, v in found["model"].items() if v not in (None, "") and v is not False}
+    try:
+        model["merges"] = [
+            m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])
+        ]
+    except TypeError as error:
+        raise InputError(f"{TOKENIZER}: its merges are not pairs of tokens") from error
+    steps = found.get("post_processor")
+    if isinstance(steps, Mapping) and steps.get("type") == "TemplateProcessing":
+        parts = steps.get("single")
+        if isinstance(parts, list) and all(
+            isinstance(p, Mapping) and "Sequence" in p for p in parts
+        ):
+            del found["post_processor"]
+    decoder = found.get("decoder")
+    if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
+        found["decoder"] = {"type": "ByteLevel"}
+    added = {str(item["id"]): item for item in found.get("added_tokens", [])}
+    return {**found, "model": model, "added_tokens": added}
+
+
+def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a tokenizer that transformers loads, and its ``tokenizer.json`` as it would save it.
+
+    No code of the model is run: only copies of its tables are loaded.
+
+    Raises:
+        InputError: transformers cannot load it so.
+    """
+    from transformers import AutoTokenizer
+
+    settings, model = side.document(SETTINGS), {"model_type": side.config.get("model_type")}
+    tables = {name: side.files[name] for name in (TOKENIZER, *REPEATED) if name in side.files}
+    tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
+    tables[CONFIG] = json.dumps(model).encode()
+    try:
+        with TemporaryDirectory() as folder, quiet():
+            for name, data in tables.items():
+                save(Path(folder, name), data)
+            loaded = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        tree = read_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
+    except BaseException as error:  # tokenizers documents no errors, and its compiled code panics
+        if not raised(error):
+            raise
+        raise InputError(f"transformers cannot load it: {shorten(str(error))}") from error
+    names = (
+        "model_max_length",
+        "padding_side",
+        "truncation_side",
+        "clean_up_tokenization_spaces",
+        "split_special_tokens",
+        "extra_special_tokens",
     )
-    report_changes(report, found, own, other)
+    more = {name: getattr(loaded, name, None) for name in names}
+    code = {key: settings[key] for key in LOAD_CODE if key in settings}
+    return {**loaded.special_tokens_map, **more, **code}, tree
+
+
+def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Return the id of every token of ``tokenizer.json``, including added tokens.
+
+    Raises:
+        InputError: it is not a tokenizer.
+    """
     try:
-        report_changes(report, _tokenizer_changes(own, other), own, other)
-        report_changes(report, template_changes(own, other), own, other)
-    except (InputError, SourceError) as error:
-        report.add("side-files", TOKENIZER, f"cannot be read: {error.message}")
-    for name in sorted(other.files.keys() - own.files.keys() - REPEATED - COPIES - {GENERATION}):
-        if is_licence(name):
-            report.notes.append(f"{name!r} of the source is missing")
-        elif not chat_templates.is_template(name):
-            severity = _ERROR if name in {TOKENIZER, SETTINGS} else _WARNING
-            text = "the source has this file, the artifact lacks it"
-            report.add("side-files", name, text, severity)
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: pieces with their scores
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        tokens = {**vocabulary, **{item["content"]: item["id"] for item in added_tokens(tokenizer)}}
+        numbers = {type(number) for number in tokens.values()}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{TOKENIZER}: not a tokenizer: {error!r:.60}") from error
+    if numbers - {int}:
+        raise InputError(f"{TOKENIZER}: not a tokenizer: an id is not a number")
+    return tokens
 
 
-def report_changes(
-    report: Report, found: Iterable[Change], own: SideFiles, other: SideFiles
-) -> None:
-    """Report the changes that are not allowed, errors first; of many, the first and the number of the others."""
-    files: dict[str, list[tuple[Severity, str]]] = {}
-    for change in found:
-        severity, why = judge(change, own, other)
-        if severity is not None:
-            files.setdefault(change.path[0], []).append((severity, f"{change}: {why}"))
-    for name, texts in files.items():
-        check = "configuration" if name == CONFIG else "side-files"
-        texts.sort(key=lambda item: item[0] is not _ERROR)
-        rest = texts[_LISTED:]
-        for severity, text in texts[:_LISTED]:
-            report.add(check, name, text, severity)
-        if rest:
-            report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
+# Files that a loader would run, or read instead of the model's own.
+
+
+class LoadedFile(NamedTuple):
+    """What a loader does with files of some names, and how bad that is if no source is known."""
+
+    does: str
+    alone: Severity | None
+    patterns: str
+
+
+LOADED: tuple[LoadedFile, ...] = (
+    LoadedFile("loaders apply an adapter that lies beside a model", Severity.ERROR,
+        "adapter_config.json adapter_model.* *adapter*.safetensors"),
+    LoadedFile("code, which loaders run when they are allowed to", Severity.WARNING,
+        "*.py *.pyc *.so *.dll *.dylib *.sh *.cu custom_generate*"),
+    LoadedFile("pickled or other weights, or an index of them, which some loaders prefer", Severity.ERROR,
+        "*.bin *.pt *.pth *.pkl *.pickle *.ckpt *.ckpt.* *.joblib *.npz *.npy *.h5 *.msgpack *.ot *.nemo *.dill"
+        " *.safetensors *.index.json consolidated* *.gguf *.ggml *.onnx *.onnx_data *.tflite *.mlmodel *.engine"
+        " *.llamafile *.pt2 openvino*"),
+    LoadedFile("a description of the quantization that vLLM and TensorRT-LLM read", Severity.ERROR,
+        "hf_quant_config.json"),
+    LoadedFile("another tokenizer, template or processor, which some loaders read", None,
+        "tokenizer.* tokenizer_*.json *.tiktoken *.model *.model.v* *.spm vocab*.* merges.txt spiece* *.vocab bpe.codes"
+        " sentencepiece* chat_template* *.jinja *.jinja2 *processor_config.json"),
+    LoadedFile("another configuration, which some loaders read", Severity.WARNING,
+        "config.*.json configuration*.json config_*.json *_config.json *-config.json *.config config.y*ml params*.json"
+        " tekken.json modelfile *.modelfile modules.json model_index.json *cache*.json *_description.json [0-9]_*/*"),
+)  # fmt: skip
+
+
+def check_foreign(report: Report, artifact: Artifact, source: Original | None) -> None:
+    """Report every file that a loader reads and that belongs neither to the model nor to the source."""
+    root = report.path
+    if not root.is_dir():
+        report.skip("only in directories", "foreign")
+        return
+    other = source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
+    own = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}
+    own |= {CONFIG, INDEX, GENERATION, TOKENIZER, SETTINGS, *REPEATED, *COPIES}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        row = row_of(name)
+        directory = path.is_dir() and not path.is_symlink()
+        if row is None or directory or name in own or chat_templates.is_template(name):
+            continue
+        if other is None:
+            if row.alone:
+                report.add("foreign", name, f"{row.does}; it is not part of this model", row.alone)
+        elif not (other / name).is_file():
+            report.add("foreign", name, f"{row.does}; the source has no such file")
+        elif name.endswith("processor_config.json") or name == "chat_template.json":
+            continue  # compared by `side_files`
+        elif not _equal(root, other, name):
+            report.add("foreign", name, f"{row.does}; it differs from the source's")
+        elif row.alone is Severity.ERROR:
+            report.warn("foreign", name, f"{row.does}; it is the source's, not quantized")
+
+
+def row_of(name: str) -> LoadedFile | None:
+    """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
+    parts = (name.lower(), name.lower().rpartition("/")[2])
+    fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
+    return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
+
+
+def _equal(own: Path, other: Path, name: str) -> bool:
+    """Return whether two directories have the same bytes under a name."""
+    try:
+        return manifest.sha256(own / name, own) == manifest.sha256(other / name, other)
+    except (InputError, OSError):
+        return False

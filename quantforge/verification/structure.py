@@ -5,9 +5,7 @@ A contradiction is an error if no loader can get the model right, and a warning 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.files import FILES, parse_object
@@ -24,9 +22,10 @@ from quantforge.model.transformers_loading import Loading, compare, compare_plai
 from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.side_files import TOKENIZER as TOKENIZER_FILE
+from quantforge.verification.side_files import tokens_of
 from quantforge_files.roles import TOKENIZER
 
-TOKENIZER_FILE = "tokenizer.json"
 SHOWN = 6  # names in a finding
 
 
@@ -154,25 +153,6 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
             text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {', '.join(first)}"
             severity = Severity.ERROR if pieces else Severity.WARNING
             report.add("vocabulary", tensor.stored.name, text, severity)
-
-
-def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the id of every token of ``tokenizer.json``, including added tokens.
-
-    Raises:
-        InputError: it is not a tokenizer.
-    """
-    try:
-        vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # unigram: pieces with their scores
-            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-        tokens = {**vocabulary, **{item["content"]: item["id"] for item in added_tokens(tokenizer)}}
-        numbers = {type(number) for number in tokens.values()}
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{TOKENIZER_FILE}: not a tokenizer: {error!r:.60}") from error
-    if numbers - {int}:
-        raise InputError(f"{TOKENIZER_FILE}: not a tokenizer: an id is not a number")
-    return tokens
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:

@@ -6,12 +6,19 @@ all the rest is exactly what rounding the source gives. Everything else that is 
 plain rounding of the same tensor loses, in the whole tensor, a row or a column (`quantforge.verification.rounding`).
 Nothing is divided by the size of what is compared: a tensor of zeros may stay one.
 
+Without a source, tensors are looked at by themselves (`anomalies`), and nothing is proven. Trained weights are centered
+on zero, no row or column of them is one number, groups are of comparable size, two matrices are never equal, and the
+gains of a norm change slowly from block to block. Blocks may have been copied on purpose, though, and a network may
+have learned anything.
+
 One block of the artifact and of the source is in memory at a time, of experts one matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +27,8 @@ from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
-from quantforge.grids import GRIDS
-from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.bounds import MOST
-from quantforge.scheme import Scheme
-from quantforge.verification.anomalies import anomalies, fingerprints, gains_off_by_one
 from quantforge.verification.findings import Report
 from quantforge.verification.folds import (
     RELATED,
@@ -36,40 +39,36 @@ from quantforge.verification.folds import (
     folds_of,
     own_columns,
 )
-from quantforge.verification.forward import ForwardPass
+from quantforge.verification.forward import ForwardPass, check_cache, check_input
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.ranges import check_cache, check_input
-from quantforge.verification.rounding import RoundingError, measure, plain_rounding, rounded_in
+from quantforge.verification.rounding import (
+    SHIFTED,
+    UNSEEN,
+    WHOLE,
+    RoundingError,
+    damaged_part,
+    group_width,
+    measure,
+    plain_rounding,
+    rounded_in,
+    unusual_errors,
+)
 
-# Largest usual errors, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the share of the
-# tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves weights further
-# than it moves outputs.
-WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
-UNSEEN = 3.0
-# By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
-# small: a search sacrifices outliers to the other weights of a group.
-SCALE_HIGH, SCALE_HIGH_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
-SCALE_LOW = 0.08
 # Cosine from which a tensor is the one that it resembles, and by how much more than its own: see also RELATED.
 MATCHES, BETTER = 0.8, 0.1
-# Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
-# rounded down and not to nearest. No healthy artifact was seen above 0.1.
-SHIFTED, ROUNDED_DOWN = 0.7, 0.3
 # Tensors that resemble nothing, after which no other tensors are tried: it is another model.
 MAX_UNRELATED = 8
-# A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
-# then a group in which few are, and whose error is so many times that of plain rounding, is damaged, unless the rest of
-# its row makes up for it, as GPTQ sees to.
-NEARLY_ALL, MOST_GROUPS, FEW = 0.98, 0.75, 0.5
-DAMAGED_GROUP, DAMAGED_ROW = 4.0, 1.5
-# Of its squared error, what another scale leaves where only the scale is wrong; no method chooses one that is so many
-# times too large.
-RESCALED, MAX_SCALE = 0.25, 4.0
 # What is stored unquantized may differ by this: of a tensor with a fitted factor, squared and relative, also where the
 # scales that it was fitted to were tuned; absolutely, what a gain loses that some files store less 1.
 FITTED, FITTED_TUNED, TINY = 1e-3, 0.1, 2.0**-23
 # Share of further zeros from which a tensor was made sparse, and by how much SparseGPT makes the rest of a row longer.
 SPARSE, MAX_GROWTH = 0.2, 2.0
+# Of tensors by themselves.
+MIN_CODES = 32  # with fewer, equal codes are chance
+LARGEST_PEAK = 2.0**14  # of the largest weight of a group, over that of the median group
+OFF_ZERO = 0.15  # of the mean of the median group, over the mean magnitude of the weights
+# How far from one the difference of two gains may be, where a family stores them less one.
+OFF_BY_ONE = 0.3
 
 
 class TensorChecks:
@@ -492,74 +491,88 @@ class TensorChecks:
                 self._report.add("incomplete", name, "the source has it, the artifact does not")
 
 
-def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
-    """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
-    if error.whole > WHOLE * more:
-        yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    scale_high = SCALE_HIGH.get(scheme.weight_bits, SCALE_HIGH_FROM_4_BITS)
-    if error.scale_high > 1 + scale_high and not scheme.in_powers:  # powers of two are far apart
-        yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
-    if error.scale_low > 1 + SCALE_LOW and not scheme.in_powers:
-        yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
-    if abs(error.shift) > ROUNDED_DOWN:
-        yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
-    beyond = error.rows > ROW * more
-    if bool(beyond.any()):
-        worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
-        yield f"{worst} that of plain rounding{_and_more(beyond)}"
-    share = float(error.columns.max())
-    if share > COLUMN * more:
-        place = int(error.columns.argmax())
-        yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
+# Tensors by themselves.
 
 
-def _and_more(places: Tensor) -> str:
-    count = int(places.sum()) - 1
-    return f", and {count} more" if count else ""
+def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield checks and descriptions of what is unusual about a matrix, ``value`` ``[out, in]`` when it is decoded."""
+    width = group_width(tensor.scheme, value.shape[1])
+    peaks = value.abs().view(len(value), -1, width).amax(-1)
+    peaks = peaks[peaks > 0]  # scales of groups of zeros mean nothing
+    if peaks.numel() and float(peaks.max()) > LARGEST_PEAK * float(peaks.median()):
+        text = f"the largest weight is {float(peaks.max()):.3g}, that of the median group {float(peaks.median()):.3g}"
+        yield "scale", f"{text}: its scale may be wrong"
+    usual = float(value.abs().mean())
+    groups = tensor.scheme.groups(value.shape[1])
+    if value.shape[1] % groups == 0 and value.shape[1] // groups >= MIN_CODES // 2:
+        means = value.view(len(value), groups, -1).mean(-1)
+        if abs(float(means.median())) > OFF_ZERO * usual:
+            yield (
+                "zero-convention",
+                "its weights are not centered on zero: zero points or codes may be off by one",
+            )
+    codes = tensor.codes.view(torch.uint8) if tensor.codes.is_floating_point() else tensor.codes
+    for dim, what in ((0, "column"), (1, "row")):
+        if codes.shape[dim] < MIN_CODES or codes.shape[1] != value.shape[1]:
+            continue
+        constant = (codes.amin(dim) == codes.amax(dim)) & (value.abs().amax(dim) > 0.1 * usual)
+        if places := constant.nonzero().flatten().tolist():
+            more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+            yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
 
 
-def damaged_part(
-    target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
-) -> tuple[str, bool] | None:
-    """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
+def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
+    """Yield "codes" and "scales" with the digest of each, where two matrices have the same by no chance."""
+    for part, value in (("codes", tensor.codes), ("scales", tensor.parameters.get("scales"))):
+        if value is None or value.numel() < MIN_CODES:
+            continue
+        raw = value.contiguous().flatten().view(torch.uint8)
+        if len(torch.unique(raw[:4096])) >= MIN_CODES // 4:  # scales may well be all alike
+            yield part, hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
-    With the stored scales given, the code nearest to every weight of the source is known. A wrong scale is not proven:
-    a method may give up a group for one important weight, as ggml does.
 
-    Returns:
-        A description, and whether codes are wrong and not only scales; None where no part is damaged.
+def gains_off_by_one(gains: dict[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the names of norms whose gains are one off those of the same norm in other blocks, with a description.
+
+    Args:
+        gains: the median gain of each norm by its stored name, in the order of blocks.
     """
-    packer, scheme = packer_of(found.scheme), found.scheme
-    if GRIDS[scheme.grid].weights_per_code > 1:
-        return None
-    codes = packer.encode(target, found.parameters, scheme)
-    nearest = packer.decode(codes, found.parameters, scheme)
-    if found.outlier_columns is not None:
-        nearest[:, found.outlier_columns] = target[:, found.outlier_columns]
-    allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
-    near = (value - target).abs() <= allowed
-    rows, groups = error.groups.shape
-    shares = near.view(rows, groups, -1).float().mean(-1)
-    if float((shares >= NEARLY_ALL).float().mean()) < MOST_GROUPS:
-        return None
-    bad = (shares < FEW) & (error.groups > DAMAGED_GROUP) & (error.rows[:, None] > DAMAGED_ROW)
-    if not bool(bad.any()):
-        return None
-    t, q = target.view(rows, groups, -1), value.view(rows, groups, -1)
-    size = q.square().sum(-1)
-    factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
-    left = (factor[..., None] * q - t).square().sum(-1)
-    wrong = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE))
-    proven = bool(wrong.any())
-    shown, width = wrong if proven else bad, value.shape[1] // groups
-    row, group = divmod(int((error.groups * shown).argmax()), groups)
-    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_and_more(shown)}"
-    if not proven:
-        times = 1 / float(factor[row, group])
-        return f"{place}: the scale is {times:.3g} times what fits the source's weights", False
-    share = f"{float(near.float().mean()):.2%}"
-    text = f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
-    return text, True
+    series: dict[str, list[str]] = {}
+    for name in gains:
+        series.setdefault(re.sub(r"\.\d+\.", ".#.", name), []).append(name)
+    for names in series.values():
+        values = [gains[name] for name in names]
+        for index, name in enumerate(names):
+            if off := off_by_one(values, index):
+                size = "larger" if off > 0 else "smaller"
+                yield (
+                    name,
+                    f"its gains are {abs(off):.2f} {size} than those of this norm in the blocks beside it",
+                )
+
+
+def off_by_one(gains: Sequence[float], index: int) -> float:
+    """Return how far one of ``gains``, in the order of blocks, is off the others; 0 where that is not about one.
+
+    Gains may grow with depth: each is compared with those beside it, and only where the others agree in that way.
+    """
+    others = [*gains[:index], *gains[index + 1 :]]
+    if len(others) < 3:
+        return 0.0
+    off = _difference(gains, index)
+    usual = max(abs(_difference(others, place)) for place in range(len(others)))
+    return off if abs(abs(off) - 1) < OFF_BY_ONE and usual < OFF_BY_ONE else 0.0
+
+
+def _difference(gains: Sequence[float], index: int) -> float:
+    """Return what one gain is above the mean of those beside it, the first and last above one or the line of two."""
+    if 0 < index < len(gains) - 1:
+        return gains[index] - (gains[index - 1] + gains[index + 1]) / 2
+    near, far = (gains[1], gains[2]) if index == 0 else (gains[-2], gains[-3])
+    return min(gains[index] - near, gains[index] - (2 * near - far), key=abs)
+
+
+# What a tensor is instead of the source's.
 
 
 def _rearranged(value: Tensor, target: Tensor) -> str | None:

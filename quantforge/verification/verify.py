@@ -18,7 +18,6 @@ from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report, Severity
 from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
-from quantforge.verification.loaded_files import check_foreign
 from quantforge.verification.opening import (
     Artifact,
     DeclaredChanges,
@@ -30,7 +29,7 @@ from quantforge.verification.opening import (
     open_source,
     recipes,
 )
-from quantforge.verification.side_files import check_side_files
+from quantforge.verification.side_files import check_foreign, check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 

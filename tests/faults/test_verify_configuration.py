@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from quantforge.verification.findings import Report
-from quantforge.verification.reading import SideFiles
-from quantforge.verification.side_files import compare_files
+from quantforge.verification.side_files import SideFiles, compare_files
 
 Document = dict[str, Any]
 _COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "intermediate_size": 256, "hidden_size": 64,

@@ -10,8 +10,7 @@ import pytest
 
 from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
-from quantforge.verification.reading import SideFiles
-from quantforge.verification.side_files import compare_files
+from quantforge.verification.side_files import SideFiles, compare_files
 from tests import peers
 from tests.faults.test_verify_configuration import changed, places
 

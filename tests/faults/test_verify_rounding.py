@@ -19,12 +19,17 @@ from quantforge.quantizers import gptq
 from quantforge.recipe import Rounding
 from quantforge.runtime.cache_scales import CachePeaks
 from quantforge.scheme import Activation, Scheme
-from quantforge.verification.anomalies import anomalies, off_by_one
 from quantforge.verification.findings import Report
-from quantforge.verification.forward import Inputs
-from quantforge.verification.ranges import cache_problems, check_input
-from quantforge.verification.rounding import RoundingError, measure, plain_rounding
-from quantforge.verification.tensors import SHIFTED, damaged_part, unusual_errors
+from quantforge.verification.forward import Inputs, cache_problems, check_input
+from quantforge.verification.rounding import (
+    SHIFTED,
+    RoundingError,
+    damaged_part,
+    measure,
+    plain_rounding,
+    unusual_errors,
+)
+from quantforge.verification.tensors import anomalies, off_by_one
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (

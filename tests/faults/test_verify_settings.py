@@ -12,7 +12,7 @@ import pytest
 from quantforge.verification.consistency import check_within, find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import open_artifact
-from quantforge.verification.reading import SideFiles
+from quantforge.verification.side_files import SideFiles
 from quantforge.verification.structure import check_structure
 from quantforge.verification.verify import VerificationOptions, verify
 from tests import peers

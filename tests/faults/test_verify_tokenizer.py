@@ -13,8 +13,7 @@ from quantforge.errors import InputError
 from quantforge.verification import side_files
 from quantforge.verification.consistency import find_contradictions
 from quantforge.verification.findings import Report
-from quantforge.verification.reading import SideFiles
-from quantforge.verification.side_files import compare_files
+from quantforge.verification.side_files import SideFiles, compare_files
 from tests import gguf_models
 from tests.faults.test_verify_configuration import changed, other_than, places
 

@@ -35,7 +35,7 @@ EXCEPTIONS = {
         "loaders[name].from_pretrained",
     ): "a folder of copies of what the Opener read",
     (
-        "quantforge.verification.reading",
+        "quantforge.verification.side_files",
         "AutoTokenizer.from_pretrained",
     ): "a folder of copies of what the Opener read",
 }

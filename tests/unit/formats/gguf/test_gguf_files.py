@@ -27,8 +27,7 @@ from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
 from quantforge.runtime.text_side import text_side
 from quantforge.settings import Settings
-from quantforge.verification.reading import SideFiles
-from quantforge.verification.side_files import template_changes
+from quantforge.verification.side_files import SideFiles, template_changes
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, export
 from tests.runs import command
