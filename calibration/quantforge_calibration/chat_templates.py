@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from quantforge_calibration.opening import FILES
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import SETTINGS, TEMPLATE
 
 FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import check_head
+from quantforge_calibration.source_error import FILES
 from quantforge_calibration.sources import Source, files_of, parse_sources
 from quantforge_files.roles import TABLE
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantforge_calibration.opening import FILES
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import LINE
 
 MESSAGES, TOOLS, DOCUMENTS, KWARGS = "messages", "tools", "documents", "chat_template_kwargs"

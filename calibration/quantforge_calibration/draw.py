@@ -16,7 +16,6 @@ from torch import Tensor
 from quantforge_calibration.chat import ChatTemplate, load_chat_template
 from quantforge_calibration.image_documents import ImageDocument, first_image, image_documents
 from quantforge_calibration.image_rows import pack_images
-from quantforge_calibration.random_rows import with_random_rows
 from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.row_count import BYTES_PER_TOKEN, share_rows
 from quantforge_calibration.row_processor import load_processor
@@ -27,6 +26,7 @@ from quantforge_calibration.sampler import (
     given_rows,
     pack_rows,
     sample_of_images,
+    with_random_rows,
 )
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources

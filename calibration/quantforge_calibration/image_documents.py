@@ -18,9 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from quantforge_calibration.conversations import messages_in
-from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import Record, RowReader, UnusedColumns, json_lines
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_calibration.sources import Source, files_of, read_file
 from quantforge_files.roles import IMAGE, TEXT
 

@@ -1,4 +1,4 @@
-"""Reading documents out of files, never more of them than asked for.
+"""Reading documents out of files and datasets of the hub, never more of them than asked for.
 
 Calibration text is untrusted input like any other: it may be ten gigabytes on one line, compressed,
 in another encoding, or not text at all. Every reader here holds a bounded amount in memory and
@@ -12,6 +12,7 @@ Conversations are looked at only when the caller wants them. Columns that nothin
   size could change the tokens.
 * ``.jsonl``: one object per line, at most so many bytes of it as `quantforge_files.roles.LINE` says.
 * ``.parquet``: streamed in batches of rows, with the declared size of a row group checked first.
+* the hub: streamed through the optional ``datasets`` library.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge_calibration import conversations
 from quantforge_calibration.conversations import Conversation, conversation
-from quantforge_calibration.opening import FILES
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import LINE, TABLE, TEXT
 
 if TYPE_CHECKING:
@@ -227,6 +227,36 @@ def _records(path: Path, file: ParquetFile, rows: RowReader) -> Iterator[Record]
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             number += 1
             yield from rows.record(path.name, f"{path}, row {number}", row)
+
+
+def read_hub(source: str, split: str, rows: RowReader, *, offline: bool) -> Iterator[Record]:
+    """Yield the records of one split of a dataset, named ``NAME:SPLIT[:COLUMN]``.
+
+    Raises:
+        SourceError: ``offline``, no library for it, or the dataset cannot be read.
+    """
+    name, _, rest = source.partition(":")
+    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{rest}"
+    if offline:
+        raise SourceError(
+            f"'{name}' is no local path, and --offline forbids asking the hub", download
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise SourceError(
+            f"'{name}' is not a local path, and reading from the hub needs the datasets library",
+            f"pip install 'quantforge[datasets]', or {download}",
+        ) from error
+    try:
+        for number, row in enumerate(load_dataset(name, split=split, streaming=True), 1):
+            yield from rows.record(source, f"{source}, row {number}", row)
+    except SourceError:
+        raise
+    except Exception as error:  # datasets passes on whatever its network and file layers raise
+        raise SourceError(
+            f"the hub dataset '{source}' cannot be read: {error}", download
+        ) from error
 
 
 def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:

@@ -38,9 +38,14 @@ def builtin_rows(model: Path, length: int, most: int) -> int:
 
 
 def check_rows(
-    text: str, model: Path, rows: int, length: int, *, chat_template: bool = False,
+    text: str,
+    model: Path,
+    rows: int,
+    length: int,
+    *,
+    chat_template: bool = False,
     vocabulary: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse what `draw` would refuse of the local texts of a SOURCE; no more of them is read than tells it.
 
     Args:
@@ -68,9 +73,13 @@ def check_rows(
 
 
 def _check_source(
-    source: Source, share: int, wanted: int, length: int, tokenizer: TextTokenizer,
+    source: Source,
+    share: int,
+    wanted: int,
+    length: int,
+    tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
-) -> None:  # fmt: skip
+) -> None:
     payload, tokens = payload_of(length, tokenizer), 0
     wanted_tokens = wanted * payload
     # All of the text that `draw` reads may have a token past the embedding, where there are such tokens.

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from quantforge_calibration.image_documents import COPY, PROCESSOR_FILES, check_processor
-from quantforge_calibration.opening import FILES
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import CARRIED, CONFIG, SETTINGS
 
 if TYPE_CHECKING:
@@ -67,9 +66,12 @@ class RowProcessor:
         try:
             with self._lock:  # the tokenizer inside is set anew for every call
                 values = self._processor(
-                    text=[text], images=[[*images]] if images else None, return_tensors="pt",
-                    padding=False, truncation=False,
-                )  # fmt: skip
+                    text=[text],
+                    images=[[*images]] if images else None,
+                    return_tensors="pt",
+                    padding=False,
+                    truncation=False,
+                )
         except Exception as error:  # whatever a processor raises about unexpected values
             raise SourceError(
                 f"{where}: the model's processor refuses it: {_shortened(error)}",

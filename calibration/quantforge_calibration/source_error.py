@@ -1,4 +1,8 @@
-"""The one error of this package: a source of text that cannot be used."""
+"""The one error of this package, a source of text that cannot be used, and the opener of files that raises it."""
+
+from __future__ import annotations
+
+from quantforge_files import Opener
 
 
 class SourceError(Exception):
@@ -11,3 +15,6 @@ class SourceError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+
+FILES = Opener(lambda message, hint, _file: SourceError(message, hint))

@@ -24,17 +24,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from quantforge_calibration.hub_datasets import read_hub
-from quantforge_calibration.opening import FILES
 from quantforge_calibration.readers import (
     Record,
     RowReader,
     UnusedColumns,
+    read_hub,
     read_jsonl,
     read_parquet,
     read_text,
 )
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 
 if TYPE_CHECKING:
     from quantforge_calibration.chat import ChatTemplate

@@ -26,8 +26,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from quantforge_calibration.opening import FILES
-from quantforge_calibration.source_error import SourceError
+from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
 SECONDS = 60.0  # for any document

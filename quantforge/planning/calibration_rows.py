@@ -42,7 +42,7 @@ def random_share(
     *,
     counted: bool,
 ) -> float:
-    """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.random_rows`).
+    """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.sampler`).
 
     Where none is named, error feedback takes `RANDOM_ROWS`: it relies on how activations go together. Nothing else is
     measured to gain, and static scales of inputs would have to hold what no text holds.

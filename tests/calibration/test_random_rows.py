@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, models
 
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.image_rows import ImageRow, ImageRows
-from quantforge_calibration.random_rows import with_random_rows
-from quantforge_calibration.sampler import Sample, digest, given_rows
+from quantforge_calibration.sampler import Sample, digest, given_rows, with_random_rows
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 from tests.calibration.support import bos_template, write_model
 

@@ -16,8 +16,7 @@ from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import with_output_path
 from quantforge.notation import share_of
-from quantforge_calibration.hub_datasets import read_hub
-from quantforge_calibration.readers import RowReader
+from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
 from tests.runs import command, copied
 

@@ -210,8 +210,8 @@ CATCHING = {"quantforge.cli.app", "quantforge.evaluation.tasks",
             "quantforge.evaluation.task_model", "quantforge.results.signing",
             "quantforge_calibration.image_documents", "quantforge_calibration.row_processor",
             "quantforge.serving.engine_thread",  # one command, one step
-            "quantforge.verification.reading", "quantforge_calibration.tokenizer",
-            "quantforge_calibration.hub_datasets", "quantforge_calibration.chat",
+            "quantforge.verification.side_files", "quantforge_calibration.tokenizer",
+            "quantforge_calibration.chat",
             "quantforge_calibration.readers", "quantforge.model.transformers_loading"}  # fmt: skip
 
 
