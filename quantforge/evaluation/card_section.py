@@ -42,9 +42,9 @@ _METRICS = (
 )
 
 
-def section(found: Evaluation, folder: Path) -> str:
+def section(evaluation: Evaluation, folder: Path) -> str:
     """Return the figures of the models in a folder as Markdown; errors as `chosen`."""
-    rows = [found.rows[0], *chosen(found, folder)]
+    rows = [evaluation.rows[0], *chosen(evaluation, folder)]
     names = [source_name(Path(rows[0]["path"]))[0], *short_names([row["path"] for row in rows[1:]])]
     columns: list[tuple[str, Callable[[Row], str]]] = []
     columns += [(header, _bytes(key)) for header, key in _SIZES[:1]]
@@ -55,16 +55,16 @@ def section(found: Evaluation, folder: Path) -> str:
     kept = [column for column in cells if any(cell != _ABSENT for cell in column[1:])]
     lines = ["| " + " | ".join(line) + " |" for line in zip(*kept, strict=True)]
     lines.insert(1, "|---" + "|---:" * (len(kept) - 1) + "|")
-    return "\n".join(["## Measured", "", *lines, "", *_protocol(found)])
+    return "\n".join(["## Measured", "", *lines, "", *_protocol(evaluation)])
 
 
-def index(found: Evaluation, folder: Path) -> str:
+def index(evaluation: Evaluation, folder: Path) -> str:
     """Return the figures of the models in a folder as ``model-index`` of a front matter; errors as `chosen`."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    protocol = found.protocol
+    protocol = evaluation.protocol
     written: list[str] = []
-    for row in chosen(found, folder):
+    for row in chosen(evaluation, folder):
         arguments = {
             "tokens_sha256": protocol.tokens_sha256,
             "windows": protocol.windows,
@@ -88,20 +88,20 @@ def index(found: Evaluation, folder: Path) -> str:
     return "\n".join(written)
 
 
-def chosen(found: Evaluation, folder: Path) -> list[Row]:
+def chosen(evaluation: Evaluation, folder: Path) -> list[Row]:
     """Return the rows of the models that the card of a folder speaks of.
 
     Raises:
         UsageError: there is none.
     """
-    rows = [row for row in found.rows[1:] if of_folder(Path(row["path"]), folder)]
+    rows = [row for row in evaluation.rows[1:] if of_folder(Path(row["path"]), folder)]
     if not rows:
         raise UsageError(f"--card {folder}: no model of it was measured")
     return rows
 
 
-def _protocol(found: Evaluation) -> list[str]:
-    protocol = found.protocol
+def _protocol(evaluation: Evaluation) -> list[str]:
+    protocol = evaluation.protocol
     lines = [
         f"- {protocol}; token ids SHA-256 {code(protocol.tokens_sha256)}",
         "- KL is exact, of the source's distribution from the model's over the whole vocabulary;"

@@ -162,9 +162,9 @@ def score_reference(
     for first, hidden in final_hidden(model, windows.ids):
         states.write(first, hidden.float())
         rows, wanted = hidden.flatten(0, 1), targets[first : first + len(hidden)].flatten()
-        found = nll[first : first + len(hidden)].view(-1)
+        batch_nll = nll[first : first + len(hidden)].view(-1)
         for chunk in head.chunks(len(rows)):
-            found[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
+            batch_nll[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
         tell("windows of the text", first + len(hidden), len(nll))
     return Reference(states, head, ModelScores(finite(nll, "the reference's NLL")))
 
@@ -195,8 +195,8 @@ def score(
         last = first + len(hidden)
         rows, wanted = hidden.flatten(0, 1), targets[first:last].flatten()
         theirs = reference.states.read(first, last).flatten(0, 1)
-        found = compared_rows((head, rows), (reference.head, theirs), wanted)
-        for values, new in zip((nll, kl, agrees), found, strict=True):
+        scores = compared_rows((head, rows), (reference.head, theirs), wanted)
+        for values, new in zip((nll, kl, agrees), scores, strict=True):
             values[first:last].view(-1).copy_(new)
         tell("windows of the text", last, len(nll))
     return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))

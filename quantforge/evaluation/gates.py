@@ -62,14 +62,14 @@ def check_gates(
         )
 
 
-def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> None:
+def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -> None:
     """Add table and verdict of an evaluation to the summary of a CI's job, as GitHub-flavoured Markdown.
 
     A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on GitHub).
 
     Args:
         path: of the summary; nothing is written where it is None.
-        found: the evaluation.
+        evaluation: whose tables are added.
         failed: what gates refuse, in words.
 
     Raises:
@@ -79,4 +79,4 @@ def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> Non
         from quantforge.evaluation.report import render  # with torch
 
         verdict = f"**Failed:** {failed}\n\n" if failed else ""
-        append(path, f"## Evaluation\n\n{verdict}{render(found, 'markdown')}\n".encode())
+        append(path, f"## Evaluation\n\n{verdict}{render(evaluation, 'markdown')}\n".encode())

@@ -105,7 +105,7 @@ class Answering:
     def answers(self, loaded: Loaded) -> list[Answer]:
         """Return the greedy answer of a model to every prompt."""
         engine, _ = engine_of(loaded.model, scales=loaded.kv_scales)
-        found = []
+        answers = []
         for prompt in self.prompts:
             chosen: list[int] = []
             for token in tokens(engine, prompt, self.new_tokens, Sampling()):
@@ -113,16 +113,16 @@ class Answering:
                 if token in self._ends:
                     break
             text = self._tokenizer.decode(chosen)
-            found.append(Answer(tuple(chosen), text, chosen[-1] in self._ends))
-        return found
+            answers.append(Answer(tuple(chosen), text, chosen[-1] in self._ends))
+        return answers
 
 
 def answering_of(paths: Sequence[Path], prompts: Prompts) -> Answering:
     """Return prompts in the tokens of the first model; errors as `Answering.check`, for every model."""
-    found = Answering(prompts, text_side(paths[0], open_model(paths[0]).config))
+    answering = Answering(prompts, text_side(paths[0], open_model(paths[0]).config))
     for path in paths:
-        found.check(positions_of(path))
-    return found
+        answering.check(positions_of(path))
+    return answering
 
 
 class OwnText:

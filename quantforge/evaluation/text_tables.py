@@ -44,10 +44,10 @@ def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> 
 def _everything(evaluation: Evaluation) -> list[Table]:
     rows, verdict = evaluation.rows, evaluation.verdict
     against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
-    found = [(f"Quality{against}", quality_columns(rows, verdict))]
+    drawn = [(f"Quality{against}", quality_columns(rows, verdict))]
     if evaluation.protocol.speed_dtype:
-        found.append(("Speed and memory", speed_columns(rows, verdict)))
-    return found + cache_tables(rows, verdict.names)
+        drawn.append(("Speed and memory", speed_columns(rows, verdict)))
+    return drawn + cache_tables(rows, verdict.names)
 
 
 def absent_columns(evaluation: Evaluation, drawn: Sequence[Table]) -> str:
@@ -66,19 +66,19 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
 
     Args:
         evaluation: whose they are.
-        shown: titles of the columns that a reader sees; nothing is said of others.
+        shown: titles of the columns that are drawn; notes on others are left out.
     """
     protocol = evaluation.protocol
-    error, found = "± is one standard error over windows", []
+    error, meanings = "± is one standard error over windows", []
     if "KL" in shown:
-        found.append("KL: exact, reference against model, whole vocabulary, nats per token")
+        meanings.append("KL: exact, reference against model, whole vocabulary, nats per token")
         error += ", of differences paired by window"
     if {"KL", "perplexity"} & {*shown}:
-        found.append(error)
+        meanings.append(error)
     if "bits" in shown:
-        found.append("bits: of a quantized weight, head and embedding included where they are")
+        meanings.append("bits: of a quantized weight, head and embedding included where they are")
     lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
-    lines += ["; ".join(found)] if found else []
+    lines += ["; ".join(meanings)] if meanings else []
     if IN_ENGINE in shown:
         lines.append(
             f"{IN_ENGINE}: of the same tokens, by the engine's own arithmetic, which also quantizes activations; all"
@@ -108,49 +108,51 @@ def _of_answers(evaluation: Evaluation, shown: Collection[str]) -> list[str]:
     answers = evaluation.rows[0]["generated"]["answers"]
     count, tokens = len(answers), sum(one["tokens"] for one in answers)
     prompts = f"{count} prompt{'s' * (count > 1)} ({asked.name})"
-    said = f"answers: the reference's, always its most likely token, to {prompts}"
-    said += f", {tokens} tokens in all, at most {asked.new_tokens} each"
-    return ["; ".join([said, *explained])]
+    text = f"answers: the reference's, always its most likely token, to {prompts}"
+    text += f", {tokens} tokens in all, at most {asked.new_tokens} each"
+    return ["; ".join([text, *explained])]
 
 
 def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
     protocol = evaluation.protocol
-    said = f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}"
+    text = f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}"
     if protocol.device == "cpu":
-        said += ", 1 thread" if protocol.threads == 1 else f", {protocol.threads} threads"
+        text += ", 1 thread" if protocol.threads == 1 else f", {protocol.threads} threads"
     used = {row["decoder"] for row in evaluation.rows if row["decoder"]}
     if len(used) > 1:
         named = "" if "decoder" in shown else " (--wide names them)"
-        said += f"; decoders differ{named}, and their figures do not compare"
+        text += f"; decoders differ{named}, and their figures do not compare"
     names = zip(evaluation.verdict.names, evaluation.rows, strict=True)
     if marked := [name for name, row in names if unsteady(row)]:
-        said += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
+        text += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
     shares = [
         row["processor_share"] for row in evaluation.rows if row["processor_share"] is not None
     ]
     if shares:
-        said += (
+        text += (
             f"; the threads got {min(shares):.0%} or more of the processor time that they asked for"
         )
     if "bandwidth %" in shown:
-        said += "; bandwidth: share of the measured read bandwidth"
-    return said
+        text += "; bandwidth: share of the measured read bandwidth"
+    return text
 
 
 def _of_caches(trial: Mapping[str, Any] | None) -> list[str]:
     """Return the line on how caches were tried."""
     if trial is None:
         return []
-    text = f"{trial['windows']} window{'s' * (trial['windows'] != 1)} of {trial['length']:,} tokens"
-    said = f"caches: {text}, float32 from keys and values in 16 bits; requests: of {trial['length']:,} tokens"
-    said += f" in the memory that {trial['requests']} take with a cache of 16 bits, by pages"
+    windows = (
+        f"{trial['windows']} window{'s' * (trial['windows'] != 1)} of {trial['length']:,} tokens"
+    )
+    text = f"caches: {windows}, float32 from keys and values in 16 bits; requests: of {trial['length']:,} tokens"
+    text += f" in the memory that {trial['requests']} take with a cache of 16 bits, by pages"
     if trial["keys"]:
-        said += (
+        text += (
             f"; keys: {trial['key_tokens']} random tokens of the text behind a cue of {trial['cue_tokens']}, planted"
             f" once, then the cue again ({trial['keys']} prompts); gain: of a token's log-probability against another"
             " key's having been planted; where it is near 0 with 16 bits, the model does not look so far back"
         )
-    return [said]
+    return [text]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def _cell(figure: _Figure, row: Row) -> str:
 
 def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
     """Return the descendants with the best value, where there are several values."""
-    found = {
+    values = {
         index: row[figure.key]
         for index, row in enumerate(rows)
         if figure.key
@@ -210,10 +212,10 @@ def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
         and row[figure.key] is not None
         and not (figure.timed and displaced(row))
     }
-    if len({*found.values()}) < 2:
+    if len({*values.values()}) < 2:
         return frozenset()
-    best = (max if figure.largest else min)(found.values())
-    return frozenset(index for index, value in found.items() if value == best)
+    best = (max if figure.largest else min)(values.values())
+    return frozenset(index for index, value in values.items() if value == best)
 
 
 def _plain(
@@ -251,15 +253,15 @@ def _pace(row: Row) -> str:
 
 
 def _at_batch(batch: int, row: Row) -> str:
-    found = row["decode_by_batch"]
-    return ABSENT if found is None else significant(found[str(batch)])
+    figures = row["decode_by_batch"]
+    return ABSENT if figures is None else significant(figures[str(batch)])
 
 
 def _by_prompt(row: Row) -> str:
-    found = row["ttft_by_prompt"]
-    if found is None:
+    figures = row["ttft_by_prompt"]
+    if figures is None:
         return ABSENT
-    return ", ".join(f"{tokens}: {significant(1000 * found[tokens])} ms" for tokens in found)
+    return ", ".join(f"{tokens}: {significant(1000 * figures[tokens])} ms" for tokens in figures)
 
 
 def _kernels(row: Row) -> str:
@@ -276,14 +278,14 @@ def _tasks(rows: Sequence[Row]) -> list[_Figure]:
 
 def metrics_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return the tasks with their metrics, in the order of the rows; standard errors are not among them."""
-    found = dict.fromkeys(
+    metrics = dict.fromkeys(
         (task, metric)
         for row in rows
         for task, figures in (row["tasks"] or {}).items()
         for metric in figures
         if not metric.endswith(TASK_ERROR)
     )
-    return [*found]
+    return [*metrics]
 
 
 def _task(task: str, metric: str, row: Row) -> str:
@@ -295,15 +297,15 @@ def _task(task: str, metric: str, row: Row) -> str:
 
 def _generated(key: str, row: Row) -> str:
     """Write a figure of the answers to prompts, which the reference has not."""
-    found = (row["generated"] or {}).get(key)
-    return ABSENT if found is None else significant(found)
+    answers = (row["generated"] or {}).get(key)
+    return ABSENT if answers is None else significant(answers)
 
 
 def _answers(row: Row) -> str:
-    found = row["generated"]
-    if found is None or found.get("kl_mean") is None:
+    answers = row["generated"]
+    if answers is None or answers.get("kl_mean") is None:
         return ABSENT
-    return with_error(found["kl_mean"], found.get("kl_se"))
+    return with_error(answers["kl_mean"], answers.get("kl_se"))
 
 
 _QUALITY = (
@@ -354,11 +356,11 @@ def cache_tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, l
         rows: of the models.
         names: theirs.
     """
-    found = [*_labelled_caches(rows, names)]
-    if not found:
+    labelled = [*_labelled_caches(rows, names)]
+    if not labelled:
         return []
-    label = Column("cache", tuple(name for name, _ in found))
-    caches = [cache for _, cache in found]
+    label = Column("cache", tuple(name for name, _ in labelled))
+    caches = [cache for _, cache in labelled]
     tables = [
         ("Caches, each against one of 16 bits", [label, *_summary_of_caches(caches)]),
         (

@@ -123,10 +123,10 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
             f"nothing to score: the text has {len(ids)} tokens, one window takes {max(step, 2)}",
             "give a longer text (text), or fewer tokens in a window (length)",
         )
-    found = torch.tensor(ids[: count * step]).view(count, step)
+    rows = torch.tensor(ids[: count * step]).view(count, step)
     if bos is not None:
-        found = torch.cat((torch.full((count, 1), bos), found), dim=1)
-    return Windows(found, bos)
+        rows = torch.cat((torch.full((count, 1), bos), rows), dim=1)
+    return Windows(rows, bos)
 
 
 def check_comparable(path: Path, reference: Path, text: str, windows: Windows) -> None:

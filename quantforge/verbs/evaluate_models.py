@@ -112,10 +112,10 @@ def evaluate(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         with keeping(paths, measurement) as kept:
-            found = measure(paths[0], paths[1:], measurement, kept)
+            evaluation = measure(paths[0], paths[1:], measurement, kept)
             if card:
-                write_measured(Path(card), found, opened[0], settings.base_model)
-        return found
+                write_measured(Path(card), evaluation, opened[0], settings.base_model)
+        return evaluation
 
 
 def check_measurement(options: Mapping[str, Any], models: int = 0) -> None:
