@@ -30,7 +30,7 @@ from quantforge.evaluation.tasks import run as run_tasks
 from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.evaluation.windows import (
     LENGTH,
-    Protocol,
+    EvaluationProtocol,
     Windows,
     check_comparable,
     cut,
@@ -129,7 +129,7 @@ class Evaluation:
     ``caches`` records how caches were tried, if they were; ``options`` are those of the run, if they are known.
     """
 
-    protocol: Protocol
+    protocol: EvaluationProtocol
     rows: tuple[Mapping[str, Any], ...]
     prompts: Prompts | None = None
     made: Made = field(default_factory=Made.now)
@@ -374,14 +374,14 @@ def _none_for_nan(value: object) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _protocol(windows: Windows, options: EvaluationOptions) -> Protocol:
+def _protocol(windows: Windows, options: EvaluationOptions) -> EvaluationProtocol:
     def named(adapter: Path | None) -> str:
         return "" if adapter is None else open_adapter(adapter).cited_name
 
     def in_words(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    return Protocol(
+    return EvaluationProtocol(
         text=options.text_name,
         tokens_sha256=windows.sha256,
         windows=len(windows.ids),

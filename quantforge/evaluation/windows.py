@@ -1,7 +1,7 @@
 """The text that is scored: one document, cut into windows, and the protocol that says so.
 
 Perplexities of different protocols cannot be compared (the same model has 5.1, 5.5 or 8.7 on
-"wikitext"), so that a figure never goes without its `Protocol`. Ours: the text is tokenised as one
+"wikitext"), so that a figure never goes without its `EvaluationProtocol`. Ours: the text is tokenised as one
 document and cut into windows of ``length`` tokens without overlap; what remains is left out. When
 the tokenizer begins a text with a BOS token, every window begins with it and ``length - 1`` tokens
 of text follow. The first token of a window is not scored: nothing precedes it. Models are compared on the windows of
@@ -30,7 +30,7 @@ LENGTH = 512  # tokens of a window, by default
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
+class EvaluationProtocol:
     """Everything on which the figures depend beside the models.
 
     Attributes:

@@ -20,7 +20,7 @@ from quantforge.evaluation.evaluate import _MEASURED, Evaluation
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes
-from quantforge.evaluation.windows import Protocol
+from quantforge.evaluation.windows import EvaluationProtocol
 from tests.evaluations import TRIAL, cache_rows
 from tests.runs import command
 
@@ -48,7 +48,7 @@ def quality(kl, agreement, rise):
 
 @pytest.fixture
 def found():
-    protocol = Protocol(
+    protocol = EvaluationProtocol(
         "builtin evaluation text",
         "826dfde9" * 8,
         16,

@@ -29,7 +29,7 @@ from quantforge.evaluation.report_page.page import marked, sort_key
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.text_tables import notes
 from quantforge.evaluation.verdict import Verdict
-from quantforge.evaluation.windows import Protocol
+from quantforge.evaluation.windows import EvaluationProtocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.evaluations import TRIAL, cache_rows
 
@@ -88,7 +88,9 @@ def row(index: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def evaluation() -> Evaluation:
-    protocol = Protocol("a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1)
+    protocol = EvaluationProtocol(
+        "a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1
+    )
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
     made = Made("2026-01-02", {"quantforge": "0.1.0"})
     tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
