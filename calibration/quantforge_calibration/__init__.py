@@ -15,16 +15,13 @@ In this folder:
     citation         Names and digests under which a SOURCE is cited in a file that is published: never where it lies
     conversations    The conversation in a row of a data set: messages, and the other variables of its chat template
     draw             Rows of token ids from a SOURCE, in one call
-    hub_datasets     Datasets of the hub, through the optional ``datasets`` library
     image_documents  Documents of text with images, out of ``.jsonl``: a text or chat messages
     image_rows       Rows of one length from documents with images: whole documents as long as their images fit
-    opening          The opener of this package (see `quantforge_files`), whose refusals are `SourceError`
-    random_rows      Rows of tokens drawn evenly from the vocabulary, in the place of a few rows of a text
-    readers          Reading documents out of files, never more of them than asked for
+    readers          Reading documents out of files and datasets of the hub, never more of them than asked for
     row_count        Rows that texts give a model, counted without drawing them, and so without torch
     row_processor    The processor of a model: token ids of a text with images, pixel values
     sampler          Rows of one length from documents of token ids, with an account of what was used
-    source_error     The one error of this package: a source of text that cannot be used
+    source_error     The one error of this package, a source of text that cannot be used
     sources          A SOURCE, as it is typed, and the documents behind it
     tokenizer        The tokenizer of a model directory, read with the ``tokenizers`` library alone
 """

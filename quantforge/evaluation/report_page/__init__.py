@@ -2,6 +2,6 @@
 
 In this folder:
 
-    charts  x
-    page    x
+    charts  The charts of a report: specifications of Vega-Lite
+    page    The page of an evaluation, put together from its sections; a section without figures is left out
 """
