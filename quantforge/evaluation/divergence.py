@@ -118,7 +118,7 @@ class ModelScores:
         return Estimate(ratio.mean - 1, ratio.error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reference:
     """What is kept of the reference once it has been scored: final hidden states, head, scores."""
 
