@@ -22,8 +22,8 @@ from quantforge.evaluation.head import Head
 from quantforge.evaluation.windows import positions_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.decoding import engine_of, tokens
-from quantforge.runtime.load import Loaded
 from quantforge.runtime.generation_options import Sampling
+from quantforge.runtime.load import Loaded
 from quantforge.runtime.text_side import TextSide, text_side
 
 NEW_TOKENS = 128

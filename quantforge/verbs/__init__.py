@@ -25,7 +25,6 @@ In this folder:
     plan             Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     release          Release: many recipes of one model, made, scored, gated and laid out to be uploaded
-    release_files    Files of a release beside its variants: report, figures in cards, manifest
     reproduce        Making a result again from its manifest, and comparing every byte
     requantize       Quantizing a quantized model again: from the source that its manifest names
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports

@@ -19,11 +19,11 @@ from quantforge.evaluation.divergence import (
 )
 from quantforge.evaluation.evaluate import evaluate
 from quantforge.evaluation.head import Head
-from quantforge.execution.execute import Settings
 from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
+from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from tests.evaluations import options, windows_of
 

@@ -21,7 +21,7 @@ from quantforge.evaluation.bench_requests import (
     read_trace,
 )
 from quantforge.evaluation.bench_senders import serve_here, serve_there, spread
-from quantforge.runtime.serving.engine_options import EngineOptions
+from quantforge.runtime.serving.engine import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
 TEXT = list(range(50))
