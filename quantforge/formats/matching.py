@@ -72,7 +72,7 @@ def _plain(
 
 def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> Matched | None:
     """Return a match by derived declarations; None where there are none."""
-    from quantforge.model.derive_checkpoint import derive_for
+    from quantforge.model.derive import derive_for
 
     try:
         return match(config, entries, derive_for(config, entries))

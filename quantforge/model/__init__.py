@@ -4,9 +4,7 @@ In this folder:
 
     block                 One decoder block with weights, and the calibration rows that pass it: observed, captured
     decoder_calls         Arguments of a text tower for rows with images: the whole model makes them
-    derive                Derive the declarations of a family that has no file here
-    derive_checkpoint     Derive the declarations of one checkpoint: from its configuration
-    derive_experts        Derive which parameters stack the matrices of experts, and in which orientation and order
+    derive                Derive the declarations of a model whose family has no file here
     derive_kind           Derive the declaration of one kind of layer from one block: tensors, shared inputs
     expert_calls          How a block calls its experts: with the routing of its tokens
     expert_statistics     Statistics of what single experts read: of their own tokens

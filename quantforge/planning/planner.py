@@ -287,7 +287,7 @@ def derived_match(checkpoint: Checkpoint) -> Matched:
         InputError: as `derive_for` and `match`.
         RefusedError: as `derive_for`, or files hold stacks of experts in the other orientation.
     """
-    from quantforge.model.derive_checkpoint import derive_for
+    from quantforge.model.derive import derive_for
 
     entries = [entry.stored() for entry in checkpoint.entries.values()]
     found = derive_for(checkpoint.config, entries)

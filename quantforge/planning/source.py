@@ -80,7 +80,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
     """
     if architecture_of(checkpoint.config) is not None or not _seems_stacked(checkpoint):
         return unstacked(checkpoint)
-    from quantforge.model.derive_checkpoint import derive_for
+    from quantforge.model.derive import derive_for
 
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     try:

@@ -192,7 +192,7 @@ def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any
         names = Names(model, stored)
         if not has_single_experts(names.left_over):
             return names
-        from quantforge.model.derive_checkpoint import derive_for
+        from quantforge.model.derive import derive_for
 
         matched = match(config, stored, derive_for(config, stored))
     own = [tensor.stored for tensor in matched.tensors if tensor.role is not Role.FOREIGN]

@@ -17,8 +17,8 @@ from quantforge.architectures import SharedInput
 from quantforge.architectures.match import Matched, MatchedTensor, Role, match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model import derive_checkpoint
-from quantforge.model.derive_checkpoint import derive_for
+from quantforge.model import derive
+from quantforge.model.derive import derive_for
 from quantforge.model.fold import fold
 from quantforge.model.skeleton import build
 from quantforge.model.stream import ModelStream
@@ -186,14 +186,14 @@ def test_few_experts_tell_what_many_would(
     path = undeclared("solar_open")
     expected = derived(path).architecture
     built: list[Mapping[str, Any]] = []
-    monkeypatch.setattr(derive_checkpoint, "EXPERTS", 2)  # its four are many then
-    monkeypatch.setattr(derive_checkpoint, "_KNOWN", {})
+    monkeypatch.setattr(derive, "EXPERTS", 2)  # its four are many then
+    monkeypatch.setattr(derive, "_KNOWN", {})
 
     def watched(config: Mapping[str, Any], **options: bool) -> Any:
         built.append(config)
         return build(config, **options)
 
-    monkeypatch.setattr(derive_checkpoint, "build", watched)
+    monkeypatch.setattr(derive, "build", watched)
     assert derived(path).architecture == expected
     assert {config["n_routed_experts"] for config in built} == {4, 2}
 
