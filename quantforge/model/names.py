@@ -102,8 +102,8 @@ class Names:
 
     Args:
         model: its parameters take no memory, or are there.
-        stored: headers of the tensors.
-        matched: the same checkpoint, whose declarations describe the decoder; None: transformers' rules are applied.
+        stored: headers of the tensors, to which transformers' rules are applied; or the checkpoint, matched to
+            declarations that describe the decoder.
 
     Attributes:
         sources: what every parameter is made of, by its name; those of one rule share a `Source`.
@@ -114,22 +114,17 @@ class Names:
         places: where the stored matrices of experts lie in stacks of the running model, by stored name.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        stored: Iterable[StoredTensor],
-        matched: Matched | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, stored: Iterable[StoredTensor] | Matched) -> None:
         self._model = model
         self._wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        self._shapes = {tensor.name: tensor.shape for tensor in stored}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._runtime: dict[str, str] = {}
         self.sources: dict[str, Source] = {}
         self.places: dict[str, Place] = {}
-        if matched is None:
-            self._apply_rules()
+        if isinstance(stored, Matched):
+            self._follow_declarations(stored)
         else:
-            self._follow_declarations(matched)
+            self._apply_rules(stored)
         self.left_over = tuple(name for name in self._shapes if name not in self._runtime)
         self.tied = _tied(model, self.sources)
         absent = self._wanted.keys() - self.sources.keys() - self.tied.keys()
@@ -187,8 +182,9 @@ class Names:
         first = self._runtime[source.stored[0]]
         return _converted(self._model, source.rule, source.stored, source.patterns, read, first)
 
-    def _apply_rules(self) -> None:
+    def _apply_rules(self, stored: Iterable[StoredTensor]) -> None:
         """Find the parameter of each stored tensor, as transformers does when it loads."""
+        self._shapes = {tensor.name: tensor.shape for tensor in stored}
         found_rules = get_model_conversion_mapping(self._model)
         renamings = [rule for rule in found_rules if isinstance(rule, core.WeightRenaming)]
         converters = [rule for rule in found_rules if isinstance(rule, core.WeightConverter)]
@@ -222,6 +218,7 @@ class Names:
         for tensor in matched.tensors:
             if tensor.role is Role.FOREIGN:
                 continue
+            self._shapes[tensor.stored.name] = tensor.stored.shape
             if tensor.expert >= 0:
                 place = self.places[tensor.stored.name] = matched.place(tensor)
                 block = matched.block_name(tensor.block)

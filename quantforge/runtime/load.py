@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, match
-from quantforge.architectures.matched import Role
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
@@ -195,8 +194,7 @@ def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any
         from quantforge.model.derive import derive_for
 
         matched = match(config, stored, derive_for(config, stored))
-    own = [tensor.stored for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
-    return Names(model, own, matched)
+    return Names(model, matched)
 
 
 def _sizes(
