@@ -29,7 +29,7 @@ from quantforge.checkpoint.previous_output import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.previous_output import SIGNATURE
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.checkpoint.seal import Seal, seal
-from quantforge.errors import InputError
+from quantforge.errors import InputError, IntegrityError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
@@ -274,6 +274,28 @@ def files_of_source(
         for path, known in (seals or seals_of(checkpoint)).items()
     }
     return dict(sorted({**weights, **small_files(checkpoint)}.items()))
+
+
+def check_same(stated: Mapping[str, Any], original: Checkpoint) -> None:
+    """Refuse a model whose configuration or weights are not those that a manifest states.
+
+    Of a source that is a GGUF file, the manifest states nothing else, and its name does not matter.
+
+    Raises:
+        IntegrityError: naming the files.
+    """
+    found = files_of_source(original)
+    weights = [name for name in stated if name.endswith(".safetensors") or name == CONFIG]
+    weights = weights or list(stated)
+    if original.path.is_file():
+        differ = sorted(name for name in weights if stated[name] not in found.values())
+    else:
+        differ = sorted(name for name in weights if found.get(name) != stated[name])
+    if differ or not weights:
+        raise IntegrityError(
+            f"{original.path}: not the model that this one was made from: {', '.join(differ) or 'no files recorded'}",
+            "give the right --source, or quantize it anew: quantforge quantize SOURCE --format ...",
+        )
 
 
 def stated_adapters(document: Mapping[str, Any]) -> tuple[str, ...]:

@@ -48,13 +48,12 @@ from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
 from quantforge.verbs.evaluate_models import evaluate
-from quantforge.verbs.export import export
+from quantforge.verbs.export import Exported, export
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.inspect import Inspected, inspect
 from quantforge.verbs.job import Outcome
 from quantforge.verbs.load_model import load
-from quantforge.verbs.move_codes import Exported
 from quantforge.verbs.plan import capacity, plan
 from quantforge.verbs.quantize import quantize
 from quantforge.verbs.release import Released, release

@@ -1,28 +1,37 @@
-"""Export: a model in another format, as a proven re-layout or a refusal; what is not quantized is rounded plainly."""
+"""Export: a model in another format, as a proven re-layout or a refusal; what is not quantized is rounded plainly.
+
+From top to bottom: `export` decides what is done; `export_recipe` is what is wanted where options alone say it;
+`_quantize_again` rounds a quantized model anew, from its source or from its decoded weights; `_move` carries a planned
+conversion out and publishes it. An interrupted move starts anew, as it only copies; whatever rounds is resumed.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from quantforge.architectures.draft_kinds import is_draft
 from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.errors import RefusedError, UsageError
-from quantforge.execution.progress import followed
-from quantforge.execution.relayout import lossless_type
-from quantforge.formats import GGUF
-from quantforge.formats.format_choice import settled
+from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.events import Event
+from quantforge.execution.progress import followed, phase
+from quantforge.execution.relayout import lossless_type, settle_all, write_all
+from quantforge.formats import FORMATS, GGUF, Verdict, detect, targets
+from quantforge.formats.format_choice import format_of_name, settled
+from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.cited_files import cited
-from quantforge.planning.conversion import DECODED, plan_export
+from quantforge.planning.cited_files import check_adapter_given, check_given, cited
+from quantforge.planning.conversion import DECODED, Conversion, plan_export
+from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import (
     ExportOptions,
     RecipeOptions,
@@ -30,17 +39,58 @@ from quantforge.planning.recipe_options import (
     build_recipe,
 )
 from quantforge.quantizers import PLAIN
-from quantforge.results.manifest import small_files
-from quantforge.settings import Settings, check_device
+from quantforge.recipe import NO_DATA, Recipe, from_toml
+from quantforge.results import manifest
+from quantforge.results.manifest import check_same, small_files
+from quantforge.results.publish import publish, stage_side_files, taken
+from quantforge.settings import Settings, check_device, workers_of
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.export_recipe import export_recipe
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.job import Outcome
-from quantforge.verbs.move_codes import Exported, move
-from quantforge.verbs.quantize import quantize_opened
-from quantforge.verbs.requantize import quantize_again
+from quantforge.verbs.output import placed_in, side_bytes, stage_for
+from quantforge.verbs.quantize import decoded_source, quantize_opened
 
 _SMALLER = "--type F16 or --type BF16 rounds them, in half the bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Result of an export that moved codes.
+
+    Attributes:
+        out: the directory or file.
+        source_format, format: keys of the formats.
+        layers: how many quantized layers were moved.
+        verdict: how exactly.
+        output_bytes: of the weight files.
+        coverage: share of the weights in blocks that is quantized; None where nothing stays so.
+        events: degradations.
+        notes: what a person should know.
+        name: that the plan gives it.
+    """
+
+    out: Path
+    source_format: str
+    format: str
+    layers: int
+    verdict: str
+    output_bytes: int
+    coverage: Coverage | None
+    events: tuple[Event, ...] = ()
+    notes: tuple[str, ...] = ()
+    name: str = ""
+
+    def document(self) -> dict[str, object]:
+        """Return the result as plain data."""
+        found = asdict(self)
+        del found["coverage"], found["name"]
+        return {
+            **found,
+            "out": str(self.out),
+            "block_share_quantized": self.coverage.share if self.coverage else 0.0,
+            "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
+            "events": [event.to_json() for event in self.events],
+        }
 
 
 @check_arguments(RecipeOptions)
@@ -81,11 +131,11 @@ def export(
             wanted = build_recipe(recipe, **options)
             wanted = replace(wanted, method=wanted.method or PLAIN)
         wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
-        chosen, said = settled(wanted, place)
+        chosen, notes = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
         mixture = chosen.type is not None and source is None
-        if _as_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
+        if _is_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
             if chosen.format == DECODED and chosen.type is not None:
                 first = (
                     f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
@@ -94,7 +144,7 @@ def export(
                     f"--type {chosen.type}: {checkpoint.path} is decoded into its own type first",
                     f"`{first}`, then --type on DIR",
                 )
-            with _goes_on():
+            with _resumable():
                 return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
@@ -103,45 +153,31 @@ def export(
             )
         again = chosen.type is not None and chosen.format != DECODED
         if quantized and (source is not None or requantize or again):
-            with _goes_on():
-                return quantize_again(
+            with _resumable():
+                return _quantize_again(
                     checkpoint, chosen, place, settings, source, requantize=requantize
                 )
-        _check_moves(checkpoint, chosen.format)
+        if chosen.format == GGUF and checkpoint.path.is_file():
+            raise RefusedError(
+                f"{checkpoint.path}: is a file of that format already, with the types that it has",
+                "use it as it is; to round it again:"
+                f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
+            )
         check_device(settings.device)  # though codes are moved on the processor
         before = small_files(checkpoint)
         planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
-        conversion = planned(chosen, first=said)
+        conversion = planned(chosen, first=notes)
         if chosen.format == DECODED and chosen.type is None and not allow_inexact:
             kind, reason = lossless_type(conversion)  # by values, which headers do not tell
             if kind is not None:
-                note = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
-                conversion = planned(replace(chosen, type=kind), first=(*said, note))
-        return move(conversion, before, place, settings, allow_inexact=allow_inexact)
+                lossless = f"numbers are stored as {kind}, which loses nothing ({reason})"
+                conversion = planned(
+                    replace(chosen, type=kind), first=(*notes, f"{lossless}; {_SMALLER}")
+                )
+        return _move(conversion, before, place, settings, allow_inexact=allow_inexact)
 
 
-def _check_moves(checkpoint: Checkpoint, key: str) -> None:
-    """Refuse to copy a file into its own format: its name and its type would be told anew."""
-    if key == GGUF and not checkpoint.path.is_dir():
-        raise RefusedError(
-            f"{checkpoint.path}: is a file of that format already, with the types that it has",
-            "use it as it is; to round it again:"
-            f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
-        )
-
-
-@contextmanager
-def _goes_on() -> Iterator[None]:
-    """Note on what stops a run that rounds, other than one that only moves codes, that it is gone on with."""
-    try:
-        yield
-    except BaseException as stop:
-        if not isinstance(stop, Exception):
-            stop.add_note("the same command again goes on behind what it had finished")
-        raise
-
-
-def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:
+def _is_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:
     """Return whether a model is what a run begins with, not a result to be moved into the format ``key``.
 
     ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
@@ -151,3 +187,211 @@ def _as_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bo
             not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
         )  # no format has its layout
     return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Note on what stops a run that rounds, other than one that only moves codes, that it can be resumed."""
+    try:
+        yield
+    except BaseException as stop:
+        if not isinstance(stop, Exception):
+            stop.add_note("the same command again goes on behind what it had finished")
+        raise
+
+
+def export_recipe(
+    model: str | Path, out: Path | None, *, offline: bool, **options: Unpack[ExportOptions]
+) -> Recipe:
+    """Return the recipe of an export into ``out``: plain rounding, in the format that is asked for.
+
+    A name or an engine may say which format that is. A GGUF file is made without calibration unless it is asked for.
+
+    Raises:
+        UsageError: nothing says which format, a choice is none of an export, or choices contradict each other.
+        RefusedError: the engine loads the numbers of the model in no format.
+    """
+    for name in sorted(options.keys() - ExportOptions.__annotations__.keys()):
+        raise UsageError(
+            f"export: no option '{name}'", "quantize the model itself, or give a recipe"
+        )
+    form = options.get("format") or format_of_name(out) or None
+    engine, kind = options.get("engine"), options.get("type")
+    stated = (form, engine, kind, options.get("pre"), options.get("scheme"))
+    if all(value is None for value in stated):
+        raise UsageError(
+            "--format is missing, or --for, or a name that ends in .gguf",
+            "`quantforge formats` lists them",
+        )
+    if form is None and engine is not None and kind is None:
+        form = loaded_format(model, engine, options.get("tensor_parallel") or 1, offline=offline)
+    recipe = build_recipe(None, **{**options, "method": PLAIN, "format": form})
+    if settled(recipe, out)[0].format == GGUF and options.get("calibration") is None:
+        return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
+    return recipe
+
+
+def loaded_format(
+    model: str | Path, engine: str, parallel: int, *, offline: bool = False
+) -> str | None:
+    """Return the format in which an engine loads a quantized model, None for one that is not quantized.
+
+    That of the least change: its own comes first, then exact ones that headers settle, those that values decide, and
+    inexact ones. ``parallel`` is the number of devices that the model is split over.
+
+    Raises:
+        RefusedError: there is none; every reason is given.
+    """
+    checkpoint = open_model(resolve(str(model), offline))
+    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
+        return None
+    source = detect(checkpoint.config).KEY
+    formats = dict.fromkeys((source, *targets.preferred_formats(engine), *FORMATS))
+    found: list[tuple[int, str]] = []
+    reasons = []
+    for key in formats:
+        if key == DECODED:
+            continue
+        try:
+            plan = plan_export(
+                checkpoint, Recipe(format=key, engine=engine, tensor_parallel=parallel)
+            )
+        except (RefusedError, InputError, UsageError) as error:
+            reasons.append(f"{key}: {error.message}")
+            continue
+        fits = {layer.fit.verdict for layer in plan.layers.values()}
+        rank = 2 if Verdict.INEXACT in fits else int(Verdict.READ in fits)
+        found.append((0 if key == source else rank, key))
+    if not found:
+        raise RefusedError(
+            f"{engine} loads these numbers in no format: {'; '.join(reasons)}",
+            f"quantize the original model with --for {engine}",
+        )
+    return min(found, key=lambda item: item[0])[1]
+
+
+def _quantize_again(
+    checkpoint: Checkpoint,
+    wanted: Recipe,
+    out: Path | None,
+    settings: Settings,
+    source: str | Path | None,
+    *,
+    requantize: bool,
+) -> Outcome:
+    """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights.
+
+    Raises:
+        RefusedError: neither a source is named nor ``requantize`` said.
+        UsageError: something that the recorded recipe says is asked for otherwise.
+        QuantForgeError: as `_recorded` and `quantize`.
+    """
+    if source is not None:
+        original = open_model(resolve(str(source), settings.offline))
+        if wanted.rules or wanted.ignore or wanted.scales == "reference":
+            raise UsageError(
+                f"--source: {checkpoint.path} is quantized again by the recipe that it was made with",
+                "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
+            )
+        again = replace(
+            _recorded(checkpoint, original),
+            format=wanted.format,
+            type=wanted.type,
+            pre=wanted.pre,
+            bits=None,
+            scheme=None,
+            rules=(),
+            head="keep",
+            embedding=wanted.embedding,
+            kv_cache="none",
+            max_shard_bytes=wanted.max_shard_bytes,
+        )
+        check_given(again.calibration, settings)
+        check_adapter_given(again.adapter, settings.adapter)
+        return quantize_opened(original, again, out, settings)
+    if not requantize:
+        place = shlex.quote(str(checkpoint.path))
+        raise RefusedError(
+            f"{checkpoint.path}: already quantized; --type {wanted.type} would be a second quantization",
+            f"`quantforge export {place} --type {wanted.type} --requantize` accepts the loss;"
+            " --source MODEL, the model that it was made from, has none",
+        )
+    checkpoint, *events = decoded_source(checkpoint)
+    return quantize_opened(checkpoint, wanted, out, settings, *events)
+
+
+def _recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
+    """Return the recipe by which a model was made, out of its manifest.
+
+    Raises:
+        InputError: the manifest is missing or holds no recipe.
+        IntegrityError: ``original`` is not the model that it was made from.
+    """
+    document = manifest.with_recipe(
+        quantized.path, "quantize the source itself: quantforge quantize SOURCE --format ..."
+    )
+    check_same(document.get("source", {}).get("files", {}), original)
+    return from_toml(document["recipe"], str(manifest.place_of(quantized.path)))
+
+
+def _move(
+    conversion: Conversion,
+    before: Mapping[str, Any],
+    out: Path | None,
+    settings: Settings,
+    *,
+    allow_inexact: bool,
+) -> Exported:
+    """Carry a conversion out and publish it.
+
+    Args:
+        conversion: which.
+        before: as of `taken`.
+        out: the result; where `naming` says when left out.
+        settings: how to run.
+        allow_inexact: accept rounding.
+    """
+    checkpoint, plan = conversion.checkpoint, conversion.plan
+    stage = stage_for(plan, conversion.files, out, settings, checkpoint)
+    stage.check()
+    settings.announce(plan, stage.named)
+    with stage:
+        stage.clear()
+        stage.check_space(plan.output_bytes + side_bytes(checkpoint, settings))
+        try:
+            conversion.checkpoint, origin = taken(checkpoint, before, settings)
+            with phase("reading", 0.4):
+                settle_tied(conversion.matched, conversion.checkpoint)
+                verdict = settle_all(
+                    conversion, allow_inexact=allow_inexact, workers=workers_of(settings)
+                )
+            settings.policy.check(conversion.events)
+            stage_side_files(stage, checkpoint, plan, origin, settings)
+            with (
+                phase("writing", 0.9),
+                WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
+            ):
+                write_all(conversion, writer, allow_inexact=allow_inexact)
+            # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
+            document = {
+                **manifest.manifest(plan, "", origin, None, [], conversion.figures),
+                "lineage": manifest.lineage(checkpoint.path),
+                **manifest.of_events(conversion.events),
+            }
+            with phase("publishing", 1.0):
+                publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
+        except BaseException:
+            stage.discard()
+            raise
+    return Exported(
+        out=stage.out,
+        source_format=conversion.source_key,
+        format=plan.format,
+        layers=len(conversion.layers),
+        verdict=verdict,
+        output_bytes=plan.output_bytes,
+        coverage=conversion.coverage,
+        events=tuple(conversion.events),
+        notes=(*plan.notes, *plan.left_behind),
+        name=plan.name,
+    )

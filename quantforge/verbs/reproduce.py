@@ -23,11 +23,11 @@ from quantforge.formats.opening import open_model
 from quantforge.planning.cited_files import check_adapter_given, check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
+from quantforge.results.manifest import check_same
 from quantforge.results.provenance import BILL, STATEMENT, bill_name
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.quantize import quantize
-from quantforge.verbs.requantize import check_same
 from quantforge_files.roles import MANIFEST
 
 SCHEMA = "quantforge.reproduce/1"

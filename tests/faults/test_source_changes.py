@@ -118,7 +118,7 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     source = tmp_path / "m"
     quantize(model, source, recipe(bits=4))
     file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
-    module = import_module("quantforge.verbs.move_codes")
+    module = import_module("quantforge.verbs.export")
     settle = module.settle_all
 
     def settled(conversion: Any, **options: Any) -> str:

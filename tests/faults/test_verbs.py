@@ -25,7 +25,7 @@ from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.results.publish import source_of
 from quantforge.settings import Settings
-from quantforge.verbs.export_recipe import loaded_format
+from quantforge.verbs.export import loaded_format
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe
 
