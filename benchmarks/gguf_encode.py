@@ -25,8 +25,8 @@ from peers.ggml import quantized
 from torch import Tensor
 
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import pack
-from quantforge.packers.ggml.packer import decode_blocks, encode_rows
+from quantforge.packers.ggml.blocks import decode_blocks, pack
+from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
 from quantforge.quantizers import rtn
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks.peers.ggml import quantized
 from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
-from quantforge.packers.ggml.blocks import TERNARY_RUNS
-from quantforge.packers.ggml.packer import decode_blocks, encode_rows, pack, unpack
+from quantforge.packers.ggml.blocks import TERNARY_RUNS, decode_blocks, pack, unpack
+from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.packers import Points
-from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
 from quantforge.packers.ggml.grid import (
     GRIDS,
     CodeRange,
@@ -31,7 +30,7 @@ from quantforge.packers.ggml.search import search as searched
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
-__all__ = ["decode", "decode_blocks", "encode", "encode_rows", "fit", "pack", "refits", "unpack"]
+__all__ = ["decode", "encode", "encode_rows", "fit", "points", "refits", "stated"]
 
 
 def encode(

@@ -11,8 +11,9 @@ from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.ggml import LAYOUTS, row_loops
 from quantforge.packers.ggml import search as searching
+from quantforge.packers.ggml.blocks import pack, unpack
 from quantforge.packers.ggml.grid import GRIDS, LANES, LIMITS, steps
-from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit, pack, unpack
+from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit
 
 ENCODED = sorted(GRIDS)
 # Relative squared error of normal weights under an importance, as measured: much less would be a mistake too.

@@ -7,8 +7,9 @@ import torch
 
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
+from quantforge.packers.ggml.blocks import pack, unpack
 from quantforge.packers.ggml.grid import GRIDS
-from quantforge.packers.ggml.packer import fit, pack, unpack
+from quantforge.packers.ggml.packer import fit
 from quantforge.quantizers import gptq, rtn, strips
 from quantforge.quantizers.hessian import Objective
 from quantforge.quantizers.refine import Refinement
