@@ -157,7 +157,7 @@ def byte_level_tokenizer(kind: str) -> Any:
     """A tokenizer whose pre-tokenizer is the one that llama.cpp calls ``kind``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from quantforge.formats.gguf.tokenizer_json import BYTES, DIGITS, steps_of
+    from quantforge.formats.gguf.vocabulary import BYTES, DIGITS, steps_of
 
     known = steps_of(kind)
     assert known is not None

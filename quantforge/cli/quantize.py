@@ -97,7 +97,7 @@ def quantize(
 
 def report(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
     """Say what was made of a model, as it was typed, and what to do next."""
-    from quantforge.formats.gguf.special import TEMPLATE_NOTE
+    from quantforge.formats.gguf.tokenizer import TEMPLATE_NOTE
     from quantforge.planning.coverage import coverage
     from quantforge.planning.embedding_choice import TOLD
     from quantforge.planning.gguf import UNREAD

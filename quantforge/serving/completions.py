@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from quantforge.formats.gguf.tokenizer_json import BYTE_CHARACTERS
+from quantforge.formats.gguf.tokenizer import BYTE_CHARACTERS
 from quantforge.runtime.sampling import Chosen
 from quantforge.runtime.serving.generation_requests import (
     Finished,

@@ -23,8 +23,7 @@ from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import ARCH, projector_file
 from quantforge.formats.gguf.source import GgufCheckpoint
-from quantforge.formats.gguf.special import begins_by_default
-from quantforge.formats.gguf.vocabulary import Kind, vocabulary
+from quantforge.formats.gguf.vocabulary import Kind, begins_by_default, vocabulary
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
 from quantforge.verification.trees import ABSENT, difference, same, shorten, shown

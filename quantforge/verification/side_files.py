@@ -32,8 +32,7 @@ from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.reader import CONFIG, INDEX, is_licence
 from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
-from quantforge.formats.gguf.special import template_key
-from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.gguf.tokenizer import added_tokens, template_key
 from quantforge.formats.opening import side_data
 from quantforge.results import manifest
 from quantforge.verification.findings import Report, Severity

@@ -15,7 +15,7 @@ from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_modules import declared
 from quantforge.formats.decoded import decoded
 from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, engine_verdicts
-from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of
 from quantforge.model.transformers_loading import Loading, compare, compare_plain

@@ -27,7 +27,7 @@ from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, 
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.storing import interleaved
-from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.plans import FilePlan
 from quantforge_files.roles import SETTINGS, TOKENIZER
 

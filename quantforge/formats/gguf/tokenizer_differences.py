@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantforge.formats.gguf.metadata import strips_after
-from quantforge.formats.gguf.special import flat, template_ends
-from quantforge.formats.gguf.tokenizer_json import (
+from quantforge.formats.gguf.tokenizer import (
     BYTE_CHARACTERS,
     SPACE,
     added_tokens,
+    flat,
     merged_pairs,
     special_contents,
+    template_ends,
 )
 
 _SHOWN = 3
@@ -193,7 +194,7 @@ def _overlapping(texts: Sequence[str]) -> tuple[str, str] | None:
 
 def of_post_processor(
     tokenizer: Mapping[str, Any], special: Mapping[str, int], flags: Mapping[str, bool], ids: Mapping[str, int]
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Yield the steps of the post-processor that add other tokens around a text than llama.cpp's one BOS and one EOS.
 
     Args:

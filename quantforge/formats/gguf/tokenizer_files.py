@@ -12,12 +12,18 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.special import begins_by_default
-from quantforge.formats.gguf.tokenizer_json import BYTES, DIGITS, check_lengths, steps_of
-from quantforge.formats.gguf.vocabulary import TEMPLATE, Kind
+from quantforge.formats.gguf.tokenizer import SPACE
+from quantforge.formats.gguf.vocabulary import (
+    BYTES,
+    DIGITS,
+    TEMPLATE,
+    Kind,
+    begins_by_default,
+    check_lengths,
+    steps_of,
+)
 from quantforge_calibration.chat_templates import DEFAULT, file_of
 
-_SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -51,7 +57,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     document = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         **build(file, vocab, roles), "post_processor": _post_processor(file, ids, roles),
-    }  # fmt: skip
+    }
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     files = {"tokenizer.json": _json(document), "tokenizer_config.json": _json(config)}
@@ -172,11 +178,11 @@ def _sentencepiece(
         ]
     merges = [list(pair) for _, _, pair in sorted(ranked)]
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    steps = [{"type": "Prepend", "prepend": _SPACE}, spaces] if prefix else [spaces]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    steps = [{"type": "Prepend", "prepend": SPACE}, spaces] if prefix else [spaces]
     back: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]
     if prefix:
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
@@ -194,14 +200,14 @@ def _model(vocab: Mapping[str, int], merges: list[list[str]], **options: object)
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
         **options, "vocab": dict(vocab), "merges": merges,
-    }  # fmt: skip
+    }
 
 
 def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
     return {
         "id": number, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
         "normalized": False, "special": special,
-    }  # fmt: skip
+    }
 
 
 def _post_processor(

@@ -1,17 +1,25 @@
 """Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from.
 
-Two kinds are written. Byte-level BPE (``gpt2``) keeps its pieces in the byte alphabet, its merges in order, and names
-its pre-tokenizer. BPE as sentencepiece does it (``llama``) has scores instead: llama.cpp joins whichever neighbours
-give the piece of the highest score, so the score of a piece is minus the rank of the merge that makes it. That is the
-same only if every way to cut a piece into two pieces is a merge, which is checked.
-
 The list of tokens is exactly as long as the embedding. A shorter vocabulary is filled up with unused tokens. Tokens
 past the embedding that no ordinary text has are left out, as an event; with others the tokenizer is of another model.
+Two kinds are written:
+
+*Byte-level BPE* (``gpt2``) keeps its pieces in the byte alphabet and its merges in order. It first cuts the text into
+words, and llama.cpp has those regular expressions compiled in, under names (``tokenizer.ggml.pre``). Its converter
+recognises a name by a digest of the ids of one fixed text, which depends on the whole vocabulary and so rejects every
+newly trained tokenizer. Here the steps themselves are compared: the split patterns, whether digits stand alone, and
+whether a word that is a token of the vocabulary is taken whole (``ignore_merges``), which llama.cpp ties to the name.
+What is not recognised is refused, because a wrong name gives wrong tokens without any error.
+
+*BPE as sentencepiece does it* (``llama``) has scores instead: llama.cpp joins whichever neighbours give the piece of
+the highest score, so the score of a piece is minus the rank of the merge that makes it. That is the same only if every
+way to cut a piece into two pieces is a merge, which is checked, and if the spaces are written alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -23,32 +31,25 @@ from quantforge.events import Event
 from quantforge.formats.gguf import tokenizer_differences as differences
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.formats.gguf.special import (
+from quantforge.formats.gguf.tokenizer import (
+    SPACE,
     added_around,
+    added_tokens,
     chat_templates,
+    check_added,
     ends_of,
     flat,
+    merged_pairs,
+    numbered_pieces,
     read_settings,
     special_ids,
     template_ends,
-)
-from quantforge.formats.gguf.tokenizer_json import (
-    BYTE,
-    SPACE,
-    added_tokens,
-    check_added,
-    check_bytes,
-    check_merges,
-    merged_pairs,
-    numbered_pieces,
-    recognised,
-    space_before,
     with_settings,
 )
 from quantforge_files.roles import TOKENIZER
 
 DIFFERS = "tokenizer-differs"
-MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
+_MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
 _MERGE_SPACE = chr(256 + 32)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
 _KEYS = {
@@ -146,7 +147,7 @@ def vocabulary(
         RefusedError: a kind of tokenizer, or a step of one, that llama.cpp is not known to have.
     """
     path = root / "tokenizer.json"
-    if rows > MAX_ROWS:
+    if rows > _MAX_ROWS:
         raise InputError(f"{root}: an embedding of {rows} rows", "it is damaged", file=str(root))
     if not path.is_file():
         raise InputError(
@@ -209,42 +210,6 @@ def vocabulary(
     return found
 
 
-def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
-    model = tokenizer["model"]
-    kinds = [node.get("type") for node in flat(tokenizer.get("normalizer"), "normalizers")]
-    kind = next((kind for kind in kinds if kind != "NFC"), None)
-    if kind is not None and pre is None:
-        raise RefusedError(
-            f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
-            "accept that with --pre NAME",
-        )
-    found = Vocabulary("gpt2", pre or recognised(tokenizer), [], [])
-    found.merges = [
-        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in merged_pairs(model)
-    ]
-    return found
-
-
-def _sentencepiece(
-    path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], pre: str | None
-) -> Vocabulary:
-    model = tokenizer["model"]
-    vocab: Mapping[str, int] = model["vocab"]
-    pairs = merged_pairs(model)
-    ranks: dict[str, int] = {}
-    for rank, (left, right) in enumerate(pairs):
-        ranks.setdefault(left + right, rank)
-    added = {item["content"] for item in added_tokens(tokenizer)}
-    check_bytes(path, vocab)
-    if pre is None:
-        check_merges(path, vocab, pairs, added)
-    found = Vocabulary("llama", "default", [], [])
-    named = pre is not None
-    found.flags["add_space_prefix"] = space_before(path, tokenizer, added, named=named)
-    found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
-    return found
-
-
 def _past(
     path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], rows: int
 ) -> dict[str, int]:
@@ -264,7 +229,7 @@ def _past(
     around = {piece for piece in template_ends(tokenizer) if piece is not None}
     for piece, number in past.items():
         ordinary = piece not in added and (
-            whole or piece in made or len(piece) == 1 or BYTE.fullmatch(piece)
+            whole or piece in made or len(piece) == 1 or _BYTE.fullmatch(piece)
         )
         if ordinary or piece in around:
             raise InputError(
@@ -282,7 +247,7 @@ def _fill(
     kinds: dict[int, Kind] = {}
     model = tokenizer["model"]
     for number, piece in pieces.items():
-        if found.model == "llama" and BYTE.fullmatch(piece):
+        if found.model == "llama" and _BYTE.fullmatch(piece):
             kinds[number] = Kind.BYTE
         elif piece == model.get("unk_token"):
             kinds[number] = Kind.UNKNOWN
@@ -372,3 +337,237 @@ def carried_vocabulary(path: Path, rows: int) -> CarriedVocabulary:
         if key.startswith(("tokenizer.", *_GENERAL))
     }
     return CarriedVocabulary(tokens, keys)
+
+
+# Byte-level BPE and its pre-tokenizer
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+
+def _words(*parts: str) -> str:
+    return "|".join((*parts, _TAIL))
+
+
+_LLAMA3 = _words(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER)
+_QWEN2 = _words(_CONTRACTIONS, _LETTERS, r"\p{N}", _OTHER)
+_QWEN35 = _words(
+    _CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+)
+_TEKKEN = _words(_UPPER, _LOWER, r"\p{N}", _SLASH)
+_GPT4O = _words(f"{_UPPER}{_CONTRACTIONS}?", f"{_LOWER}{_CONTRACTIONS}?", r"\p{N}{1,3}", _SLASH)
+
+
+BYTES, DIGITS = "bytes", "digits"
+# Steps, and whether words that are tokens are taken whole: the name in llama.cpp.
+_PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
+    ((BYTES,), False): "gpt-2",
+    ((DIGITS, BYTES), False): "smollm",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "dbrx",
+    ((_QWEN2,), False): "qwen2",
+    ((_QWEN35,), False): "qwen35",
+    ((_TEKKEN,), True): "tekken",
+    ((_GPT4O,), False): "gpt-4o",
+}
+# Pre-tokenizers of byte-level vocabularies for which llama.cpp begins a text with a token unless told otherwise.
+_FIRST_TOKEN = frozenset(
+    {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "chameleon", "pixtral"}
+)
+
+
+def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
+    model = tokenizer["model"]
+    kinds = [node.get("type") for node in flat(tokenizer.get("normalizer"), "normalizers")]
+    kind = next((kind for kind in kinds if kind != "NFC"), None)
+    if kind is not None and pre is None:
+        raise RefusedError(
+            f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
+            "accept that with --pre NAME",
+        )
+    found = Vocabulary("gpt2", pre or _recognised(tokenizer), [], [])
+    found.merges = [
+        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in merged_pairs(model)
+    ]
+    return found
+
+
+def _recognised(tokenizer: Mapping[str, Any]) -> str:
+    """Return the name of the pre-tokenizer of a byte-level BPE tokenizer.
+
+    Raises:
+        RefusedError: the steps are none that llama.cpp is known to do.
+    """
+    steps = _steps(tokenizer.get("pre_tokenizer"))
+    nodes = flat(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if not nodes or nodes[-1].get("type") != "ByteLevel":
+        steps = (*steps, "no ByteLevel at the end")
+    whole = bool(tokenizer["model"].get("ignore_merges", False))
+    name = _PRE_TOKENIZERS.get((steps, whole))
+    if name is None:
+        shown = " then ".join(step if len(step) < 60 else step[:60] + "..." for step in steps)
+        raise RefusedError(
+            f"tokenizer.json: unknown pre-tokenizer: {shown or 'none'}{', ignore_merges' if whole else ''}",
+            "name llama.cpp's equivalent with --pre NAME (e.g. llama-bpe, qwen2, gpt-2)",
+        )
+    return name
+
+
+def _steps(node: object) -> tuple[str, ...]:
+    """Return the steps that cut, as comparable text; a step that is not understood keeps its own JSON name."""
+    if not isinstance(node, Mapping):
+        return ()
+    kind = node.get("type")
+    if kind == "Sequence":
+        inner = node.get("pretokenizers")
+        return tuple(
+            step for item in (inner if isinstance(inner, list) else ()) for step in _steps(item)
+        )
+    if kind == "ByteLevel":
+        if node.get("add_prefix_space"):
+            return ("a space before the text",)
+        return (BYTES,) if node.get("use_regex", True) else ()
+    if kind == "Digits" and node.get("individual_digits"):
+        return (DIGITS,)
+    if kind == "Split":
+        pattern = node.get("pattern")
+        text = pattern.get("Regex") if isinstance(pattern, Mapping) else None
+        plain = node.get("behavior") == "Isolated" and not node.get("invert", False)
+        if isinstance(text, str) and plain:
+            return (text,)
+    return (f"a step {kind!r}",)
+
+
+def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
+    """Return the steps for which a name stands; None where it is not known."""
+    return next((key for key, other in _PRE_TOKENIZERS.items() if other == name), None)
+
+
+def begins_by_default(model: str, pre: str) -> bool:
+    """Return whether llama.cpp begins a text with the first token where a file says nothing of it.
+
+    Args:
+        model: the kind of vocabulary: ``llama`` (pieces, as sentencepiece has them) or ``gpt2`` (bytes).
+        pre: the pre-tokenizer of a vocabulary of bytes.
+    """
+    return model == "llama" or pre in _FIRST_TOKEN
+
+
+# BPE as sentencepiece does it
+
+
+_MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest have 20 million
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def _sentencepiece(
+    path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], pre: str | None
+) -> Vocabulary:
+    model = tokenizer["model"]
+    vocab: Mapping[str, int] = model["vocab"]
+    pairs = merged_pairs(model)
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(pairs):
+        ranks.setdefault(left + right, rank)
+    added = {item["content"] for item in added_tokens(tokenizer)}
+    _check_bytes(path, vocab)
+    if pre is None:
+        _check_merges(path, vocab, pairs, added)
+    found = Vocabulary("llama", "default", [], [])
+    named = pre is not None
+    found.flags["add_space_prefix"] = _space_before(path, tokenizer, added, named=named)
+    found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
+    return found
+
+
+def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
+    """Check that every byte is a piece: llama.cpp fails on a text with one that is not."""
+    missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab]
+    if missing:
+        raise RefusedError(
+            f"{path}: byte_fallback, and {len(missing)} of the 256 bytes are no pieces, {missing[0]} first",
+            "llama.cpp needs all of them: this tokenizer cannot be carried",
+        )
+
+
+def _check_merges(
+    path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
+) -> None:
+    """Check that every cut of a piece into two pieces is a merge: llama.cpp knows no others."""
+    check_lengths(path, vocab)
+    known = set(pairs)
+    for piece in vocab.keys() - added:
+        if _BYTE.fullmatch(piece):
+            continue
+        for cut in range(1, len(piece)):
+            pair = piece[:cut], piece[cut:]
+            if pair[0] in vocab and pair[1] in vocab and pair not in known:
+                raise RefusedError(
+                    f"{path}: {pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
+                    "join them, this tokenizer does not",
+                    "accept other tokens for some words with --pre default",
+                )
+
+
+def check_lengths(path: Path, pieces: Iterable[str]) -> None:
+    """Refuse pieces whose cuts are too many to look at."""
+    if sum(len(piece) ** 2 for piece in pieces) > _MAX_SQUARES:
+        raise InputError(
+            f"{path}: pieces of such lengths are no vocabulary",
+            "take the file of the original model",
+            file=str(path),
+        )
+
+
+def _space_before(
+    path: Path, tokenizer: Mapping[str, Any], added: Container[str], *, named: bool
+) -> bool:
+    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks.
+
+    Args:
+        path: ``tokenizer.json``.
+        tokenizer: its content.
+        added: its added tokens.
+        named: other tokens for some words are accepted (``--pre``).
+    """
+    prefix = replaced = False
+    model = tokenizer["model"]
+    for node in (
+        *flat(tokenizer.get("normalizer"), "normalizers"),
+        *flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
+    ):
+        kind = node.get("type")
+        spaces = node.get("pattern") == {"String": " "}
+        if kind == "Prepend" and node.get("prepend") == SPACE and not prefix:
+            prefix = True
+        elif kind == "Metaspace" and node.get("replacement", SPACE) == SPACE:
+            default = "always" if node.get("add_prefix_space", True) else "never"
+            prefix = prefix or node.get("prepend_scheme", default) != "never"
+            replaced = True
+            across = next(
+                (one for one in model["vocab"] if SPACE in one[1:] and one not in added), None
+            )
+            if node.get("split", True) and across is not None and not named:
+                raise RefusedError(
+                    f"{path}: Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
+                    "accept other tokens for some words with --pre default",
+                )
+        elif kind == "Replace" and spaces and node.get("content") == SPACE:
+            replaced = True
+        elif not (kind == "Split" and spaces and replaced):
+            raise RefusedError(
+                f"{path}: llama.cpp's tokenizer has no step {kind!r}",
+                "this tokenizer cannot be carried",
+            )
+    if not replaced:
+        raise RefusedError(
+            f"{path}: no step writes spaces as {SPACE}, and llama.cpp does",
+            "this tokenizer cannot be carried",
+        )
+    return prefix

@@ -18,7 +18,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import text
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
-from quantforge.formats.gguf.special import chat_templates, special_ids
+from quantforge.formats.gguf.tokenizer import chat_templates, special_ids
 from quantforge.formats.gguf.storing import STORAGE
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary

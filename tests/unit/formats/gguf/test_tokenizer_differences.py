@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quantforge.errors import RefusedError
-from quantforge.formats.gguf.tokenizer_json import added_tokens
+from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.gguf.vocabulary import Kind, Vocabulary, vocabulary
 from tests import gguf_models
 from tests.gguf_exports import export

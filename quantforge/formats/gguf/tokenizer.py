@@ -1,0 +1,315 @@
+"""The tokenizer of a model directory: pieces, merges, added and special tokens, chat templates, checked.
+
+``tokenizer_config.json`` names the special tokens, ``tokenizer.json`` says what is really done, and the two disagree
+often. What is done counts: whether a text begins with the beginning-of-sequence token is read from the post-processor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge.checkpoint.files import read_object
+from quantforge.errors import InputError
+from quantforge_calibration.chat_templates import DEFAULT, read_templates
+from quantforge_calibration.source_error import SourceError
+from quantforge_files.roles import SETTINGS
+
+SPACE = "\u2581"  # how sentencepiece writes a space
+TEMPLATE_NOTE = "chat template: "  # how each note on a template begins
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read ``tokenizer_config.json`` or ``generation_config.json``; {} when there is none.
+
+    Numbers may be of any size: ``model_max_length`` is 10^30 where nobody set it.
+
+    Raises:
+        InputError: no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    return read_object(path, SETTINGS, path.parent, loose=True)
+
+
+def flat(node: object, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a node of ``tokenizer.json``: those of a sequence, or the node itself."""
+    if not isinstance(node, Mapping):
+        return []
+    inner = node.get(key)
+    return (
+        [item for item in inner if isinstance(item, Mapping)] if isinstance(inner, list) else [node]
+    )
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte that each character stands for in vocabularies of byte-level BPE (GPT-2's)."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+# Pieces, merges and added tokens
+
+
+def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
+    """Return pieces by id; refuse an id that two pieces share."""
+    pieces: dict[int, str] = {}
+    for piece, number in vocab.items():
+        if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
+            raise InputError(
+                f"{path}: token {piece!r} has no id of its own",
+                "the file is damaged",
+                file=str(path),
+            )
+        pieces[number] = piece
+    return pieces
+
+
+def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges in order; each is a string ``left right`` or a list of two, else raise `InputError`.
+
+    Of a merge that is there twice the last one counts, as for the ``tokenizers`` library; for llama.cpp the first does.
+    """
+    pairs: dict[tuple[str, str], None] = {}
+    merges = model.get("merges")
+    for item in merges if isinstance(merges, list) else ():
+        parts = item.split(" ", 1) if isinstance(item, str) else item
+        if (
+            not isinstance(parts, list)
+            or len(parts) != 2
+            or not all(isinstance(part, str) for part in parts)
+        ):
+            raise InputError(f"tokenizer.json: {item!r} is no merge", "the file is damaged")
+        pairs.pop((parts[0], parts[1]), None)
+        pairs[parts[0], parts[1]] = None
+    return list(pairs)
+
+
+def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the added tokens, each with a content and the id that it has.
+
+    The ``tokenizers`` library reads no id of an added token: one that is a piece of the vocabulary has its id, and
+    others follow, in the order of the file, after the number of pieces. So an id that the file says may be another.
+    """
+    stated = tokenizer.get("added_tokens")
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocab, list):  # unigram: pieces with their scores
+        vocab = {
+            item[0]: number
+            for number, item in enumerate(vocab)
+            if isinstance(item, list) and item and isinstance(item[0], str)
+        }
+    vocab = vocab if isinstance(vocab, Mapping) else {}
+    found: dict[str, Mapping[str, Any]] = {}
+    last = -1
+    for item in stated if isinstance(stated, list) else ():
+        good = (
+            isinstance(item, Mapping)
+            and type(item.get("id")) is int
+            and isinstance(item.get("content"), str)
+        )
+        if not good or item["id"] < 0:
+            raise InputError(
+                "tokenizer.json: an added token without id or content", "the file is damaged"
+            )
+        content = item["content"]
+        if content and content not in found:
+            known = vocab.get(content)
+            number = known if type(known) is int else max(last + 1, len(vocab))
+            found[content] = {**item, "id": number}
+            last = max(last, number)
+    return list(found.values())
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def with_settings(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tokenizer.json`` with the added tokens that transformers has after reading ``tokenizer_config.json``.
+
+    ``added_tokens_decoder`` replaces the flags of an added token. Pieces of the vocabulary that it lists, or that are
+    named as special tokens, become added tokens: text is split at them before anything else.
+    """
+    added = {item["content"]: dict(item) for item in added_tokens(tokenizer)}
+    vocab = tokenizer["model"]["vocab"]
+    listed = settings.get("added_tokens_decoder")
+    for item in listed.values() if isinstance(listed, Mapping) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        if isinstance(content, str) and (content in added or content in vocab):
+            flags = {key: item[key] for key in _FLAGS if isinstance(item.get(key), bool)}
+            added[content] = {
+                "id": vocab.get(content),
+                **added.get(content, {"content": content}),
+                **flags,
+            }
+    for content in special_contents(settings):
+        if content in vocab and content not in added:
+            added[content] = {"id": vocab[content], "content": content, "special": True}
+    return {**tokenizer, "added_tokens": list(added.values())}
+
+
+def special_contents(settings: Mapping[str, Any]) -> list[str]:
+    """Return the texts that ``tokenizer_config.json`` names as special tokens, by role or in a list."""
+    stated = [settings.get(role) for role in _ROLES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = settings.get(key)
+        if isinstance(value, Mapping | list):
+            stated += value.values() if isinstance(value, Mapping) else value
+    texts = (item.get("content") if isinstance(item, Mapping) else item for item in stated)
+    return [text for text in texts if isinstance(text, str) and text]
+
+
+def check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
+    listed = settings.get("added_tokens_decoder")
+    added = {item["content"] for item in added_tokens(tokenizer)}
+    known = added | tokenizer["model"]["vocab"].keys()
+    for number, item in listed.items() if isinstance(listed, Mapping) else ():
+        content = item.get("content") if isinstance(item, Mapping) else None
+        if content not in known:
+            raise InputError(
+                f"tokenizer_config.json: added token {content!r} (id {number}) is not in tokenizer.json",
+                "save the tokenizer again with transformers, which writes both files",
+            )
+
+
+# Special tokens and chat templates
+
+
+def special_ids(
+    numbers: Mapping[str, int],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    root: Path,
+    past: Container[str] = (),
+) -> dict[str, int]:
+    """Return ids of special tokens by role, of a vocabulary given as ids by piece; those in ``past`` are left out.
+
+    Raises:
+        InputError: a special token is not in the vocabulary.
+    """
+    ids: dict[str, int] = {}
+    for role in _SPECIAL:
+        stated = settings.get(f"{role}_token")
+        content = stated.get("content") if isinstance(stated, Mapping) else stated
+        number = config.get(f"{role}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(content, str) and content in past:
+            if (
+                role != "eos"
+            ):  # a model that cannot write the tokenizer's ends texts by the one of its configuration
+                continue
+        elif isinstance(content, str):
+            if content not in numbers:
+                raise InputError(
+                    f"tokenizer_config.json: {role}_token {content!r} is not in the vocabulary",
+                    "the added tokens are missing from tokenizer.json: save the tokenizer again",
+                )
+            ids[role] = numbers[content]
+            continue
+        if type(number) is int and 0 <= number < len(numbers):
+            ids[role] = number
+    ends = [number for number in ends_of(root) if 0 <= number < len(numbers)]
+    if "eos" not in ids and ends:
+        ids["eos"] = ends[0]
+    others = [number for number in ends if number != ids.get("eos")]
+    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    return ids
+
+
+def ends_of(root: Path) -> list[int]:
+    """Return the ids that ``generation_config.json`` ends a text at."""
+    stated = read_settings(root / "generation_config.json").get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [stated]
+    return [number for number in listed if type(number) is int]
+
+
+def added_around(
+    numbers: Mapping[str, int],
+    special: Mapping[str, int],
+    tokenizer: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    model: str,
+) -> dict[str, bool]:
+    """Return ``add_bos_token`` and ``add_eos_token``: whether the tokenizer puts these around a text."""
+    first, last = template_ends(tokenizer)
+    if first is None and last is None and model == "llama":
+        return {
+            f"add_{role}_token": settings.get(f"add_{role}_token") is True
+            for role in ("bos", "eos")
+        }
+    return {
+        f"add_{role}_token": role in special and numbers.get(piece or "") == special[role]
+        for role, piece in (("bos", first), ("eos", last))
+    }
+
+
+def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the special tokens that the post-processor puts first and last."""
+    first = last = None
+    for node in flat(tokenizer.get("post_processor"), "processors"):
+        single = node.get("single")
+        if node.get("type") != "TemplateProcessing" or not isinstance(single, list):
+            continue
+        tokens = [item.get("SpecialToken") for item in single if isinstance(item, Mapping) and item]
+        if tokens and isinstance(tokens[0], Mapping):
+            first = str(tokens[0].get("id"))
+        if tokens and isinstance(tokens[-1], Mapping):
+            last = str(tokens[-1].get("id"))
+    return first, last
+
+
+def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
+    """Return chat templates by name in GGUF keys ("" is the default), byte for byte, and notes on them.
+
+    Keys have ASCII letters, digits and ``_`` in names of templates; other characters become ``_``, as in llama.cpp's
+    converter. llama.cpp takes an empty template for none.
+
+    Raises:
+        InputError: a template cannot be read, or two names have one key.
+    """
+    try:
+        stated = read_templates(root)
+    except SourceError as error:
+        raise InputError(error.message, error.hint) from error
+    found: dict[str, str] = {}
+    notes = list(stated.notes)
+    for name, text in stated.named.items():
+        called = "" if name == DEFAULT else template_key(name)
+        if not text:
+            notes.append(f"{name} is empty and is not written")
+            continue
+        if called in found:
+            raise InputError(
+                f"{root}: the chat template {name!a} has the key of another one, {called}",
+                "rename one of them: letters, digits and _ stay",
+            )
+        if called not in {"", name}:
+            notes.append(f"{name!a} is called {called} in the file")
+        found[called] = text
+    return found, [TEMPLATE_NOTE + note for note in notes]
+
+
+def template_key(name: str) -> str:
+    """Return the last part of the GGUF key for the template of a name."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name) or "_"
