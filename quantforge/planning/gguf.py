@@ -39,7 +39,7 @@ from quantforge.formats.gguf.vocabulary import (
 from quantforge.formats.unknown_names import TYPE_WORDS
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
-from quantforge.packers.lattices import LATTICES
+from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.planning.by_module import Draft
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
@@ -206,7 +206,7 @@ def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
     """Refuse types that llama-quantize does not make without an importance; outside of the blocks it asks for none."""
     needy = [
         item for item in targets
-        if item.type in mixture.NEED_IMPORTANCE and item.named.name not in _OUTSIDE
+        if item.type.lower() in NEED_IMPORTANCE and item.named.name not in _OUTSIDE
     ]  # fmt: skip
     if needy:
         raise RefusedError(

@@ -16,7 +16,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf.families import Named, family_of, names
 from quantforge.formats.gguf.importance_file import check_form
-from quantforge.formats.gguf.mixture import NEED_IMPORTANCE
+from quantforge.packers.lattices import NEED_IMPORTANCE
 from quantforge.plans import Action, TensorPlan
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -101,7 +101,7 @@ def _refuse_needy(
     path: Path, lacking: Sequence[TensorPlan], blocks: int, named: Mapping[str, Named]
 ) -> None:
     """Refuse types that llama-quantize does not make without an importance, where the file lacks it."""
-    needy = [one for one in lacking if _type(one) in NEED_IMPORTANCE]
+    needy = [one for one in lacking if _type(one).lower() in NEED_IMPORTANCE]
     if needy:
         raise RefusedError(
             f"--imatrix {path}: no importance for {len(needy)} of {blocks} matrices whose types need it"

@@ -49,8 +49,6 @@ _FALLBACKS = {
 # Mixtures with rules of their own.
 _LOW = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S rather than to Q2_K
-# What llama-quantize refuses to make of a tensor inside of the blocks without an importance of its columns.
-NEED_IMPORTANCE = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"})
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
 LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # rows of which tokens choose
 UNTOUCHED = ("per_layer_model_proj.weight",)  # keeps its type whatever the mixture

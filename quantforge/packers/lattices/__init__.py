@@ -79,3 +79,5 @@ LATTICES: Mapping[str, Lattice] = {
     "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2, every=5),
     "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free", every=8),
 }
+# llama-quantize makes none of these of a tensor inside of the blocks without an importance of its columns.
+NEED_IMPORTANCE = frozenset({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"})

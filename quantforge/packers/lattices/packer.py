@@ -25,7 +25,7 @@ from torch.nn import functional
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.ggml.refit import Plane, take_best
-from quantforge.packers.lattices import LATTICES
+from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.packers.lattices.points import (
     digit_values,
     digits,
@@ -40,8 +40,6 @@ from quantforge.scheme import Scheme
 
 Array = NDArray[numpy.float32]
 ROWS = 256  # that are searched at a time
-# For these llama-quantize asks for an importance, too.
-NEED_IMPORTANCE = frozenset({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"})
 _ONE_MEAN = frozenset(
     {"iq2_xxs", "iq2_xs"}
 )  # the mean square of the others counts twice in ggml's weights

@@ -16,8 +16,7 @@ from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
-from quantforge.packers.lattices import LATTICES, packer
-from quantforge.packers.lattices.packer import NEED_IMPORTANCE
+from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE, packer
 from quantforge.packers.lattices.points import points_of, values_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn
