@@ -1,7 +1,7 @@
 """Storage of a plan's tensors in the files of a format.
 
 The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
-has them (`ByModule`). GGUF transposes, reorders and converts tensors on their way (`quantforge.formats.gguf.storing`).
+has them (`ByModule`). GGUF transposes, reorders and converts tensors on their way (`quantforge.formats.gguf`).
 A run does not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quantforge.formats import GGUF, Format, ModuleLayout, format_of
 from quantforge.formats.compressed_tensors.linears import pack_transposed
-from quantforge.formats.gguf.storing import STORAGE
+from quantforge.formats.gguf import STORAGE
 from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:

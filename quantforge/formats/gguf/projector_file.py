@@ -22,11 +22,10 @@ from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.events import Event
-from quantforge.formats.gguf import container
+from quantforge.formats.gguf import container, interleaved
 from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.storing import interleaved
 from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.plans import FilePlan
 from quantforge_files.roles import SETTINGS, TOKENIZER
@@ -157,7 +156,7 @@ def _declared(config: Mapping[str, Any]) -> Projector:
     """Return the tower that a configuration describes; errors as `projector_file`."""
     model_type = str(config.get("model_type", ""))
     if not any(key.endswith("_config") and "text" not in key and isinstance(value, Mapping)
-               for key, value in config.items() if key != "quantization_config"):  # fmt: skip
+               for key, value in config.items() if key != "quantization_config"):
         raise RefusedError(
             f"{OPTION}: a model of type {model_type!r} whose config.json describes no vision tower",
             f"leave {OPTION} out",

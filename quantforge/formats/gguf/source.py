@@ -19,14 +19,13 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
-from quantforge.formats.gguf import KEY, QUANTIZATION
+from quantforge.formats.gguf import KEY, QUANTIZATION, halves
 from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import original_names, read_families
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.projector_file import check_no_tower
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
-from quantforge.formats.gguf.storing import halves
 from quantforge.grids import SUPERBLOCKS
 from quantforge.plans import DTYPE_BITS, HeldTensor
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from quantforge.execution.calibrated_block import BlockTensors
-from quantforge.formats.gguf.storing import STORAGE
+from quantforge.formats.gguf import STORAGE
 from quantforge.plans import Action, StoredTensor, TensorPlan
 
 

@@ -15,11 +15,11 @@ from quantforge import verbs
 from quantforge.checkpoint.output_names import side_of
 from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf import STORAGE
 from quantforge.formats.gguf.container import text
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer import chat_templates, special_ids
-from quantforge.formats.gguf.storing import STORAGE
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.plans import Action, StoredTensor, TensorPlan
