@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _Asked = Callable[[str, int, int], bool]  # name, number of values, matrices
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+_MAX_ENTRIES, _MAX_TEXT = 1 << 18, 1 << 16
+_HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     for name, entry in found.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
-                f"{path}: {name} holds a value that is no mean of squares", HINT, file=str(path)
+                f"{path}: {name} holds a value that is no mean of squares", _HINT, file=str(path)
             )
     return found
 
@@ -152,9 +154,9 @@ def _gguf(found: Imatrix) -> bytes:
 def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
-        raise InputError(f"{path}: a GGUF file, but no importance matrix", HINT, file=str(path))
+        raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
     if len(file.files) > 1:  # one digest is of one file
-        raise InputError(f"{path}: an importance matrix in parts", HINT, file=str(path))
+        raise InputError(f"{path}: an importance matrix in parts", _HINT, file=str(path))
     entries = {}
     for name, table in file.tensors.items():
         if not name.endswith(_SUMS):
@@ -169,14 +171,14 @@ def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
             or counted.shape not in ((matrices, 1), (matrices,))
         ):
             raise InputError(
-                f"{path}: {weight}: sums and counts do not fit", HINT, file=str(path), tensor=name
+                f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
             )
         if not asked(weight, math.prod(table.shape), matrices):
             continue
         sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
         if not bool(counts.isfinite().all()):
             raise InputError(
-                f"{path}: {weight}: a count is no number", HINT, file=str(path), tensor=name
+                f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name
             )
         entries[weight] = Entry(
             (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
@@ -202,12 +204,12 @@ def _legacy(found: Imatrix) -> bytes:
 def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
-        records = Records(path, file)
+        records = _Records(path, file)
         for _ in range(records.entries()):
             name, calls, count = records.word(), records.number(), records.number()
             if calls < 1 or count < 1:
                 raise InputError(
-                    f"{path}: {name}: {count} values of {calls} calls", HINT, file=str(path)
+                    f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
                 )
             if not asked(name, count, 1):
                 records.skip(4 * count)
@@ -230,11 +232,7 @@ def _bytes(values: Tensor) -> bytes:
     return values.detach().float().contiguous().numpy().tobytes()
 
 
-MAX_ENTRIES, MAX_TEXT = 1 << 18, 1 << 16
-HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
-
-
-class Records:
+class _Records:
     """The records of the older form, read in order; every length is compared with the bytes that are left."""
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
@@ -258,7 +256,7 @@ class Records:
         if not 0 <= count <= self.left:
             raise InputError(
                 f"{self._path}: {count} bytes expected, {self.left} left: truncated?",
-                HINT,
+                _HINT,
                 file=str(self._path),
             )
         self.left -= count
@@ -270,10 +268,10 @@ class Records:
     def entries(self) -> int:
         """Read the number of entries, with which a file begins."""
         found = self.number()
-        if not 0 < found <= MAX_ENTRIES:
+        if not 0 < found <= _MAX_ENTRIES:
             raise InputError(
                 f"{self._path}: no importance matrix: it begins as neither form of one does",
-                HINT,
+                _HINT,
                 file=str(self._path),
             )
         return found
@@ -282,17 +280,17 @@ class Records:
         """Refuse bytes after the last record."""
         if self.left:
             raise InputError(
-                f"{self._path}: {self.left} bytes after the last record", HINT, file=str(self._path)
+                f"{self._path}: {self.left} bytes after the last record", _HINT, file=str(self._path)
             )
 
     def word(self) -> str:
         """Read a length and a text."""
         length = self.number()
-        if length > MAX_TEXT:
-            raise InputError(f"{self._path}: a name of {length} bytes", HINT, file=str(self._path))
+        if length > _MAX_TEXT:
+            raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{self._path}: a name that is no text", HINT, file=str(self._path)
+                f"{self._path}: a name that is no text", _HINT, file=str(self._path)
             ) from error
