@@ -75,4 +75,5 @@ ARCHITECTURE = replace(
         "num_dense_layers": 1,
     },
     windows=WindowRule(width=1024, period=4, period_key="global_attn_every_n_layers"),
+    gguf=None,
 )

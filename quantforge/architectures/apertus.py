@@ -25,4 +25,5 @@ ARCHITECTURE = replace(
     requires={"hidden_act": "xielu"},
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 12_000_000.0},
     graph=DecoderGraph(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+    gguf=None,
 )

@@ -78,7 +78,7 @@ class Architecture:
         float16: whether engines may compute the family in float16 (gemma overflows).
         text_config: key of the nested configuration of the text tower in multimodal checkpoints.
         decoders: declarations in the place of these by the ``model_type`` that the text tower states, "" for none.
-        gguf: what llama.cpp calls the family; None where its files are not written, or by a table of the format.
+        gguf: what llama.cpp calls the family; None where no GGUF file of it is written.
         with_layer_types: the ``model_type`` under which transformers has to read a configuration that states
             ``layer_types``, by its own ``model_type``.
         windows: which of its layers look at the last tokens alone.

@@ -11,7 +11,7 @@ from quantforge.architectures import llama, olmo2
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import WITH_TABLE, Family
+from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
 
 _WINDOWED = 64  # layers of the release with windows
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
@@ -22,6 +22,13 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if config["num_hidden_layers"] == _WINDOWED:
         return f"num_hidden_layers = {_WINDOWED} without windows", "another number"
     return None
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``: that no layer has a window."""
+    usual = keys.usual()
+    types = ["full_attention"] * usual["num_hidden_layers"]
+    return {**usual, "hidden_act": "silu", "layer_types": types}
 
 
 ARCHITECTURE = replace(
@@ -43,6 +50,7 @@ ARCHITECTURE = replace(
         heads_fill=True,
         graph={"sliding_window": None},
         obstacle=beyond_llama_cpp,
+        restated=restated,
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )

@@ -77,6 +77,7 @@ ARCHITECTURE = replace(
         "kernel": ("mamba_d_conv",),
     },
     graph=None,
+    gguf=None,
     defaults={
         "num_hidden_layers": 32,
         "num_attention_heads": 32,

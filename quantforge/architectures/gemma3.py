@@ -11,7 +11,9 @@ from typing import Any
 
 from quantforge.architectures import gemma2, text_config
 from quantforge.architectures.declare import ALONE, WITHIN_TOWERS, layer, norms
+from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import Family, Keys
 from quantforge.architectures.projector import (
     SWAPPED,
     Projector,
@@ -25,6 +27,32 @@ from quantforge.architectures.projector import (
 )
 
 HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
+_LAYERS_27B = 62  # of the one release whose attention scale is another
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: it tells the attention scale by the layers."""
+    sizes = dimensions_of(config)
+    is_27b = sizes.layers == _LAYERS_27B
+    if other := gemma2.other_scale(config, sizes.hidden / sizes.heads if is_27b else sizes.head):
+        return other
+    if config.get("attn_logit_softcapping") or config.get("final_logit_softcapping"):
+        return "soft-capping", "gemma3 has none"
+    return None
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``."""
+    base = keys.real("rope.freq_base_swa", 10_000.0)
+    full: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": keys.real("rope.freq_base", 1e6),
+    }
+    if keys.text("rope.scaling.type") == "linear":
+        full |= {"rope_type": "linear", "factor": keys.real("rope.scaling.factor", 1.0)}
+    local = {"rope_type": "default", "rope_theta": base}
+    rope = {"full_attention": full, "sliding_attention": local}
+    return {**gemma2.sliding(keys, period=6), "rope_parameters": rope}
 
 
 def projector(config: Mapping[str, Any]) -> Projector:
@@ -97,5 +125,15 @@ ARCHITECTURE = replace(
     text_config="text_config",
     fused_attention=True,
     windows=WindowRule(width=4096, period=6, period_key="sliding_window_pattern"),
+    gguf=Family(
+        "gemma3",
+        norm_plus_one=True,
+        class_name="Gemma3ForCausalLM",
+        activations=("gelu_pytorch_tanh",),
+        period=6,
+        windowed=True,
+        obstacle=beyond_llama_cpp,
+        restated=restated,
+    ),
     projector={"gemma3": projector},
 )

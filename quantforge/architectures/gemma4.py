@@ -380,6 +380,7 @@ _NEVER = 1e30  # divides a frequency to nothing
 
 def restated(keys: Keys) -> dict[str, Any]:
     """Return what the keys of a file say in ``config.json``; what no configuration says is not read."""
+    sizes = keys.sizes()
     slides = [bool(item) for item in keys.of_layers("attention.sliding_window_pattern", bool)]
     if not slides or slides[-1] or not any(slides):
         raise keys.not_read(
@@ -390,6 +391,7 @@ def restated(keys: Keys) -> dict[str, Any]:
         raise keys.not_read("attention.shared_kv_layers", "fewer than there are layers")
     softcap = keys.real("final_logit_softcapping", CAP)
     return {
+        **sizes,
         "layer_types": [SLIDING if one else FULL for one in slides],
         "sliding_window": keys.integer("attention.sliding_window"),
         "hidden_activation": "gelu_pytorch_tanh",

@@ -4,6 +4,8 @@ Old checkpoints leave out the ``transformer.`` prefix and carry the causal mask 
 the second MLP matrix: GELU lies between.
 """
 
+from typing import Any
+
 from quantforge.architectures import (
     Absorber,
     Absorbs,
@@ -14,6 +16,21 @@ from quantforge.architectures import (
 )
 from quantforge.architectures.declare import norms
 from quantforge.architectures.layer_kind import keys_and_values
+from quantforge.architectures.llama_cpp import NORM_BIASES, Family, Keys
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``."""
+    return {
+        "n_embd": keys.integer("embedding_length"),
+        "n_layer": keys.integer("block_count"),
+        "n_head": keys.integer("attention.head_count"),
+        "n_positions": keys.integer("context_length"),
+        "n_inner": keys.integer("feed_forward_length"),
+        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
 
 ARCHITECTURE = Architecture(
     model_type="gpt2",
@@ -69,4 +86,12 @@ ARCHITECTURE = Architecture(
         "vocab_size": 50257,
         "tie_word_embeddings": True,
     },
+    gguf=Family(
+        "gpt2",
+        biases=("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias", *NORM_BIASES),
+        class_name="GPT2LMHeadModel",
+        activations=("gelu_new", "gelu_pytorch_tanh"),
+        graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        restated=restated,
+    ),
 )

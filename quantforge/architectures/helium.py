@@ -17,4 +17,5 @@ ARCHITECTURE = replace(
         "rope_theta": 100_000.0,
     },
     graph=DecoderGraph(neighbours=True),
+    gguf=None,
 )

@@ -142,6 +142,5 @@ ARCHITECTURE = Architecture(
         squeezed=("conv.conv.weight",),
         heads_fill=True,
         obstacle=beyond_llama_cpp,
-        is_read=False,
     ),
 )

@@ -3,6 +3,7 @@
 from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
 
 NORMS = norms("input_layernorm", "post_attention_layernorm")
 ARCHITECTURE = Architecture(
@@ -18,4 +19,11 @@ ARCHITECTURE = Architecture(
     head="lm_head",
     final_norm="model.norm",
     graph=DecoderGraph(),
+    gguf=Family(
+        "llama",
+        interleaved=True,
+        biases=LLAMA_BIASES,
+        class_name="LlamaForCausalLM",
+        scalings=WITH_TABLE,
+    ),
 )

@@ -91,10 +91,12 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def restated(keys: Keys) -> dict[str, Any]:
     """Return what the keys of a file say in ``config.json``; a file without chunks is not read."""
+    sizes = keys.sizes()
     if keys.integer("attention.sliding_window", CHUNK) == 0:
         raise keys.not_read("attention.sliding_window = 0", f"chunks of {CHUNK} tokens")
-    heads, experts = keys.integer("attention.head_count"), keys.integer("expert_count")
+    heads, experts = sizes["num_attention_heads"], keys.integer("expert_count")
     return {
+        **sizes,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "intermediate_size_mlp": keys.integer("feed_forward_length"),
         "intermediate_size": keys.integer("expert_feed_forward_length"),

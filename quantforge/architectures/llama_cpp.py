@@ -25,6 +25,9 @@ class Keys(Protocol):
     def real(self, key: str, otherwise: float | None = None) -> float:
         """Return a number."""
 
+    def text(self, key: str) -> str:
+        """Return a word, "" where there is none."""
+
     def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
         """Return a number, or a truth, for every layer."""
 
@@ -33,6 +36,12 @@ class Keys(Protocol):
 
     def divisors(self) -> list[float]:
         """Return by what the frequencies of rotary positions are divided; [] where no table says so."""
+
+    def sizes(self) -> dict[str, Any]:
+        """Return what ``config.json`` says of sizes that all families have, of biases, and of values of ``graph``."""
+
+    def usual(self) -> dict[str, Any]:
+        """Return what ``config.json`` of a llama says: `sizes`, heads of keys, the MLP, ``reals``, rotary positions."""
 
     def rope(self, head: int) -> dict[str, Any]:
         """Return the rotary positions of all layers, for heads of so many columns."""
@@ -56,10 +65,10 @@ class Family:
         biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
         experts: a mixture of experts: always, never, or where a configuration key says so.
         head: whether a file may hold an output matrix.
-        class_name: of the model in transformers; "" where its files are read as those of another family.
+        class_name: of the model in transformers that a file is read back as; "" where files are not read back, or as
+            those of another family of the same ``arch``.
         activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
         period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
-        no_rope_period: the last of each run of so many layers has no rotary positions; 0 where all have.
         heads_fill: whether the heads fill the width of the model together.
         windowed: whether llama.cpp has a sliding window for it.
         divided_head: the dimension of a head of the layers without a window, where each of its frequencies is divided
@@ -88,9 +97,8 @@ class Family:
         squeezed: endings of canonical names of tensors whose dimensions of one are left out.
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
-        is_read: whether files are read back.
-        restated: returns, for the `Keys` of a file, what ``config.json`` says beside sizes that all families have and
-            values of ``graph``; None where keys say it as those of a llama do.
+        restated: returns, for the `Keys` of a file, what ``config.json`` says; None where that is what it says of a
+            llama.
         epsilon: key of the norms' epsilon in the file, and in the configuration.
         bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
     """
@@ -104,7 +112,6 @@ class Family:
     class_name: str = ""
     activations: tuple[str, ...] = ("silu",)
     period: int = 0
-    no_rope_period: int = 0
     heads_fill: bool = False
     windowed: bool = False
     divided_head: str = ""
@@ -127,7 +134,6 @@ class Family:
     squeezed: tuple[str, ...] = ()
     decays: tuple[str, ...] = ()
     plain_norms: tuple[str, ...] = ()
-    is_read: bool = True
     restated: Callable[[Keys], dict[str, Any]] | None = None
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
@@ -153,3 +159,20 @@ def own_epsilon(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if isinstance(stated, int | float) and stated > _EPSILON:
         return f"rms_norm_eps = {stated:g}", f"up to {_EPSILON:g}"
     return None
+
+
+def types_of_period(layers: int, period: int) -> list[str]:
+    """Return ``layer_types`` where the last of each run of ``period`` layers sees everything and the others slide."""
+    return [
+        "full_attention" if layer % period == period - 1 else "sliding_attention"
+        for layer in range(layers)
+    ]
+
+
+def experts_restated(keys: Keys) -> dict[str, Any]:
+    """Return what ``config.json`` says of the number of experts, for the `Keys` of a file, by both names of it."""
+    return {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+    }

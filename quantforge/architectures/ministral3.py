@@ -67,6 +67,5 @@ ARCHITECTURE = replace(
         obstacle=beyond_llama_cpp,
         yarn_multiplier=True,
         yarn_betas=True,
-        is_read=False,
     ),
 )

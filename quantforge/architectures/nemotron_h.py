@@ -153,6 +153,7 @@ ARCHITECTURE = replace(
         "shared": ("moe_shared_expert_intermediate_size",),
     },
     graph=None,
+    gguf=None,
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,

@@ -14,4 +14,5 @@ ARCHITECTURE = replace(
     ),
     kinds=(layer(attention("attention_bias", norm=None), gated_mlp(norm=None)),),
     requires={"clip_qkv": None},  # clipped values are not linear in v
+    gguf=None,
 )

@@ -39,4 +39,5 @@ ARCHITECTURE = replace(
         "vocab_size": 40478,
         "tie_word_embeddings": True,
     },
+    gguf=None,
 )

@@ -1,6 +1,7 @@
 """Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another."""
 
 from dataclasses import replace
+from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, SharedInput, llama
 from quantforge.architectures.declare import (
@@ -15,6 +16,7 @@ from quantforge.architectures.declare import (
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import Family, Keys
 
 QKV, OUT = "self_attn.qkv_proj", "self_attn.o_proj"
 ATTENTION = Mixer(
@@ -25,6 +27,14 @@ ATTENTION = Mixer(
     ),
     states=keys_and_values(),
 )
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``."""
+    window = keys.integer("attention.sliding_window", 0) or None
+    return {**keys.usual(), "hidden_act": "silu", "sliding_window": window}
+
+
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phi3",
@@ -40,4 +50,11 @@ ARCHITECTURE = replace(
     },
     graph=DecoderGraph(fused="qkv_proj", one_window=True),
     windows=WindowRule(every=True, listed=False),
+    gguf=Family(
+        "phi3",
+        class_name="Phi3ForCausalLM",
+        heads_fill=True,
+        scalings=("longrope",),
+        restated=restated,
+    ),
 )

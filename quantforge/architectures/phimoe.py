@@ -34,4 +34,5 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 2,
     },
     windows=WindowRule(every=True, listed=False),
+    gguf=None,
 )

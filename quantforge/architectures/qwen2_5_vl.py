@@ -168,7 +168,6 @@ ARCHITECTURE = replace(
         window=4096,
         lists={"rope.dimension_sections": sections},
         obstacle=own_epsilon,  # it does not read that of the file
-        is_read=False,
     ),
     windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 80)),
     projector={"qwen2_5_vl": projector},

@@ -10,6 +10,7 @@ from quantforge.architectures import qwen3
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import Family, Keys, experts_restated
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -38,6 +39,26 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None."""
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        return "dense layers among those with experts", "experts in every layer"
+    if config.get("norm_topk_prob") is False:
+        return "norm_topk_prob = false", "llama.cpp normalises the weights of qwen3moe's experts"
+    return None
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``."""
+    return {
+        **keys.usual(),
+        "hidden_act": "silu",
+        **experts_restated(keys),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 ARCHITECTURE = replace(
     qwen3.ARCHITECTURE,
     model_type="qwen3_moe",
@@ -64,4 +85,13 @@ ARCHITECTURE = replace(
         "norm_topk_prob": False,
     },
     windows=WindowRule(width=4096, asked=True, every=True, listed=False),
+    gguf=Family(
+        "qwen3moe",
+        experts=True,
+        class_name="Qwen3MoeForCausalLM",
+        window=4096,
+        sizes={"expert_feed_forward_length": "inner"},
+        obstacle=beyond_llama_cpp,
+        restated=restated,
+    ),
 )

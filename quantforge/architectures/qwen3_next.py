@@ -152,7 +152,6 @@ ARCHITECTURE = replace(
         names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
         squeezed=("linear_attn.conv1d.weight",),
         decays=("linear_attn.A_log",),
-        is_read=False,
     ),
     windows=NONE,
 )

@@ -119,7 +119,6 @@ ARCHITECTURE = replace(
         numbers={"n_deepstack_layers": deep_count},
         lists={"rope.dimension_sections": sections},
         obstacle=beyond_llama_cpp,
-        is_read=False,
     ),
     windows=NONE,
     projector={"qwen3_vl": projector},

@@ -1,13 +1,50 @@
 """SmolLM 3: a llama that skips rotary embeddings in every fourth layer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quantforge.architectures import llama
+from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import Family, Keys
+
+INTERVAL = 4
+
+
+def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what llama.cpp does not compute and what it does, or None: there each fourth layer does not rotate."""
+    expected, stated = rotating(dimensions_of(config).layers), config.get("no_rope_layers")
+    interval = config.get("no_rope_layer_interval", INTERVAL)
+    if stated is None and interval != INTERVAL:
+        return f"no_rope_layer_interval = {interval}", f"{INTERVAL}"
+    if isinstance(stated, list) and stated[: len(expected)] != expected:
+        return f"no_rope_layers = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}..."
+    return None
+
+
+def restated(keys: Keys) -> dict[str, Any]:
+    """Return what the keys of a file say in ``config.json``."""
+    usual = keys.usual()
+    layers = rotating(usual["num_hidden_layers"])
+    return {**usual, "hidden_act": "silu", "no_rope_layers": layers}
+
+
+def rotating(layers: int) -> list[int]:
+    """Return ``no_rope_layers``: 1 for a layer that rotates queries and keys, 0 for the last of each four."""
+    return [int((layer + 1) % INTERVAL != 0) for layer in range(layers)]
+
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="smollm3",
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     windows=WindowRule(asked=True),
+    gguf=Family(
+        "smollm3",
+        interleaved=True,
+        class_name="SmolLM3ForCausalLM",
+        obstacle=beyond_llama_cpp,
+        restated=restated,
+    ),
 )

@@ -25,7 +25,7 @@ from quantforge.formats.engines import layer_verdicts
 from quantforge.formats.format_choice import holders
 from quantforge.formats.gguf import blocks_of, mixture
 from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan, stored_pieces
-from quantforge.formats.gguf.families import Named, family_of, names, read_families
+from quantforge.formats.gguf.families import Named, model_types_read, names
 from quantforge.formats.gguf.metadata import general, merged, provenance, split_keys
 from quantforge.formats.gguf.mixture import file_type
 from quantforge.formats.gguf.parameters import Parameters, parameters
@@ -129,8 +129,8 @@ def draft(
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
     config = _with_vision(matched.config, checkpoint.config)
-    family = family_of(config)
-    found = parameters(config, family)
+    found = parameters(config)
+    family = found.family
     kept, sizes = _written(matched), found.dimensions
     named = names(family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
@@ -171,7 +171,7 @@ def draft(
             f"{label}: {_summary(targets)}",
             *choices.notes,
             *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.heads) else ()),
-            *([] if family in read_families().values() else [UNREAD]),
+            *([] if family.arch in model_types_read() else [UNREAD]),
             *tokens.notes,
         ),
         late=tuple(
@@ -531,17 +531,17 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
         transposed=tensor.transposed,
         heads=family_heads,
         by_rows=grid in SUPERBLOCKS and not tensor.transposed,
-        plus_one=found.plus_one
+        plus_one=found.family.norm_plus_one
         and item.named.name.endswith("norm.weight")
-        and not tensor.name.endswith(found.plain_norms),
-        decay=tensor.name.endswith(found.decays),
+        and not tensor.name.endswith(found.family.plain_norms),
+        decay=tensor.name.endswith(found.family.decays),
         expert=tensor.expert,
     )
 
 
 def _heads(item: FileTensor, found: Parameters) -> int:
     """Return the number of heads whose rows are reordered, 0 for none."""
-    if not found.interleaved:
+    if not found.family.interleaved:
         return 0
     module = item.named.name.rpartition(".")[0]
     if module.endswith("attn_q"):

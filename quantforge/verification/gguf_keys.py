@@ -18,7 +18,6 @@ from quantforge.architectures.match import Role
 from quantforge.checkpoint.output_names import projector_name
 from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import ARCH, projector_file
@@ -118,8 +117,7 @@ def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Par
     if isinstance(checkpoint, GgufCheckpoint):
         return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
     config = source.matched.config
-    family = family_of(config)
-    found = parameters(config, family)
+    found = parameters(config)
     rows = next(t.stored.shape[0] for t in source.matched.tensors if t.role is Role.EMBEDDING)
     try:
         words = vocabulary(checkpoint.path, rows, config)
@@ -127,7 +125,7 @@ def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Par
         words = vocabulary(checkpoint.path, rows, config, file.value(PRE, str, "default"))
     values = {key: value.value for key, value in (found.keys | words.keys()).items()}
     listed = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-    return {"general.architecture": family.arch, **listed}, found
+    return {"general.architecture": found.family.arch, **listed}, found
 
 
 def key_differences(

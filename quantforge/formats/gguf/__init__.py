@@ -281,3 +281,11 @@ def halves(rows: Tensor, heads: int) -> Tensor:
 def _swapped(rows: Tensor, heads: int, first: int) -> Tensor:
     shape = rows.shape
     return rows.reshape(heads, first, -1, *shape[1:]).transpose(1, 2).reshape(shape)
+
+
+def not_carried(what: str, instead: str) -> RefusedError:
+    """Return the error for what no key of a file could carry, with what is supported."""
+    return RefusedError(
+        f"config.json: {what} cannot be carried by a GGUF file (supported: {instead})",
+        "use --format compressed-tensors",
+    )

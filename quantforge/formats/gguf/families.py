@@ -1,13 +1,15 @@
-"""Families that GGUF holds, what llama.cpp calls them, and how their tensors are turned and named.
+"""Families that GGUF holds, and the names of their tensors in its files.
 
 llama.cpp builds the graph of a model from ``general.architecture`` and refuses a file that has one tensor too few or
-too many. Names come from gguf's own map. What is done to tensors on the way (each of it silently wrong when missed):
+too many. What it calls a family, and what its graph takes for granted, is in the family's own file
+(`quantforge.architectures.llama_cpp.Family`). Names come from gguf's own map. What is done to tensors on the way, each
+of it silently wrong when missed:
 
-* ``llama``, ``mistral``, ``mixtral``, ``smollm3``: the rows of q and k are reordered per head, because llama.cpp
-  rotates neighbouring pairs where transformers rotates the two halves of a head;
-* ``gemma2``, ``gemma3``: norm weights are stored plus one;
-* ``gpt2``: linears are stored turned (``[out, in]``);
-* ``mixtral``, ``qwen3_moe``: the experts of a block are stacked into one tensor.
+* ``Family.interleaved``: the rows of q and k are reordered per head, because llama.cpp rotates neighbouring pairs where
+  transformers rotates the two halves of a head;
+* ``Family.norm_plus_one``: norm weights are stored plus one;
+* ``Architecture.transposed``: linears are stored turned (``[out, in]``);
+* ``Family.experts``: the experts of a block are stacked into one tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +22,7 @@ from typing import Any
 
 from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
 from quantforge.architectures.declare import WITHIN
-from quantforge.architectures.llama_cpp import (
-    LLAMA_BIASES,
-    QKV_BIASES,
-    WITH_TABLE,
-    Family,
-)
+from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -42,27 +39,6 @@ _WORDS = (
 )  # begin its names
 _TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
-_TANH = ("gelu_pytorch_tanh",)
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", interleaved=True, biases=LLAMA_BIASES, class_name="LlamaForCausalLM", scalings=WITH_TABLE),
-    "mistral": Family("llama", interleaved=True, biases=LLAMA_BIASES, window=4096, scalings=WITH_TABLE),
-    "mixtral": Family("llama", interleaved=True, experts=True, class_name="MixtralForCausalLM", scalings=WITH_TABLE),
-    "qwen2": Family("qwen2", biases=QKV_BIASES, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096),
-    "qwen3": Family("qwen3", class_name="Qwen3ForCausalLM", window=4096),
-    "qwen3_moe": Family("qwen3moe", experts=True, class_name="Qwen3MoeForCausalLM", window=4096),
-    "gemma2": Family("gemma2", norm_plus_one=True, head=False, class_name="Gemma2ForCausalLM",
-                     activations=_TANH, period=2, windowed=True),
-    "gemma3": Family("gemma3", norm_plus_one=True, activations=_TANH, period=6, windowed=True),
-    "gemma3_text": Family("gemma3", norm_plus_one=True, class_name="Gemma3ForCausalLM",
-                          activations=_TANH, period=6, windowed=True),
-    "phi3": Family("phi3", class_name="Phi3ForCausalLM", heads_fill=True, scalings=("longrope",)),
-    "smollm3": Family("smollm3", interleaved=True, class_name="SmolLM3ForCausalLM", no_rope_period=4),
-    "gpt2": Family("gpt2", biases=("attn_qkv.bias", "attn_output.bias", "attn_norm.bias", "ffn_norm.bias",
-                                   "ffn_up.bias", "ffn_down.bias", "output_norm.bias"),
-                   class_name="GPT2LMHeadModel", activations=("gelu_new", *_TANH),
-                   graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}),
-}  # fmt: skip
-
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a configuration.
@@ -70,44 +46,32 @@ def family_of(config: Mapping[str, Any]) -> Family:
     Raises:
         RefusedError: GGUF holds no such family (or this program does not write it).
     """
-    name = str(config.get("model_type", ""))
     declared = architecture_of(config)
-    found = FAMILIES.get(name) or (declared.gguf if declared else None)
-    if found is None:
-        written = {
-            *FAMILIES,
-            *(key for key in MODEL_TYPES if key not in FAMILIES and _declared(key)),
-        }
+    if declared is None or declared.gguf is None:
+        written = sorted(name for name in MODEL_TYPES if declared_of(name).gguf is not None)
         raise RefusedError(
-            f"model_type {name!r}: not written as GGUF",
-            f"written are {', '.join(sorted(written))}; --format compressed-tensors --method rtn takes any decoder",
+            f"model_type {str(config.get('model_type', ''))!r}: not written as GGUF",
+            f"written are {', '.join(written)}; --format compressed-tensors --method rtn takes any decoder",
         )
-    return found
-
-
-def _declared(model_type: str) -> Family | None:
-    architecture = architecture_of({"model_type": model_type})
-    return architecture.gguf if architecture else None
+    return declared.gguf
 
 
 @cache
-def read_families() -> dict[str, Family]:
-    """Return the families whose files are read back, by ``model_type``: of the table, dense ones, and restated ones.
+def model_types_read() -> dict[str, str]:
+    """Return, by llama.cpp's name of an architecture, the ``model_type`` that its files are read back as.
 
-    Of a model with towers, its text alone, where that has a name of its own.
+    Of several families of one name, the first; of a model with towers, its text alone where that has its own type.
     """
-    own = {name: _declared(name) for name in MODEL_TYPES if name not in FAMILIES}
-    read = {
-        name: found
-        for name, found in own.items()
-        if found and found.is_read and (found.restated or not found.experts)
-        if f"{name}_text" not in MODEL_TYPES
-    }
-    return {**FAMILIES, **read}
+    found: dict[str, str] = {}
+    for name in MODEL_TYPES:
+        family = declared_of(name).gguf
+        if family is not None and family.class_name and f"{name}_text" not in MODEL_TYPES:
+            found.setdefault(family.arch, name)
+    return found
 
 
 def declared_of(model_type: str) -> Architecture:
-    """Return what is declared of a family whose files are read back."""
+    """Return the declarations of a family by its ``model_type``, one of `MODEL_TYPES`."""
     found = architecture_of({"model_type": model_type})
     assert found is not None
     return found
@@ -148,7 +112,8 @@ def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tupl
 
     Gate and up of an expert may be one matrix, as other converters write it.
     """
-    family, declared = read_families()[model_type], declared_of(model_type)
+    declared = declared_of(model_type)
+    family = family_of({"model_type": model_type})
     stacks = {
         stack.parameter: stack
         for kind in declared.kinds

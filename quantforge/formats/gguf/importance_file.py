@@ -280,7 +280,9 @@ class _Records:
         """Refuse bytes after the last record."""
         if self.left:
             raise InputError(
-                f"{self._path}: {self.left} bytes after the last record", _HINT, file=str(self._path)
+                f"{self._path}: {self.left} bytes after the last record",
+                _HINT,
+                file=str(self._path),
             )
 
     def word(self) -> str:

@@ -7,18 +7,20 @@ compute something different: it is refused here, because no key could carry it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantforge.architectures import architecture_of
-from quantforge.architectures.dimensions import Dimensions, dimensions_of
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures import Architecture, architecture_of
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.architectures.layer_windows import WindowRule
+from quantforge.architectures.llama_cpp import Family, Stated, types_of_period
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.formats.gguf.container import GgufTensor, Value, f32, u32
+from quantforge.formats.gguf import not_carried
+from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, f32, flag, u32
+from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors, rounding
-from quantforge.formats.gguf.stated_keys import check_graph, refused, stated_keys
 
 # Keys that change what is computed, whose default is the family's.
 _COMPUTED = (
@@ -30,38 +32,47 @@ _COMPUTED = (
     "rope_parameters",
     "original_max_position_embeddings",
 )
-_GEMMA2_27B = 46  # layers of the one release whose attention scale is another
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Keys of a model, the tensors that are computed from its configuration, and what there is to say."""
+    """Hyper-parameters of a model.
 
+    Attributes:
+        family: llama.cpp's name of it, and what is done to its tensors.
+        keys: of the file.
+        dimensions: of the model.
+        computed: tensors that are computed from its configuration.
+        experts: of each block, 0 for none.
+        events: what llama.cpp computes otherwise.
+    """
+
+    family: Family
     keys: dict[str, Value]
-    computed: tuple[GgufTensor, ...]
     dimensions: Dimensions
+    computed: tuple[GgufTensor, ...] = ()
     experts: int = 0
-    interleaved: bool = False
-    plus_one: bool = False
-    plain_norms: tuple[str, ...] = ()
-    decays: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
 
 
-def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
+def parameters(config: Mapping[str, Any]) -> Parameters:
     """Translate the configuration of a text model.
 
     Raises:
-        RefusedError: the configuration asks for something that llama.cpp's graph of the family does not do.
+        RefusedError: GGUF holds no such family, or the configuration asks for something that llama.cpp's graph of it
+            does not do.
         InputError: a size is missing or impossible.
     """
-    defaults = _defaults(config)
+    family = family_of(config)
     declared = architecture_of(config)
-    sizes = declared.dimensions(config) if declared else dimensions_of(config, defaults)
-    config = _stated(config, defaults)
+    assert declared is not None  # it has declared the family
+    sizes = declared.dimensions(config)
+    config = _with_computed(config, declared.defaults)
+    whole = {**declared.defaults, **config}
     mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
     experts = _experts(sizes) if mixed else 0
-    _check(config, family, sizes)
+    _check_heads(config, family, sizes)
+    _check_graph(whole, declared, family, sizes)
     found: dict[str, Value] = {
         "block_count": u32(sizes.layers),
         "context_length": u32(sizes.positions),
@@ -71,38 +82,31 @@ def parameters(config: Mapping[str, Any], family: Family) -> Parameters:
     }
     if family.arch == "gpt2":
         found["attention.layer_norm_epsilon"] = f32(_epsilon(config, "layer_norm_epsilon", 1e-5))
-        return Parameters(_keyed(family, found), (), sizes)
+        return Parameters(family, _keyed(family, found), sizes)
     found["attention.head_count_kv"] = u32(sizes.kv_heads)
     key, stated = family.epsilon
     found[key] = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family, sizes)
-    _check_part(rope, family, sizes, defaults)
+    _check_part(rope, family, sizes, declared.defaults)
     found |= rope_keys(rope, family)
     found |= _of_family(config, family, sizes, rope)
     if experts:
         found["expert_count"] = u32(experts)
-        found["expert_used_count"] = u32(_used({**defaults, **config}, family, experts))
-        if family.arch == "qwen3moe":
-            found["expert_feed_forward_length"] = u32(
-                _integer(config, "moe_intermediate_size", 768)
-            )
-    found |= stated_keys({**defaults, **config}, family, sizes)
+        found["expert_used_count"] = u32(_used(whole, family, experts))
+    found |= _family_keys(whole, family, sizes)
     return Parameters(
+        family,
         _keyed(family, found),
-        rope_tensors(rope),
         sizes,
+        rope_tensors(rope),
         experts,
-        interleaved=family.interleaved,
-        plus_one=family.norm_plus_one,
-        events=_left_out({**defaults, **config}, family, sizes, rope),
-        plain_norms=family.plain_norms,
-        decays=family.decays,
+        _left_out(whole, declared.windows, family, sizes, rope),
     )
 
 
-def _stated(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
+def _with_computed(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
     """Return a configuration with what the family computes with where a key is left out."""
     own = {key: defaults[key] for key in _COMPUTED if key in defaults}
     if config.get("rope_parameters") is None:  # null, too, asks for those of the family
@@ -114,11 +118,6 @@ def _stated(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[s
 
 def _keyed(family: Family, found: Mapping[str, Value]) -> dict[str, Value]:
     return {f"{family.arch}.{key}": value for key, value in found.items()}
-
-
-def _defaults(config: Mapping[str, Any]) -> Mapping[str, object]:
-    declared = architecture_of(config)
-    return declared.defaults if declared else {}
 
 
 def _of_family(
@@ -142,10 +141,44 @@ def _of_family(
     return {}
 
 
+def _family_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> dict[str, Value]:
+    """Return the keys that the family's own file declares, for a configuration with its defaults."""
+    found = {key: u32(sizes.size(size)) for key, size in family.sizes.items()}
+    for key, place in family.numbers.items():
+        number = place if isinstance(place, int) else _found(place, config)
+        if number is not None:
+            found[key] = u32(_number(place if isinstance(place, str) else key, number, int))
+    for key, place in family.reals.items():
+        if (real := _found(place, config)) is not None:
+            if not real and place in config:  # to llama.cpp, 0 is as good as none
+                raise not_carried(f"{place} = {real}", "a number above 0")
+            found[key] = f32(_number(place if isinstance(place, str) else key, real, float))
+    for key, place in family.flags.items():
+        stated = place if isinstance(place, bool) else config.get(place)
+        if stated is not None:
+            found[key] = flag(bool(stated))
+    for key, listing in family.lists.items():
+        listed = list(listing(config))
+        kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
+        found[key] = Value(ValueType.ARRAY, listed, kind)
+    return found
+
+
+def _found(place: str | Stated, config: Mapping[str, Any]) -> Any:
+    return config.get(place) if isinstance(place, str) else place(config)
+
+
+def _number(key: object, value: object, kind: type) -> Any:
+    known = type(value) is int or (kind is float and isinstance(value, float))
+    if not known or not 0 <= float(str(value)) < 1 << 31:
+        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number")
+    return value
+
+
 def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     value = config.get(key, otherwise)
     if not isinstance(value, int | float) or value <= 0:
-        raise refused(f"{key} = {value!r}", "a soft cap above 0")
+        raise not_carried(f"{key} = {value!r}", "a soft cap above 0")
     return float(value)
 
 
@@ -161,14 +194,14 @@ def _integer(config: Mapping[str, Any], key: str, otherwise: int) -> int:
     if value is None:
         return otherwise
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise refused(f"{key} = {value!r}", "an integer")
+        raise not_carried(f"{key} = {value!r}", "an integer")
     return value
 
 
 def _experts(sizes: Dimensions) -> int:
     count = sizes.own.get("experts", 0)
     if not 1 < count <= 4096:
-        raise refused(f"{count} experts", "2 to 4096")
+        raise not_carried(f"{count} experts", "2 to 4096")
     return count
 
 
@@ -179,37 +212,45 @@ def _used(config: Mapping[str, Any], family: Family, experts: int) -> int:
     if "expert_group_count" in family.numbers and groups and used:
         most = experts // groups * used
     if not 1 <= count <= most:
-        raise refused(f"{family.used} = {count}", f"1 to {most}")
+        raise not_carried(f"{family.used} = {count}", f"1 to {most}")
     return count
 
 
-def _check(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+def _check_heads(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+    """Refuse activations and sizes of heads that llama.cpp's graph of the family does not compute."""
     allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
     for stated in (config[key] for key in keys if config.get(key)):
         if stated not in allowed:
-            raise refused(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+            raise not_carried(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
     if family.interleaved and sizes.head % 2:
-        raise refused(f"head_dim = {sizes.head}", "an even number")
+        raise not_carried(f"head_dim = {sizes.head}", "an even number")
     if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
-        raise refused(
+        raise not_carried(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
         )
-    check_graph({**_defaults(config), **config}, family, sizes)
-    if family.norm_plus_one and family.period:
-        _check_gemma(config, family, sizes)
+
+
+def _check_graph(
+    config: Mapping[str, Any], declared: Architecture, family: Family, sizes: Dimensions
+) -> None:
+    """Refuse what llama.cpp's graph of the family does not compute, and what its declarations do not cover."""
+    if not config.get("is_causal", True):
+        raise not_carried(f"is_causal = {str(config['is_causal'])[:40]}", "true")
+    for key, value in declared.requires.items():
+        if (config.get(key, value) or None) != (value or None):
+            raise not_carried(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
+    for key, value in family.graph.items():
+        stated = config.get(key, value)
+        if stated != value and (stated is not None or value):
+            raise not_carried(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
+    if family.obstacle and (why := family.obstacle(config)):
+        raise not_carried(*why)
+    for one, other in family.equal:
+        if sizes.size(one) != sizes.size(other):
+            raise not_carried(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
     if family.period:
-        _check_windows(config, family, sizes)
-    if family.no_rope_period:
-        _check_no_rope(config, family.no_rope_period, sizes)
-    if family.arch == "qwen3moe" and (
-        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
-    ):
-        raise refused("dense layers among those with experts", "experts in every layer")
-    if family.arch == "qwen3moe" and config.get("norm_topk_prob") is False:
-        raise refused(
-            "norm_topk_prob = false", "llama.cpp normalises the weights of qwen3moe's experts"
-        )
+        _check_windows(config, family.period, sizes.layers)
 
 
 def _check_part(
@@ -223,57 +264,23 @@ def _check_part(
     )
     if rope.width != sizes.head and not known:
         share = rope.width / sizes.head
-        raise refused(f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads")
-
-
-def _check_gemma(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
-    scale = config.get("query_pre_attn_scalar", 256)
-    expected = (
-        sizes.hidden / sizes.heads
-        if sizes.layers == _GEMMA2_27B and family.arch == "gemma2"
-        else sizes.head
-    )
-    if family.arch == "gemma3" and sizes.layers == 62:  # the 27B release
-        expected = sizes.hidden / sizes.heads
-    if scale != expected:
-        raise refused(
-            f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({expected:g})"
+        raise not_carried(
+            f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads"
         )
-    if family.arch == "gemma3" and (
-        config.get("attn_logit_softcapping") or config.get("final_logit_softcapping")
-    ):
-        raise refused("soft-capping", f"{family.arch} has none")
 
 
-def _check_windows(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
-    """Raise `RefusedError` unless the last of every ``family.period`` layers alone has full attention."""
-    period = family.period
-    kinds = [
-        "full_attention" if i % period == period - 1 else "sliding_attention"
-        for i in range(sizes.layers)
-    ]
-    _check_list("layer_types", config.get("layer_types"), kinds)
+def _check_windows(config: Mapping[str, Any], period: int, layers: int) -> None:
+    """Raise `RefusedError` unless the last of every ``period`` layers alone has full attention."""
+    expected, stated = types_of_period(layers, period), config.get("layer_types")
+    if isinstance(stated, list) and stated[:layers] != expected:
+        raise not_carried(f"layer_types = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}...")
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         if config.get(key, period) != period:
-            raise refused(f"{key} = {config[key]}", f"{period}")
-
-
-def _check_no_rope(config: Mapping[str, Any], period: int, sizes: Dimensions) -> None:
-    """Raise `RefusedError` unless the last of every ``period`` layers alone has no rotary positions."""
-    expected = [int((i + 1) % period != 0) for i in range(sizes.layers)]
-    stated = config.get("no_rope_layers")
-    if stated is None and config.get("no_rope_layer_interval", period) != period:
-        raise refused(f"no_rope_layer_interval = {config['no_rope_layer_interval']}", f"{period}")
-    _check_list("no_rope_layers", stated, expected)
-
-
-def _check_list(key: str, stated: object, expected: Sequence[object]) -> None:
-    if isinstance(stated, list) and stated[: len(expected)] != list(expected):
-        raise refused(f"{key} = {stated[:8]}...", f"llama.cpp assumes {list(expected)[:8]}...")
+            raise not_carried(f"{key} = {config[key]}", f"{period}")
 
 
 def _left_out(
-    config: Mapping[str, Any], family: Family, sizes: Dimensions, rope: Rope
+    config: Mapping[str, Any], windows: WindowRule, family: Family, sizes: Dimensions, rope: Rope
 ) -> tuple[Event, ...]:
     """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have.
 
@@ -284,9 +291,7 @@ def _left_out(
     window = config.get("sliding_window", family.window)
     if window is None or sizes.positions <= window or family.windowed:
         return rounded
-    declared = architecture_of(config)
-    rule = declared.windows if declared else None
-    if rule is None or not any(rule.of_layers(config, sizes.layers)):
+    if not any(windows.of_layers(config, sizes.layers)):
         return rounded
     text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
     return (*rounded, Event("window-left-out", "config.json", text))

@@ -155,8 +155,11 @@ def has_projector(config: Mapping[str, Any]) -> bool:
 def _declared(config: Mapping[str, Any]) -> Projector:
     """Return the tower that a configuration describes; errors as `projector_file`."""
     model_type = str(config.get("model_type", ""))
-    if not any(key.endswith("_config") and "text" not in key and isinstance(value, Mapping)
-               for key, value in config.items() if key != "quantization_config"):
+    if not any(
+        key.endswith("_config") and "text" not in key and isinstance(value, Mapping)
+        for key, value in config.items()
+        if key != "quantization_config"
+    ):
         raise RefusedError(
             f"{OPTION}: a model of type {model_type!r} whose config.json describes no vision tower",
             f"leave {OPTION} out",

@@ -23,8 +23,8 @@ from typing import Any
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import InputError, RefusedError
+from quantforge.formats.gguf import not_carried
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
-from quantforge.formats.gguf.stated_keys import refused
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -112,7 +112,7 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
     if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
-        raise refused("rope scaling of layers that slide", "plain positions there")
+        raise not_carried("rope scaling of layers that slide", "plain positions there")
     return _number(sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE))
 
 
@@ -265,18 +265,18 @@ def _check_range(rope: Rope, family: Family) -> None:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
         short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
-        raise refused(short, "more")
+        raise not_carried(short, "more")
     known = stated if family.yarn_betas else _BETAS
     if _ends(rope, stated, whole=True) != _ends(rope, known, whole=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
             f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
         )
-        raise refused(
+        raise not_carried(
             f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
         )
     if (said := rounding(rope)) and not family.yarn_rounded:
-        raise refused(f"truncate = false of yarn scaling, by which {said},", "true")
+        raise not_carried(f"truncate = false of yarn scaling, by which {said},", "true")
 
 
 def rounding(rope: Rope) -> str:

@@ -2,30 +2,36 @@
 
 What is held in blocks appears as its bytes, and the configuration says of which type (``gguf_types``), so that the
 format finds its layers as any format does. Types that can only be decoded (the lattices IQ1 to IQ3, NVFP4) appear as
-float32.
+float32. ``config.json`` is restated from the keys, the inverse of `parameters` and `rope`; what llama.cpp knows by heart
+is stated as transformers spells it.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.llama_cpp import Family
-from quantforge.checkpoint import safetensors
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.safetensors import TensorEntry
+from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.checkpoint.seal import Seal
-from quantforge.errors import InputError
+from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf import KEY, QUANTIZATION, halves
-from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.container import TYPES
-from quantforge.formats.gguf.families import original_names, read_families
+from quantforge.formats.gguf.families import (
+    declared_of,
+    family_of,
+    model_types_read,
+    original_names,
+)
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.projector_file import check_no_tower
-from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT
+from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
 from quantforge.grids import SUPERBLOCKS
 from quantforge.plans import DTYPE_BITS, HeldTensor
 
@@ -57,14 +63,14 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor as transformers has it (blocks: their bytes, rows in transformers' order)."""
         place = self.places[name]
-        return _restored(place, safetensors.read_tensor(place.entry))
+        return _restored(place, read_tensor(place.entry))
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor; of one whose rows were reordered, by way of all of them."""
         place = self.places[name]
         if place.heads or place.transposed:
             return self.read(name)[first:last]
-        return _restored(place, safetensors.read_rows(place.entry, first, last))
+        return _restored(place, read_rows(place.entry, first, last))
 
     def held(self) -> tuple[HeldTensor, ...]:
         """Return the tensors with their types in the file: a block type stands for its elements."""
@@ -89,7 +95,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     file = read_gguf(path)
     check_no_tower(file)
     config = config_of(file)
-    family = read_families()[config["model_type"]]
+    family = family_of(config)
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     if blocks > len(file.tensors):
         raise InputError(
@@ -149,7 +155,8 @@ def _places(
 ) -> dict[str, _Place]:
     """Return one place, or of a stack one for each matrix of an expert."""
     raw = entry.raw()
-    turned = family.arch == "gpt2" and entry.name.startswith("blk.") and len(entry.shape) == 2
+    turned = declared_of(str(config["model_type"])).transposed
+    turned = turned and entry.name.startswith("blk.") and len(entry.shape) == 2
     place = _Place(
         raw,
         entry.type,
@@ -234,3 +241,233 @@ def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
     if place.plus_one:
         value = value - 1
     return value.T.contiguous() if place.transposed and value.dtype.is_floating_point else value
+
+
+# config.json from the keys
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return ``config.json``, without anything about quantization.
+
+    Raises:
+        InputError: a key is missing or of a wrong type, or the file cannot be restated (`NotReadError`).
+    """
+    model_type = _model_type(file)
+    declared = declared_of(model_type)
+    family = family_of({"model_type": model_type})
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
+    keys = FileKeys(file, family, declared)
+    return {
+        "architectures": [family.class_name],
+        "model_type": model_type,
+        "vocab_size": table.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": "float16" if declared.float16 else "float32",
+        **_ids(file),
+        **(
+            family.restated(keys)
+            if family.restated
+            else {**keys.usual(), "hidden_act": family.activations[0]}
+        ),
+    }
+
+
+def _model_type(file: GgufFile) -> str:
+    """Return the ``model_type`` of transformers; only a key says whether a llama has experts."""
+    arch, read = file.value("general.architecture", str), model_types_read()
+    if arch not in read:
+        raise NotReadError(
+            f"{file.files[0]}: architecture {arch!r} is not read",
+            f"read are {', '.join(sorted(read))}",
+        )
+    if arch == "llama" and file.value("llama.expert_count", int, 0) > 1:
+        return "mixtral"
+    return read[arch]
+
+
+def _ids(file: GgufFile) -> dict[str, int]:
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    found = {
+        f"{role}_token_id": file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for role, name in names.items()
+    }
+    return {key: value for key, value in found.items() if value >= 0}
+
+
+# Scaling of the frequencies as it was published: numbers that a table of divisors is compared with.
+_LLAMA3 = [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (16.0, 1.0, 1.0, 8192)]
+_MOST_LAYERS = 1 << 16
+
+
+class FileKeys:
+    """The keys of one architecture, as a family's own file reads them (`quantforge.architectures.llama_cpp.Keys`)."""
+
+    def __init__(self, file: GgufFile, family: Family, declared: Architecture) -> None:
+        self.file, self._family, self._declared = file, family, declared
+
+    def sizes(self) -> dict[str, Any]:
+        """Return what ``config.json`` says of sizes that all families have, of biases, and of values of ``graph``."""
+        family, file = self._family, self.file
+        heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
+        head_dim = self.integer("attention.key_length", hidden // heads if heads else 0)
+        if not (heads and head_dim):
+            raise InputError(
+                f"{file.files[0]}: {heads} heads of {head_dim} columns", "the file is damaged"
+            )
+        return {
+            "hidden_size": hidden,
+            "num_hidden_layers": self.integer("block_count"),
+            "num_attention_heads": heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": self.integer("context_length"),
+            family.epsilon[1]: self.real(family.epsilon[0]),
+            **{key: f"blk.0.{name}" in file.tensors for key, name in family.bias_keys.items()},
+            **family.graph,
+        }
+
+    def usual(self) -> dict[str, Any]:
+        """Return what ``config.json`` of a llama says: `sizes`, heads of keys, the MLP, ``reals``, rotary positions."""
+        sizes = self.sizes()
+        whole = self._declared.defaults.get("partial_rotary_factor", 1.0) == 1.0
+        heads = self.integer("attention.head_count_kv", sizes["num_attention_heads"])
+        return {
+            **sizes,
+            "num_key_value_heads": heads,
+            "intermediate_size": self.integer("feed_forward_length"),
+            **{
+                place: self.real(key)
+                for key, place in self._family.reals.items()
+                if isinstance(place, str)
+            },
+            **self.rope(sizes["head_dim"], whole=whole),
+        }
+
+    def integer(self, key: str, otherwise: int | None = None) -> int:
+        """Return a count; a negative one is an error."""
+        return self._count(key, self.file.value(self._named(key), int, otherwise))
+
+    def real(self, key: str, otherwise: float | None = None) -> float:
+        """Return a number, rounded to what 32 bits hold."""
+        value: float = self.file.value(self._named(key), float, otherwise)
+        return shortest(value)
+
+    def text(self, key: str) -> str:
+        """Return a word, "" where there is none."""
+        value: str = self.file.value(self._named(key), str, "")
+        return value
+
+    def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
+        """Return a number, or a truth, for every layer: of a list its items, of a single number that one for all."""
+        layers = self.integer("block_count")
+        found = self.file.metadata.get(self._named(key))
+        if layers > _MOST_LAYERS or (found is not None and isinstance(found.value, list)):
+            listed: list[Any] = self.file.value(self._named(key), list)
+            if len(listed) != layers or any(type(item) is not kind for item in listed):
+                raise self._damaged(key, str(listed)[:40])
+            return [self._count(key, item) for item in listed]
+        return [self._count(key, self.file.value(self._named(key), kind))] * layers
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, () where there is none."""
+        found = self.file.tensors.get(tensor)
+        return found.shape if found else ()
+
+    def divisors(self) -> list[float]:
+        """Return by what the frequencies of rotary positions are divided; [] where no table says so."""
+        if FREQUENCIES not in self.file.tensors:
+            return []
+        return [
+            shortest(value) for value in read_tensor(self.file.tensors[FREQUENCIES].raw()).tolist()
+        ]
+
+    def not_read(self, what: str, instead: str) -> NotReadError:
+        """Return the error for a file that no configuration of transformers describes."""
+        return NotReadError(
+            f"{self.file.files[0]}: {what} is not read (read: {instead})",
+            "evaluate it with --engine llama.cpp",
+        )
+
+    def rope(self, head: int, *, whole: bool = True) -> dict[str, Any]:
+        """Return the rotary positions of all layers.
+
+        Args:
+            head: the columns of one.
+            whole: it turns as a whole where a configuration of the family says nothing.
+        """
+        file, kind = self.file, self.text("rope.scaling.type")
+        base = self.real("rope.freq_base", 10_000.0)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+        width = self.integer("rope.dimension_count", head)
+        if FREQUENCIES in file.tensors:
+            rope |= self._llama3(base, width)
+        elif LONG in file.tensors and SHORT in file.tensors:
+            rope |= {
+                "rope_type": "longrope",
+                "long_factor": read_tensor(file.tensors[LONG].raw()).tolist(),
+                "short_factor": read_tensor(file.tensors[SHORT].raw()).tolist(),
+                "attention_factor": self.real("rope.scaling.attn_factor", 1.0),
+                "original_max_position_embeddings": self._original(),
+            }
+        elif kind in {"linear", "yarn"}:
+            rope |= {"rope_type": kind, "factor": self.real("rope.scaling.factor", 1.0)}
+            if kind == "yarn":
+                rope["original_max_position_embeddings"] = self._original()
+        elif kind not in {"", "none"}:
+            raise NotReadError(
+                f"{file.files[0]}: rope scaling {kind!r} is not read",
+                "linear, yarn, llama3 and longrope are",
+            )
+        if width != head or not whole:
+            rope["partial_rotary_factor"] = width / head
+        found: dict[str, Any] = {"rope_parameters": rope}
+        if rope["rope_type"] == "longrope":
+            found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        return found
+
+    def _original(self) -> int:
+        return self.integer("rope.scaling.original_context_length")
+
+    def _llama3(self, base: float, width: int) -> dict[str, Any]:
+        """Return the settings whose divisors are those of the table."""
+        stored = read_tensor(self.file.tensors[FREQUENCIES].raw()).double()
+        for factor, low, high, original in _LLAMA3:
+            divisors = llama3_divisors(base, width, factor, low, high, original)
+            if len(divisors) == len(stored) and all(
+                abs(found - wanted) <= 1e-6 * wanted
+                for found, wanted in zip(stored.tolist(), divisors, strict=True)
+            ):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
+        raise NotReadError(
+            f"{self.file.files[0]}: {FREQUENCIES} is none of the published scalings",
+            "evaluate it with --engine llama.cpp",
+        )
+
+    def _named(self, key: str) -> str:
+        return f"{self._family.arch}.{key}"
+
+    def _count(self, key: str, value: int) -> int:
+        if not 0 <= value < 1 << 31:
+            raise self._damaged(key, value)
+        return value
+
+    def _damaged(self, key: str, value: object) -> InputError:
+        return InputError(
+            f"{self.file.files[0]}: {self._named(key)} = {value}", "the file is damaged"
+        )
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal number that is the same in float32: 1e-05 and not 9.999999747378752e-06."""
+    for digits in range(1, 10):
+        candidate = float(f"{value:.{digits}g}")
+        if struct.pack("<f", candidate) == struct.pack("<f", value):
+            return candidate
+    return value

@@ -193,7 +193,10 @@ def _overlapping(texts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def of_post_processor(
-    tokenizer: Mapping[str, Any], special: Mapping[str, int], flags: Mapping[str, bool], ids: Mapping[str, int]
+    tokenizer: Mapping[str, Any],
+    special: Mapping[str, int],
+    flags: Mapping[str, bool],
+    ids: Mapping[str, int],
 ) -> Iterator[str]:
     """Yield the steps of the post-processor that add other tokens around a text than llama.cpp's one BOS and one EOS.
 

@@ -55,8 +55,12 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     ]
     roles = {role: tokens[number] for role, number in ids.items()}
     document = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        **build(file, vocab, roles), "post_processor": _post_processor(file, ids, roles),
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **build(file, vocab, roles),
+        "post_processor": _post_processor(file, ids, roles),
     }
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -181,7 +185,9 @@ def _sentencepiece(
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     steps = [{"type": "Prepend", "prepend": SPACE}, spaces] if prefix else [spaces]
     back: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
     ]
     if prefix:
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -197,16 +203,29 @@ def _sentencepiece(
 
 def _model(vocab: Mapping[str, int], merges: list[list[str]], **options: object) -> dict[str, Any]:
     return {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-        **options, "vocab": dict(vocab), "merges": merges,
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **options,
+        "vocab": dict(vocab),
+        "merges": merges,
     }
 
 
 def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
     return {
-        "id": number, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
-        "normalized": False, "special": special,
+        "id": number,
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
     }
 
 

@@ -9,7 +9,6 @@ import pytest
 from quantforge.architectures.match import Matched, match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import parameters
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
@@ -204,7 +203,7 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
     ]
     matched = match(config, stored)
     assert {tensor.name for tensor in matched.tensors} == held.keys() - {"lm_head.weight"}
-    keys = parameters(text, family_of(text)).keys
+    keys = parameters(text).keys
     full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
     heads = keys["gemma4.attention.head_count_kv"].value
     assert {heads[index] for index in full} == {2 if name == "mixture" else 1}

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf.container import u32
-from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parameters import parameters
 from tests import gguf_models
 from tests.conftest import Tiny
@@ -35,10 +34,9 @@ def test_missing_keys_are_those_of_transformers(tiny: Tiny, family: str) -> None
     whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
     stated = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
     assert stated.keys() > bare.keys()
-    found = family_of(config)
-    expected = parameters(stated, found)
+    expected = parameters(stated)
     for config in (bare, bare | {"rope_parameters": None}):
-        got = parameters(config, found)
+        got = parameters(config)
         assert (got.keys, got.computed) == (expected.keys, expected.computed)
 
 
@@ -48,8 +46,7 @@ def test_a_kind_of_rotary_positions_that_is_not_stated_is_plain(tiny: Tiny) -> N
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
     made = [
         parameters(
-            config_of(tiny("gemma4")) | {"rope_parameters": stated},
-            family_of({"model_type": "gemma4_text"}),
+            config_of(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": stated}
         )
         for stated in (bases, plain)
     ]
@@ -60,7 +57,7 @@ def test_experts_that_are_not_normalised_are_refused_where_nothing_is_said(tiny:
     config = config_of(tiny("qwen3-moe")) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
     config.pop("norm_topk_prob", None)
     with pytest.raises(RefusedError, match="norm_topk_prob"):
-        parameters(config, family_of(config))
+        parameters(config)
 
 
 def declared(model_type: str) -> dict[str, Any]:
@@ -105,17 +102,17 @@ def test_only_positions_that_the_graph_of_a_family_turns_are_written(
         config.pop("rope_scaling", None)
         config["rope_parameters"] = {"rope_theta": 1e4, **rope}
         with suppress(RefusedError, InputError):
-            parameters(config, family_of(config))
+            parameters(config)
             found.add(name)
     assert found == carried
 
 
 def test_two_counts_of_dimensions_that_rotate_are_refused() -> None:
     config = declared("minimax_m2") | {"rotary_dim": 16}
-    assert parameters(config, family_of(config)).keys["minimax-m2.rope.dimension_count"] == u32(16)
+    assert parameters(config).keys["minimax-m2.rope.dimension_count"] == u32(16)
     config["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
     with pytest.raises(InputError, match="rotary_dim = 16, partial_rotary_factor"):
-        parameters(config, family_of(config))
+        parameters(config)
 
 
 @pytest.mark.parametrize("sliding", [
@@ -127,4 +124,4 @@ def test_layers_that_slide_have_plain_positions(sliding: dict[str, Any]) -> None
     config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
                                  "sliding_attention": sliding}  # fmt: skip
     with pytest.raises(RefusedError, match="layers that slide"):
-        parameters(config, family_of(config))
+        parameters(config)

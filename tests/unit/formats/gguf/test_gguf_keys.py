@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from quantforge.architectures import architecture_of
+from quantforge.architectures import MODEL_TYPES, architecture_of
 from quantforge.errors import QuantForgeError, RefusedError
-from quantforge.formats.gguf.families import family_of
-from quantforge.formats.gguf.parameters import Parameters, parameters
+from quantforge.formats.gguf.parameters import parameters
 from scripts.gguf_key_changes import SKIPPED, variants
 from tests import gguf_models
 
@@ -46,14 +45,24 @@ def whole(name: str, **changes: object) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value != ABSENT}
 
 
-def translated(config: Mapping[str, Any]) -> Parameters:
-    return parameters(config, family_of(config))
+def test_a_family_that_is_made_of_another_does_not_take_its_name_in_llama_cpp() -> None:
+    """`replace` hands on what a family declares; only wholes beside a tower are what their decoder is."""
+    homes: dict[int, list[str]] = {}
+    for name in MODEL_TYPES:
+        declared = architecture_of({"model_type": name})
+        if declared is not None and declared.gguf is not None:
+            homes.setdefault(id(declared.gguf), []).append(name)
+    shared = {tuple(names) for names in homes.values() if len({MODEL_TYPES[n] for n in names}) > 1}
+    assert shared == {
+        ("deepseek_v3", "kimi_k2", "kimi_k25"),
+        ("ministral3", "mistral3"),
+    }
 
 
 def outcome(config: Mapping[str, Any]) -> object:
     """Return what becomes of a configuration: what is written of it, or why it is refused."""
     try:
-        found, declared = translated(config), architecture_of(config)
+        found, declared = parameters(config), architecture_of(config)
         assert declared is not None
         layers = declared.layers(config, found.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -109,4 +118,4 @@ def test_a_key_that_no_graph_obeys_is_refused_by_its_name(
     name: str, changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(RefusedError, match=f"{match}.*cannot be carried by a GGUF file"):
-        translated(whole(name, **changes))
+        parameters(whole(name, **changes))

@@ -16,11 +16,10 @@ from quantforge import verbs
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.formats.decoded import decoded
-from quantforge.formats.gguf.config_keys import config_of
 from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
-from quantforge.formats.gguf.source import _places, open_gguf
+from quantforge.formats.gguf.source import _places, config_of, open_gguf
 from quantforge.formats.opening import open_model
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
