@@ -67,12 +67,6 @@ class Shape:
     importance: bool = False  # whether the codes are chosen with an importance matrix
 
 
-def _number_of(label: str) -> int:
-    """Return the number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
-    first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
-    return MIXTURES[label][0] if label in MIXTURES else next(first, 0)
-
-
 def order(name: str) -> tuple[int, str]:
     """Return the sort key of a tensor in a file: by block (those outside of blocks first), then by name."""
     parts = name.split(".")
@@ -121,17 +115,17 @@ def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> di
         elif name in LOOKED_UP:
             chosen[name] = _embedding(mixture, base)
         elif _is_value(name):
-            chosen[name] = _value(mixture, base, value, len(values), shape)
+            chosen[name] = _values_type(mixture, base, value, len(values), shape)
             value += 1
         elif matrix:
             index = order(name)[0] if shape.experts > 1 and mixture not in _LOW else rows[matrix]
-            choose = _down if matrix == "ffn_down" else _inner
+            choose = _down if matrix == "ffn_down" else _gate_and_up
             chosen[name] = choose(mixture, base, index, shape)
             rows[matrix] += 1
         elif "attn_output.weight" in name:
-            chosen[name] = _attention_output(mixture, base, shape)
+            chosen[name] = _attention_out(mixture, base, shape)
         else:
-            chosen[name] = _question(mixture, base, name, shape)
+            chosen[name] = _keys_and_others(mixture, base, name, shape)
     return chosen
 
 
@@ -139,7 +133,7 @@ def _is_value(name: str) -> bool:
     return any(part in name for part in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"))
 
 
-def _more(index: int, count: int) -> bool:
+def _has_more_bits(index: int, count: int) -> bool:
     """Return whether a layer is in the first or the last eighth, or every third between."""
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
@@ -158,7 +152,7 @@ def _embedding(mixture: str, base: str) -> str:
     return "Q2_K" if mixture in _LOW else base
 
 
-def _question(mixture: str, base: str, name: str, shape: Shape) -> str:
+def _keys_and_others(mixture: str, base: str, name: str, shape: Shape) -> str:
     """Return the type of the keys and queries of attention, and of whatever else there is."""
     if "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
         return "Q4_K" if mixture in _LOW else "Q8_0"
@@ -168,13 +162,13 @@ def _question(mixture: str, base: str, name: str, shape: Shape) -> str:
     )
 
 
-def _inner(mixture: str, base: str, index: int, shape: Shape) -> str:
+def _gate_and_up(mixture: str, base: str, index: int, shape: Shape) -> str:
     """Return the type of the first matrices of the MLP: those of IQ3_XS have fewer bits between the outer eighths."""
     between = shape.layers // 8 <= index < 7 * shape.layers // 8
     return "IQ3_XXS" if mixture == "IQ3_XS" and between else base
 
 
-def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str:
+def _values_type(mixture: str, base: str, index: int, count: int, shape: Shape) -> str:
     grouped = shape.heads // shape.kv_heads >= 4
     chosen = base
     if mixture in _LOW:
@@ -196,7 +190,7 @@ def _value(mixture: str, base: str, index: int, count: int, shape: Shape) -> str
         or (mixture == "Q4_K_S" and index < 4)
     ):
         chosen = "Q5_K"
-    elif mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, count):
+    elif mixture in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(index, count):
         chosen = "Q6_K"
     if shape.layers == _LAYERS_70B and shape.heads != shape.kv_heads and chosen in {"Q3_K", "Q4_K"}:
         chosen = "Q5_K"
@@ -218,14 +212,14 @@ def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
         raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
         return raised if first else base
     if mixture == "IQ3_M":
-        eight = shape.experts == _EIGHT_EXPERTS and _more(index, shape.layers)
+        eight = shape.experts == _EIGHT_EXPERTS and _has_more_bits(index, shape.layers)
         return "Q4_K" if first or eight else base
     if mixture in {"Q2_K", "Q2_K_S", "Q3_K_M"} or (mixture == "IQ3_XXS" and not shape.importance):
         raised, others = _DOWN[mixture]
         return raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else others
     if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
         return "Q5_K"
-    if mixture in {"Q4_K_M", "Q5_K_M"} and _more(index, shape.layers):
+    if mixture in {"Q4_K_M", "Q5_K_M"} and _has_more_bits(index, shape.layers):
         return "Q6_K"
     if mixture in {"IQ4_NL", "IQ4_XS"} and first and not shape.importance:
         return "Q5_K"
@@ -234,7 +228,7 @@ def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
     return base
 
 
-def _attention_output(mixture: str, base: str, shape: Shape) -> str:
+def _attention_out(mixture: str, base: str, shape: Shape) -> str:
     if shape.experts == _EIGHT_EXPERTS:
         raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"}
         raised |= {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LOW}
@@ -246,30 +240,38 @@ def _attention_output(mixture: str, base: str, shape: Shape) -> str:
     return others.get(mixture, base)
 
 
-def _in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
-    """Return the types of the tensors that a mixture decides on, of ``{name: (type, shape)}``."""
-    return {
-        name: kind
-        for name, (kind, shape) in shapes.items()
-        if name.startswith("blk.") and not always_float32(name, len(shape))
-    }
+def file_type(label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> int:
+    """Return the number of the mixture that is called so, or of the nearest where rules made the types others.
+
+    Of several that are as near, one that is mostly of the commonest type comes first.
+
+    Args:
+        label: the mixture that was asked for, or the type of most tensors.
+        shapes: type and shape of every tensor of the file, by name.
+        shape: of the model; with an importance or without one, whichever is nearer.
+    """
+    stated, found = _number_of(label), _distances(shapes, shape)
+    least = min(found.values(), default=0)
+    if found.get(stated, least) == least:
+        return stated
+    ((common, _),) = Counter(_in_blocks(shapes).values()).most_common(1)
+    nearest = [
+        (base != common, number) for number, base in MIXTURES.values() if found[number] == least
+    ]
+    return min(nearest)[1]
 
 
-def distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> dict[object, int]:
+def _distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> dict[int, int]:
     """Return, by the number of each mixture, in how many tensors of the blocks it would have another type.
 
     Empty where no mixture is mostly of the commonest type: only other programs write that, under their own numbers.
-
-    Args:
-        shapes: type and shape of every tensor of the file, by name.
-        shape: of the model; with an importance or without one, whichever is nearer.
     """
     types = _in_blocks(shapes)
     named = {base for _, base in MIXTURES.values()}
     if not types or Counter(types.values()).most_common(1)[0][0] not in named:
         return {}
     columns = {name: size[-1] for name, (_, size) in shapes.items() if len(size) > 1}
-    found: dict[object, int] = {}
+    found: dict[int, int] = {}
     for label, (number, _) in MIXTURES.items():
         counts = []
         for observed in (False, True):
@@ -280,22 +282,16 @@ def distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -
     return found
 
 
-def file_type(label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> int:
-    """Return the number of the mixture that is called so, or of the nearest where rules made the types others.
+def _in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """Return the types of the tensors that a mixture decides on, of ``{name: (type, shape)}``."""
+    return {
+        name: kind
+        for name, (kind, shape) in shapes.items()
+        if name.startswith("blk.") and not always_float32(name, len(shape))
+    }
 
-    Of several that are as near, one that is mostly of the commonest type comes first.
 
-    Args:
-        label: the mixture that was asked for, or the type of most tensors.
-        shapes: as of `distances`.
-        shape: as of `distances`.
-    """
-    stated, found = _number_of(label), distances(shapes, shape)
-    least = min(found.values(), default=0)
-    if found.get(stated, least) == least:
-        return stated
-    ((common, _),) = Counter(_in_blocks(shapes).values()).most_common(1)
-    nearest = [
-        (base != common, number) for number, base in MIXTURES.values() if found[number] == least
-    ]
-    return min(nearest)[1]
+def _number_of(label: str) -> int:
+    """Return the number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
+    first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
+    return MIXTURES[label][0] if label in MIXTURES else next(first, 0)
