@@ -91,7 +91,7 @@ def test_an_interrupted_export_goes_on_where_it_rounds(
         rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
         assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
     monkeypatch.setattr(module, "quantize_opened", stop)
-    monkeypatch.setattr("quantforge.verbs.move_codes.settle_all", stop)
+    monkeypatch.setattr(module, "settle_all", stop)
     told = command(
         capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
     )

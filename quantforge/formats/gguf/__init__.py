@@ -1,15 +1,14 @@
 """GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it.
 
 `container` is the layout, `parsing` reads it strictly, `families`, `parameters` and `rope` translate configurations,
-`vocabulary` tokenizers, `mixture` chooses types (`quantforge.planning.gguf` puts a file together), `source` shows a file
-as if it were a model directory. This module is the format: what it holds, and how tensors are moved in and out. Nothing
-here quantizes.
+`vocabulary` tokenizers, `mixture` chooses types (`quantforge.planning.gguf` puts a file together), `source` shows a
+file as if it were a model directory. This module is the format: what it holds, and how tensors are moved in and out.
+Nothing here quantizes.
 
 In this folder:
 
-    config_keys            ``config.json`` from the keys of a GGUF file
     container              A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes
-    families               Families that GGUF holds, what llama.cpp calls them
+    families               Families that GGUF holds, and the names of their tensors in its files
     importance_file        Importance matrices as llama.cpp's tools write and read them
     metadata               The keys of a file: what the model is, where it comes from, its parameters, its vocabulary
     mixture                Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives
@@ -19,12 +18,9 @@ In this folder:
     projector_file         The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it
     rope                   Rotary embeddings: bases and scaling
     source                 A GGUF file as if it were a model directory
-    special                Special tokens and chat templates around a vocabulary: ids, tokens put around a text
-    stated_keys            Keys of a GGUF file that a family's own file states
-    storing                Tensors on their way into a GGUF file and back: turned, reordered, raised by one, converted
+    tokenizer              The tokenizer of a model directory: pieces, merges, added and special tokens, chat templates
     tokenizer_differences  Tokenizer behavior that GGUF has no key for: one sentence per difference
     tokenizer_files        The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`
-    tokenizer_json         What a ``tokenizer.json`` says: pieces, merges, added tokens
     vocabulary             Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from
 """
 
@@ -205,7 +201,7 @@ def layouts(
 
 
 class GgufStorage:
-    """Storage of tensors in a GGUF file (`quantforge.formats.storage.Storage`): turned, reordered, plus one, converted."""
+    """Storage of tensors in a GGUF file (`quantforge.formats.storage.Storage`)."""
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""

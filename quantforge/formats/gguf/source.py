@@ -2,8 +2,8 @@
 
 What is held in blocks appears as its bytes, and the configuration says of which type (``gguf_types``), so that the
 format finds its layers as any format does. Types that can only be decoded (the lattices IQ1 to IQ3, NVFP4) appear as
-float32. ``config.json`` is restated from the keys, the inverse of `parameters` and `rope`; what llama.cpp knows by heart
-is stated as transformers spells it.
+float32. ``config.json`` is restated from the keys, the inverse of `parameters` and `rope`; what llama.cpp knows by
+heart is stated as transformers spells it.
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ def begins_by_default(model: str, pre: str) -> bool:
 # BPE as sentencepiece does it
 
 
-_MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest have 20 million
+_MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest: 20 million
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
