@@ -12,7 +12,6 @@ In this folder:
     diff_models      Diff: how two models of any formats differ
     evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
     export           Export: a model in another format, as a proven re-layout or a refusal
-    export_recipe    Recipe of an export: plain rounding, in the format that is asked for, that a name states
     finished_result  A result that lies at the place of a job already, made by this very command before it was killed
     folder_cards     Card of a folder of results that are one file each, made of their manifests and headers
     generate_text    Generate: a model of any format that is read continues a text or answers a conversation
@@ -20,13 +19,11 @@ In this folder:
     inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone
     job              A job: one result that is to be made, planned from headers
     load_model       Load: a model of any format that is read, ready to compute with its weights still packed
-    move_codes       Move a model into the codes of another format, and publish it; an interrupted one starts anew
     output           Place of a result, and the room that it asks for: shared by the verbs that write
     plan             Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     release          Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     reproduce        Making a result again from its manifest, and comparing every byte
-    requantize       Quantizing a quantized model again: from the source that its manifest names
     scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
     serve_model      Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
     sweep            Sweep: all combinations of some choices, quantized and scored; the same call resumes it
