@@ -119,8 +119,7 @@ class Grid:
 
     Attributes:
         bits: of one code.
-        packer: dotted path of the packer; of grids with a stored minimum that of `minimum`.
-        minimum: the same for a stored minimum in place of a zero point; "" where there is none.
+        packer: dotted path of the packer.
         weights_per_code: neighbouring columns of a row that one code stands for; more than 1 for code vectors.
         natural: the granularity where it is left out.
         groups_only: whether it is stored with groups alone.
@@ -139,7 +138,6 @@ class Grid:
 
     bits: int
     packer: str
-    minimum: str = ""
     weights_per_code: int = 1
     natural: Granularity = PerGroup(128)
     groups_only: bool = False
@@ -171,18 +169,20 @@ def words_per_row(columns: int, bits: int) -> int:
 
 
 def _integer(bits: int) -> Grid:
-    packer, minimum = "quantforge.packers.integer", "quantforge.packers.minima"
-    return Grid(
-        bits, packer, minimum, zeros=(Zero.NONE, Zero.INT, Zero.MIN), runs=2 if bits <= 3 else 1,
-        shrinkage=0.05 if bits == 2 else 0.0,
-    )  # fmt: skip
+    zeros, shrinkage = (Zero.NONE, Zero.INT, Zero.MIN), 0.05 if bits == 2 else 0.0
+    packer, runs = "quantforge.packers.integer", 2 if bits <= 3 else 1
+    return Grid(bits, packer, zeros=zeros, runs=runs, shrinkage=shrinkage)
 
 
 def _book() -> Grid:
-    scales = (ScaleType.F32, ScaleType.DOUBLE)
     return Grid(
-        4, "quantforge.packers.nf4", natural=PerGroup(64), groups_only=True, scales=scales, scale=ScaleType.F32
-    )  # fmt: skip
+        4,
+        "quantforge.packers.nf4",
+        natural=PerGroup(64),
+        groups_only=True,
+        scales=(ScaleType.F32, ScaleType.DOUBLE),
+        scale=ScaleType.F32,
+    )
 
 
 def _float(short: str = "") -> Grid:

@@ -10,14 +10,12 @@ In this folder:
     fp4             nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
     fp8             8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
     input_rounding  Inputs of linear layers, rounded at run time: what an engine does to them
-    integer         Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point
-    integer_search  The search of `scale_search` on integers
+    integer         Uniform integer grids, 2 to 8 bits: symmetric, with an integer zero point, or with a stored minimum
     levels          Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
-    minima          Uniform integer grids with a stored minimum: ``code * scale + minimum``, as MLX has them
     moments         Parameters fitted again with the codes held, under the whole Hessian
     nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
     row_codes       Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
-    scale_loops     The scale search of `integer_search` in loops that numba compiles, for large matrices on a CPU
+    scale_loops     The search of `scale_search` for scales of integers, in loops that numba compiles
     scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
     tensor          The one thing that every method makes and every format stores: a quantized tensor
     ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
@@ -30,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from quantforge.grids import GRIDS, Zero
+from quantforge.grids import GRIDS
 from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -146,6 +144,15 @@ class VectorPacker(Packer, Protocol):
         """Return the codes of ``weight`` ``[out, in]`` with the least errors weighted by ``importance`` ``[in]``."""
 
 
+if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
+    from quantforge.packers import fp4, fp8, integer, nf4
+    from quantforge.packers.ggml import packer as ggml
+    from quantforge.packers.lattices import packer as lattices
+
+    _PACKERS: tuple[Packer, ...] = (integer, nf4, fp8, fp4, ggml)
+    _VECTOR_PACKERS: tuple[VectorPacker, ...] = (lattices,)
+
+
 def weighed_codes(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor | None
 ) -> Tensor:
@@ -157,7 +164,5 @@ def weighed_codes(
 
 
 def packer_of(scheme: Scheme) -> Packer:
-    """Return the packer of the scheme's grid."""
-    grid = GRIDS[scheme.grid]
-    free = grid.minimum and scheme.zero is Zero.MIN
-    return cast("Packer", import_module(grid.minimum if free else grid.packer))
+    """Return the packer of the scheme's grid, imported when it is first asked for: it needs torch."""
+    return cast("Packer", import_module(GRIDS[scheme.grid].packer))

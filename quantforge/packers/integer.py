@@ -1,32 +1,37 @@
-"""Uniform integer grids, 2 to 8 bits, symmetric or with an integer zero point.
+"""Uniform integer grids, 2 to 8 bits: symmetric, with an integer zero point, or with a stored minimum.
 
 A symmetric code ``q`` in ``[-2^(b-1), 2^(b-1) - 1]`` stands for ``q * scale``; an asymmetric one in
-``[0, 2^b - 1]`` for ``(q - zero) * scale``. One scale (and zero) serves a group of input columns of one row, a
-whole row, or the whole matrix.
+``[0, 2^b - 1]`` for ``(q - zero) * scale``, or for ``q * scale + minimum``, as MLX has them. One scale (and zero, or
+minimum) serves a group of input columns of one row, a whole row, or the whole matrix.
 
 The plain fit is symmetric ``scale = absmax / (2^(b-1) - 1)``, asymmetric ``scale = (max - min) / (2^b - 1)`` over a
-range that includes 0. `quantforge.packers.integer_search` finds better ones. Either way a scale is rounded to its
+range that includes 0. `quantforge.packers.scale_search` finds better ones. Either way a scale is rounded to its
 stored type first and the codes are computed with the rounded scale, so nothing is lost between here and a file.
 A scale may be negative: that turns the grid around, and its longer side to the positive weights.
 
 No stored scale is 0 or infinite. A group of zeros gets `EMPTY_SCALE`; a scale too small for its type becomes the
 smallest number of the type; one too large is an error, because clamping it would destroy the largest weights.
+
+Minima are fitted plainly as ``mx.quantize`` does: code 0 is the end of the range that is farther from 0 (the scale is
+negative where that is the upper end), and the step is changed a little so that 0 lies on the grid. A search takes the
+scale and zero point of the asymmetric grid, and stores the minimum ``-zero * scale``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.grids import PerGroup, PerTensor, ScaleType
+from quantforge.grids import PerGroup, PerTensor, ScaleType, Zero
 from quantforge.packers import Points
 from quantforge.packers import row_codes as rows
-from quantforge.packers.integer_search import search_scales, search_scales_and_zeros
 from quantforge.packers.moments import Held, Refit, ScaleMoments
+from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
 from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
 from quantforge.scheme import Scheme
 
@@ -37,6 +42,7 @@ SCALE_DTYPES = {
 }
 EMPTY_SCALE = 2.0**-14  # the smallest normal float16, exact in every scale type
 LEAST_ZERO = 1  # the first GPTQ layout stores zero points less one
+LEAST_STEP = 1e-7  # of a group of equal weights under a minimum, as in MLX
 
 
 def code_range(scheme: Scheme) -> tuple[int, int]:
@@ -53,7 +59,7 @@ def code_dtype(scheme: Scheme) -> torch.dtype:
 def fit(
     weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, search: bool = False
 ) -> dict[str, Tensor]:
-    """Choose scales (and zeros) for ``weight`` ``[out, in]`` float32.
+    """Choose scales (and zeros, or minima) for ``weight`` ``[out, in]`` float32.
 
     Args:
         weight: finite values.
@@ -62,12 +68,14 @@ def fit(
         search: minimise the squared error instead of covering the whole range.
 
     Returns:
-        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, `LEAST_ZERO` or more; both of
-        ``parameter_shape``.
+        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, `LEAST_ZERO` or more, or ``mins``
+        in the stored type; all of ``parameter_shape``.
 
     Raises:
-        InputError: a scale is beyond the largest number of its stored type.
+        InputError: a scale or minimum is beyond the largest number of its stored type.
     """
+    if scheme.zero is Zero.MIN:
+        return _fit_minima(weight, scheme, importance, search=search)
     groups = _grouped(weight, scheme)
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     low, high = code_range(scheme)
@@ -104,7 +112,12 @@ def encode(
         return rows.integers(
             weight, parameters["scales"].float().expand(len(weight), -1), low, high
         )
-    codes = (weight / by_column(parameters["scales"], scheme, columns).float()).round_()
+    scales = by_column(parameters["scales"], scheme, columns).float()
+    if scheme.zero is Zero.MIN:
+        mins = by_column(parameters["mins"], scheme, columns).float()
+        codes = (weight - mins) / torch.where(scales == 0, 1, scales)
+        return codes.round_().clamp_(low, high).to(torch.uint8)
+    codes = (weight / scales).round_()
     if scheme.symmetric:
         return codes.clamp_(low, high).to(code_dtype(scheme))
     codes += by_column(parameters["zeros"], scheme, columns)
@@ -117,11 +130,13 @@ def decode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return ``(codes - zeros) * scales`` in float32 for ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
-    values = codes.float()
+    """Return the float32 values of ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
+    values, scales = codes.float(), by_column(parameters["scales"], scheme, columns).float()
+    if scheme.zero is Zero.MIN:
+        return values.mul_(scales).add_(by_column(parameters["mins"], scheme, columns))
     if not scheme.symmetric:
         values -= by_column(parameters["zeros"], scheme, columns)
-    return values.mul_(by_column(parameters["scales"], scheme, columns).float())
+    return values.mul_(scales)
 
 
 def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,6 +153,38 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
         )
     least = limits.smallest_normal * limits.eps  # the smallest subnormal
     return torch.where(scales > 0, scales.clamp(min=least), EMPTY_SCALE).to(dtype)
+
+
+def _fit_minima(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, search: bool
+) -> dict[str, Tensor]:
+    dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
+    if search:
+        found = fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
+        mins = -found["zeros"].float() * found["scales"].float()
+        return {"scales": found["scales"], "mins": _stored_minima(mins, dtype)}
+    groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
+    low, high = groups.amin(-1), groups.amax(-1)
+    step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=LEAST_STEP)
+    turned = low.abs() <= high.abs()
+    step = torch.where(turned, -step, step)
+    edge = torch.where(turned, high, low)
+    whole = (edge / step).round()
+    scales = torch.where(whole != 0, edge / torch.where(whole == 0, 1, whole), step)
+    mins = torch.where(whole != 0, edge, 0)
+    stored(scales.abs(), dtype)  # refuses what is beyond the type
+    return {"scales": scales.to(dtype), "mins": _stored_minima(mins, dtype)}
+
+
+def _stored_minima(mins: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round minima to ``dtype``; raise `InputError` where one is beyond its largest number."""
+    found = mins.to(dtype)
+    if not bool(found.isfinite().all()):
+        raise InputError(
+            f"a minimum of {mins.abs().max().item():.3g} is beyond the range of {dtype}",
+            "store scales and minima as bf16, e.g. --scheme int4:g64:min:bf16",
+        )
+    return found
 
 
 def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -188,7 +235,9 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
 
 
 def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
-    """Return one step: it fits the scale of a group, under its zero and the two zeros next to that."""
+    """Return one step: it fits the scale of a group, under its zero and the two zeros next to that; minima stay."""
+    if scheme.zero is Zero.MIN:
+        return ()
     return (Refit(scheme.group_size(in_features), partial(_refit, scheme)),)
 
 
@@ -215,5 +264,8 @@ def _refit(scheme: Scheme, parameters: dict[str, Tensor], held: Held) -> Tensor:
 
 
 def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels."""
-    return Statement("int", unsigned(tensor), dict(tensor.parameters))
+    """State a tensor to the kernels, which subtract minima."""
+    parameters = dict(tensor.parameters)
+    if "mins" in parameters:
+        parameters["mins"] = -parameters["mins"]
+    return Statement("int", unsigned(tensor), parameters)

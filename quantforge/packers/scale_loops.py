@@ -1,4 +1,4 @@
-"""The scale search of `integer_search` in loops that numba compiles, for large matrices on a CPU.
+"""The search of `scale_search` for scales of integers, in loops that numba compiles, for large matrices on a CPU.
 
 In torch each candidate is a dozen passes over the weights; here all candidates of a group are tried while it stays in
 the first cache. Sums may be reordered, so that they are vector instructions: a near tie can fall otherwise than in

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantforge.grids import PerTensor
 from quantforge.notation import parse
-from quantforge.packers import integer, integer_search, scale_loops
+from quantforge.packers import integer, scale_loops, scale_search
 from quantforge.packers import row_codes as rows
 from quantforge.scheme import Scheme
 
@@ -159,10 +159,10 @@ def test_the_loops_for_large_matrices_make_the_same_search(
         monkeypatch.setattr(rows, "LEAST", weight.numel() + (not large))
         found: tuple[Tensor, ...]
         if scheme.symmetric:
-            found = (integer_search.search_scales(groups, plain["scales"], weights, low, high),)
+            found = (scale_search.search_scales(groups, plain["scales"], weights, low, high),)
         else:
             middles = plain["zeros"].float()
-            found = integer_search.search_scales_and_zeros(
+            found = scale_search.search_scales_and_zeros(
                 groups, plain["scales"], middles, weights, 1, high
             )
         assert len(looped) == (large and "tensor" not in text)  # they know groups of one row only

@@ -8,7 +8,7 @@ import torch
 from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import fp4, fp8, minima, nf4, packer_of
+from quantforge.packers import fp4, fp8, integer, nf4, packer_of
 from quantforge.packers import row_codes as rows
 from quantforge.packers.levels import count_above, look_up
 
@@ -173,8 +173,8 @@ def test_an_fp8_scale_beyond_its_type_is_refused():
 def test_a_minimum_beyond_its_type_is_refused(shift, search):
     weight = torch.linspace(-10, 10, 64).view(1, 64) + shift
     with pytest.raises(InputError, match=r"minimum of .* is beyond"):
-        minima.fit(weight, parse("int4:g64:min:f16"), search=search)
-    found = minima.fit(weight, parse("int4:g64:min:bf16"), search=search)
+        integer.fit(weight, parse("int4:g64:min:f16"), search=search)
+    found = integer.fit(weight, parse("int4:g64:min:bf16"), search=search)
     assert bool(found["mins"].isfinite().all())
 
 
