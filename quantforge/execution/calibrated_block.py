@@ -268,14 +268,13 @@ class CalibratedBlock:
             The record, and the statistics that hold afterwards.
         """
         layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
-        schemes = {name: layer.weight for name, layer in layers.items()}
         record: Record = {}
         for transform in self._plan.transforms if targets else ():
             if is_sparse(transform):
                 merge(record, self._with_zeros(transform, part, statistics, targets))
                 continue
             statistics, events, changes = transform_of(transform).apply(
-                part, statistics, schemes, self._recipe.rounding, layers
+                part, statistics, layers, self._recipe.rounding
             )
             merge(record, {"events": [one.to_json() for one in events], "transform": changes})
         return record, dict(statistics)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantforge.execution.journal import Journal, Record
     from quantforge.model.block import BlockPart
     from quantforge.planning.planner import Planned
-    from quantforge.quantizers.methods import Rounder
+    from quantforge.quantizers import Rounder
     from quantforge.recipe import Recipe
     from quantforge.scheme import Scheme
     from quantforge_calibration.sampler import Sample

@@ -27,7 +27,7 @@ from quantforge.execution.journal import Record, merge, write_durably
 from quantforge.execution.progress import phase, tell
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
-from quantforge.quantizers.tuning.bounds import whole_epochs
+from quantforge.quantizers.tuning import whole_epochs
 from quantforge.quantizers.tuning.matrix import CODES
 from quantforge_files.roles import TUNED
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from quantforge.errors import UsageError, without
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
-from quantforge.quantizers.tuning.bounds import whole_epochs
+from quantforge.quantizers.tuning import whole_epochs
 
 OUTER, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
 # As people read them; a step of a part names itself.

@@ -15,7 +15,7 @@ from quantforge.formats import DEFAULT, format_of
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import BEST, ERROR_FEEDBACK
-from quantforge.quantizers.tuning.bounds import whole_epochs
+from quantforge.quantizers.tuning import whole_epochs
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4

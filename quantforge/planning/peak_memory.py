@@ -32,7 +32,7 @@ from quantforge.model.statistics import EXPERT_TOKENS, Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import COMPILED_FROM, METHODS
-from quantforge.quantizers.tuning.bounds import ROWS, whole_epochs
+from quantforge.quantizers.tuning import ROWS, whole_epochs
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4

@@ -26,7 +26,7 @@ from quantforge.planning.peak_memory import RunSizes, groups_of, state_copies
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import Action, RunWork, TensorPlan
 from quantforge.quantizers import METHODS
-from quantforge.quantizers.tuning.bounds import whole_epochs
+from quantforge.quantizers.tuning import whole_epochs
 from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
 

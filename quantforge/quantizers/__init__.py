@@ -1,31 +1,24 @@
 """Methods: transforms, which rewrite the model so that it rounds better, then one rounder.
 
 ``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. Every method is of one `MethodKind`; the
-interface of each kind is in `methods`. `METHODS` holds modules as text, so that planning imports no torch; adding a
-method is one file and one record here.
+interface of each kind is below. `METHODS` holds modules as text, so that planning imports no torch; adding a method is
+one file and one record here.
 
 In this folder:
 
     awq            AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    balance        Column factors that minimise the expected rounding error, under a model of it
-    feedback       The loop of GPTQ: round the columns in turn, each to make its own term of the error least
-    gptq           GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al.
+    gptq           GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
     hessian        The objective of GPTQ and of its refinement
-    methods        Interfaces of methods: the arguments of each kind, and its results
-    output_error   Squared error that changed weights cause in the output of the sub-block that holds them
     pairs          Pairs of a producer and its readers
-    plain_rows     Plain rows: no row ends worse than what `rtn` writes for it with the same recipe
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rotate         Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
     sparsity       Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
-    strip_arrays   The loops of `strips` with numpy, for matrices too small to be worth compiling them
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement on a CPU, for grids whose packer gives `Points`
-    vectors        Error feedback and refinement of code vectors: the columns that share a code are a panel
-    guidance/      Guidance: the gradient of the loss at the output of every linear
-    tuning/        Tuning: scales, gains of norms and codes of a rounded model, learned on what its source computes
+    strips         The innermost loops of GPTQ and of its refinement, over the columns of a strip
+    guidance/      Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
+    tuning/        Tuning: fine-tune scales, gains of norms and codes of a rounded model
 """
 
 from __future__ import annotations
@@ -35,20 +28,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from quantforge.errors import UnknownNameError, UsageError, nearest
 from quantforge.events import Event
 from quantforge.model.statistics import Statistic
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.model.block import BlockPart
+    from quantforge.model.statistics import Statistics
     from quantforge.packers.tensor import QuantizedTensor
-    from quantforge.quantizers.methods import (
-        Rounder,
-        SourceTransform,
-        Transform,
-    )
+    from quantforge.recipe import Rounding
+    from quantforge.scheme import LayerScheme, Scheme
 
 PLAIN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
 ERROR_FEEDBACK, BEST = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
@@ -58,8 +52,9 @@ COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its
 class MethodKind(StrEnum):
     """Kind of a method, by its scope.
 
-    A rounder and a sparsifier work on the matrices of one shared input, a transform on one block, a source transform on
-    the whole source.
+    A rounder turns the matrices that read one activation into codes (`Rounder`). A transform rewrites one block,
+    keeping its function, so that it rounds better (`Transform`). A transform of the whole source changes the model
+    before anything else looks at it (`prepared`). What makes weights zero is one function (`sparsity.sparsify`).
     """
 
     ROUNDER = "rounder"
@@ -118,7 +113,7 @@ class Method:
 
     Attributes:
         module: dotted path of its code.
-        kind: what it works on, and so its interface in `quantforge.quantizers.methods`.
+        kind: what it works on, and so its interface.
         needs: statistics of the activation that a shared input reads.
         workspace: for the forecast of memory.
         work: for the forecast of time.
@@ -199,6 +194,56 @@ class Rounded:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
+class Rounder(Protocol):
+    """Interface of the module of a rounder; it gets the options of a `Rounding`, never the whole recipe."""
+
+    def round_shared(
+        self,
+        weights: Mapping[str, Tensor],
+        statistics: Statistics,
+        schemes: Mapping[str, Scheme],
+        rounding: Rounding,
+    ) -> dict[str, Rounded]:
+        """Round every matrix ``[out, in]`` that reads one shared input; keys are those of ``weights``.
+
+        ``statistics`` of that input hold at least what the method's record needs.
+        """
+
+
+class Transformed(NamedTuple):
+    """Report of a transform on the block that it has changed.
+
+    Attributes:
+        statistics: of the inputs as they are now, by `SharedInput.key`.
+        events: what could not be done.
+        figures: plain numbers and words for the journal and the manifest, by `SharedInput.key`.
+    """
+
+    statistics: dict[str, Statistics]
+    events: tuple[Event, ...]
+    figures: dict[str, dict[str, Any]]
+
+
+class Transform(Protocol):
+    """Interface of the module of a transform."""
+
+    def apply(
+        self,
+        part: BlockPart,
+        statistics: Mapping[str, Statistics],
+        layers: Mapping[str, LayerScheme],
+        rounding: Rounding,
+    ) -> Transformed:
+        """Change one block in place, so that it computes what it did and rounds better.
+
+        Args:
+            part: the block.
+            statistics: by `SharedInput.key`.
+            layers: the linears that will be quantized.
+            rounding: how they will be.
+        """
+
+
 def parse_method(text: str) -> tuple[tuple[str, ...], str]:
     """Split ``awq+gptq`` into its sparsifiers and transforms, and its rounder (by default ``rtn``).
 
@@ -246,14 +291,23 @@ def source_transforms(method: str) -> tuple[str, ...]:
 
 
 def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
-    """Return the source after ``transforms`` of the whole source, in their order.
+    """Return the source as the model is from now on: it computes what it did, with other tensors.
 
-    A quantized source is left as it is: planning refuses it. Errors as `SourceTransform.prepare`.
+    Rotations, permutations, folded norms. The module of such a transform has a function ``prepare``, which takes and
+    returns a checkpoint. It only reads headers, and imports no torch, since `plan` calls it; tensors are computed when
+    they are read, see `quantforge.checkpoint.prepared`. Planning, the run and `verify --source` see the result alone.
+    A quantized source is left as it is: planning refuses it.
+
+    Args:
+        source: the model.
+        transforms: of the whole source, in their order.
+
+    Raises:
+        InputError: the family has no declarations, or not those that are needed.
     """
-    if "quantization_config" in source.config:
-        return source
-    for word in transforms:
-        source = source_transform_of(word).prepare(source)
+    if "quantization_config" not in source.config:
+        for word in transforms:
+            source = import_module(METHODS[word].module).prepare(source)
     return source
 
 
@@ -282,6 +336,8 @@ def is_sparse(method: str) -> bool:
     return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
 
 
-def source_transform_of(name: str) -> SourceTransform:
-    """Import the module of a transform of the whole source."""
-    return cast("SourceTransform", import_module(METHODS[name].module))
+if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
+    from quantforge.quantizers import awq, gptq, rtn, smooth
+
+    _ROUNDERS: tuple[Rounder, ...] = (rtn, gptq)
+    _TRANSFORMS: tuple[Transform, ...] = (awq, smooth)

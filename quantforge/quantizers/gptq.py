@@ -1,50 +1,110 @@
-"""GPTQ: the columns still to be rounded make up for the errors of those that were (Frantar et al., arXiv 2210.17323).
+"""GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones.
 
-What happens to the matrices that read one input:
+(Frantar et al., arXiv 2210.17323.) The error of a row is ``sum_j (E R)_j^2`` with ``E = W - Q`` and ``R`` upper
+triangular (see `hessian`). Term ``j`` depends on the columns up to ``j`` only, so it is least when column ``j`` rounds
+not ``w_j`` but its target ``w_j + sum_(k<j) E_k R_kj / R_jj``. The steps for the matrices that read one input:
 
-1. ``H`` is checked, damped and factorised once, its columns in processing order, by falling ``H_jj``. Only the
-   processing follows it: groups stay runs of input columns.
-2. Every group is fitted to the original weights, then `feed_back` rounds the columns in turn.
-3. A row goes back to plain rounding where that has the smaller error.
-4. Where scales are searched, they are fitted once more, to the targets that step 2 rounded, and step 2 is
-   repeated, in all ``runs`` times (0: `Grid.runs`, once without ``refine``); each row takes the best. On a small
-   llama a second run took 7 % off the divergence at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same.
-   Scales under one number of the whole matrix are fitted under the number that the first run had.
-5. ``refine`` sweeps of `Refinement` go over codes and scales again, for grids that have `refits`. No sweep raises
-   the error of a row.
-6. A row that plain rounding with scales of its own makes better is given up for what `rtn` writes (`plain_rows`).
+1. Check, damp and factorize ``H`` once. Columns are processed by falling ``H_jj``; groups stay runs of input columns.
+2. Fit the scales of every group to the original weights, and round the columns in turn (`round_columns`).
+3. Round a row to nearest with the same scales where that has the smaller error.
+4. If scales are searched, fit them again to the targets that step 2 rounded, and repeat step 2, ``runs`` times in all
+   (0: `Grid.runs`, once without ``refine``); keep the best run of each row. On a small llama a second run reduced the
+   divergence by 7 % at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same. Scales under one number of the
+   whole matrix are fitted under the number of the first run.
+5. Refine codes and scales by ``refine`` sweeps (`Refinement`), for grids that have `refits`. No sweep raises the error
+   of a row.
+6. Use what `rtn` writes with the same recipe, wherever it has the smaller error (`fall_back_to_rtn`).
 
-A column that was 0 throughout calibration is coupled to no other: it is rounded plainly, not set to 0. A Hessian that
-no damping makes positive definite means plain rounding, and an event.
+Step 6 is needed because GPTQ chooses its scales for errors that later columns compensate. Where a few columns dwarf the
+others, the scales that `rtn` finds can serve a row better than all that GPTQ makes of its own. So both results are
+computed from the same weights and the same importance, and the better one is kept, codes and parameters together. `rtn`
+is better where its error is smaller under the Hessian or under the Hessian with its ridge: what stays of GPTQ is worse
+under neither. A row is compared and exchanged on its own if everything that it shares with other rows is the same in
+both results, as nvfp4's divisor mostly is. Otherwise rows go together, by the sum of their errors: the rows of one row
+of tiles, the whole matrix, or all matrices under one scale. Terms of an error only add up, so that the first columns
+decide nearly every row (`Factor.below`). Where float32 could be wrong, both errors are computed again in float64: under
+a Hessian without full rank they cancel.
+
+A column that was 0 throughout calibration is coupled to no other: it is rounded to nearest, not set to 0. If no damping
+makes the Hessian positive definite, all matrices are rounded to nearest, and an event is recorded.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import fsum
 
 import torch
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.grids import GRIDS, ScaleType
+from quantforge.grids import GRIDS, ScaleType, Tile
 from quantforge.model.statistics import Statistics
+from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
+from quantforge.packers.row_codes import LEAST
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import COMPILED_FROM, Rounded, rtn
-from quantforge.quantizers.feedback import Solution, feed_back, stacked
+from quantforge.quantizers import COMPILED_FROM, Rounded, rtn, strips
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
-from quantforge.quantizers.plain_rows import keep_better
 from quantforge.quantizers.refine import TOGETHER, Refinement
-from quantforge.recipe import Rounding
+from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
-ROWS = 1024  # worked off at a time
-WORKERS = 2  # parts at once: about five times their float32 size in memory
-PLAIN_ROWS = 512  # of them, compared with plain rounding at a time
+ROWS = 1024  # that are rounded at a time
+WORKERS = 2  # parts at once, each of about five times its float32 size in memory
+PANEL = 256  # columns that share one product with all the columns before them
+STRIP = 32  # columns of a panel that share one product with those of the panel before them
+COMPARED = 512  # rows whose error is compared with that of rounding to nearest at a time
+MARGIN = 1e-3  # relative: more than the rounding error of float32 in an error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """Codes and parameters of a matrix, with the error of each row."""
+
+    parameters: dict[str, Tensor]
+    codes: Tensor  # [out, in]; one per code vector
+    errors: Tensor  # float64 [out]
+    plain: Tensor  # bool [out]: rows that are rounded to nearest
+    terms: Tensor | None = None  # E R, [in, out], columns in processing order
+
+    def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
+        """Return the targets ``[out, in]`` that were rounded to these codes; needs the terms."""
+        assert self.terms is not None
+        values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
+        width = GRIDS[scheme.grid].weights_per_code
+        if width == 1:
+            moved = self.terms / factor.root.diagonal().unsqueeze(1)
+        else:
+            moved = strips.panel_targets(self.terms, factor.root, width)
+        return values.add_(moved[factor.order.argsort()].T)
+
+    def part(self, rows: slice) -> Solution:
+        """Return views of some rows; a parameter that serves the whole matrix stays whole."""
+        parameters = rtn.of_rows(self.parameters, rows)
+        return Solution(parameters, self.codes[rows], self.errors[rows], self.plain[rows])
+
+    def or_better(self, other: Solution, scheme: Scheme) -> Solution:
+        """Return the better of two solutions, row by row unless rows share parameters that differ; drops the terms."""
+        if scheme.whole and not scheme.divided:
+            return min(self, other, key=lambda solution: fsum(solution.errors.tolist()))
+        rows = other.errors < self.errors
+        choose = rows.unsqueeze(1)
+        parameters = {
+            key: value
+            if torch.equal(value, other.parameters[key])
+            else torch.where(choose, other.parameters[key], value)
+            for key, value in self.parameters.items()
+        }
+        codes = torch.where(choose, other.codes, self.codes)
+        errors = torch.where(rows, other.errors, self.errors)
+        plain = torch.where(rows, other.plain, self.plain)
+        return Solution(parameters, codes, errors, plain)
 
 
 def round_shared(
@@ -53,7 +113,7 @@ def round_shared(
     schemes: Mapping[str, Scheme],
     rounding: Rounding,
 ) -> dict[str, Rounded]:
-    """Round every matrix ``[out, in]`` that reads one shared input: one factorisation serves them all.
+    """Round all matrices ``[out, in]`` that read one shared input, with one factorization of its Hessian.
 
     Raises:
         InputError: a weight or the Hessian is not finite, or a scale is beyond its stored type.
@@ -62,43 +122,48 @@ def round_shared(
     if statistics.hessian is None:
         raise ValueError(f"{names}: gptq needs the Hessian")
     hessian = checked_hessian(statistics.hessian, names)
-    diagonal = hessian.diagonal()
-    dead = int((diagonal == 0).sum())
-    events = (
-        [Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns")] if dead else []
-    )
-    options = rounding.gptq
-    grids = [GRIDS[scheme.grid] for scheme in schemes.values()]
-    width = math.lcm(*(grid.weights_per_code for grid in grids))
-    shrunk = options.shrinkage
-    shrinkage = max(grid.shrinkage for grid in grids) if shrunk is None else shrunk
     importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
-    factor = (
-        factorise(hessian, options.damping, _order(diagonal, width), shrinkage)
-        if dead < len(diagonal)
-        else None
-    )
+    factor, events = _factor(hessian, schemes, names, rounding.gptq)
     if factor is None:
-        why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
-        events.append(
-            Event(
-                "rounding-fallback",
-                names,
-                "no activation was seen" if dead == len(diagonal) else why,
-            )
-        )
         plainly = Statistics(tokens=statistics.tokens, squares=importance)
         return _with_events(rtn.round_shared(weights, plainly, schemes, rounding), events)
-    if factor.damping > options.damping:
+    large = hessian.device.type == "cpu" and ROWS * len(hessian) >= COMPILED_FROM
+    workers = WORKERS if large else 1
+    rounded: dict[str, Rounded] = {}
+    for open_scheme, members in _alike(schemes):
+        scheme = open_scheme.stored_as(ScaleType.F16)
+        matrices = {name: rtn.checked(name, weights[name]) for name in members}
+        # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
+        parts = _parts([*matrices.values()], None if scheme.whole else ROWS)
+        solve = partial(_solve, ", ".join(members), factor, scheme, rounding)
+        found = _joined(side_by_side(solve, [*parts], workers))
+        fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
+        rounded |= _of_each(matrices, found, factor, scheme)
+    return _with_events({name: rounded[name] for name in weights}, events)
+
+
+def _factor(
+    hessian: Tensor, schemes: Mapping[str, Scheme], names: str, options: GptqOptions
+) -> tuple[Factor | None, list[Event]]:
+    """Factorize the Hessian of the input of ``names``; return None and an event if it cannot be used."""
+    diagonal, events = hessian.diagonal(), []
+    grids = [GRIDS[scheme.grid] for scheme in schemes.values()]
+    if dead := int((diagonal == 0).sum()):
+        events.append(Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns"))
+    if dead == len(diagonal):
+        return None, [*events, Event("rounding-fallback", names, "no activation was seen")]
+    shrinkage = options.shrinkage
+    if shrinkage is None:
+        shrinkage = max(grid.shrinkage for grid in grids)
+    order = _order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
+    factor = factorise(hessian, options.damping, order, shrinkage)
+    if factor is None:
+        why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
+        events.append(Event("rounding-fallback", names, why))
+    elif factor.damping > options.damping:
         detail = f"{options.damping:g} raised to {factor.damping:g}"
         events.append(Event("damping-raised", names, detail))
-    rounded: dict[str, Rounded] = {}
-    for scheme, members in _alike(schemes):
-        matrices = {name: rtn.checked(name, weights[name]) for name in members}
-        rounded |= _round_together(
-            matrices, factor, scheme.stored_as(ScaleType.F16), rounding, importance
-        )
-    return _with_events({name: rounded[name] for name in weights}, events)
+    return factor, events
 
 
 def _order(diagonal: Tensor, width: int) -> Tensor:
@@ -109,7 +174,7 @@ def _order(diagonal: Tensor, width: int) -> Tensor:
 
 
 def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
-    """Yield the matrices that can be worked off as one tall matrix."""
+    """Yield names of matrices that can be rounded as one tall matrix, with their scheme."""
     alike: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         if scheme.whole and not scheme.joint:
@@ -126,42 +191,8 @@ def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, 
     return rounded | {first: Rounded(found.tensor, (*events, *found.events), found.figures)}
 
 
-def _round_together(
-    matrices: Mapping[str, Tensor],
-    factor: Factor,
-    scheme: Scheme,
-    rounding: Rounding,
-    importance: Tensor | None,
-) -> dict[str, Rounded]:
-    """Round several matrices as one, some rows at a time: rows do not see each other."""
-    names = ", ".join(matrices)
-    parts = [*_parts([*matrices.values()], None if scheme.whole else ROWS)]
-    large = factor.root.device.type == "cpu" and ROWS * len(factor.root) >= COMPILED_FROM
-
-    def solved(part: list[Tensor]) -> Solution:
-        return _solve(names, stacked(part), factor, scheme, rounding)
-
-    workers = WORKERS if large else 1
-    found = _joined(side_by_side(solved, parts, workers))
-    keep_better(matrices, found, factor, scheme, importance, rounding.scales, workers)
-    rounded, stop = {}, 0
-    for name, matrix in matrices.items():
-        rows = slice(stop, stop + len(matrix))
-        stop = rows.stop
-        alone = len(matrices) == 1
-        mine = found.parameters if alone else rtn.of_rows(found.parameters, rows)
-        tensor = QuantizedTensor(found.codes[rows], mine, scheme)
-        sizes = (matrix.square() * factor.objective.diagonal).sum(1)
-        figures = {
-            "error": rtn.ratio(found.errors[rows], sizes),
-            "rows_rtn": float(found.plain[rows].sum()),
-        }
-        rounded[name] = Rounded(tensor, rtn.losses(name, matrix, tensor, tensor.decode()), figures)
-    return rounded
-
-
 def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
-    """Yield the rows of all matrices in turn, at most so many at once; small matrices share a part."""
+    """Yield parts of at most ``rows`` rows (None: whole matrices) as lists of pieces; small matrices share a part."""
     waiting: list[Tensor] = []
     pieces = (torch.split(matrix, rows or len(matrix)) for matrix in matrices)
     for piece in itertools.chain.from_iterable(pieces):
@@ -172,7 +203,7 @@ def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor
     yield waiting
 
 
-def _joined(parts: list[Solution]) -> Solution:
+def _joined(parts: Sequence[Solution]) -> Solution:
     return Solution(
         {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
         torch.cat([part.codes for part in parts]),
@@ -181,41 +212,19 @@ def _joined(parts: list[Solution]) -> Solution:
     )
 
 
+def _stacked(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all ``pieces`` as one matrix."""
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
+
+
 def _solve(
-    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
+    names: str, factor: Factor, scheme: Scheme, rounding: Rounding, pieces: Sequence[Tensor]
 ) -> Solution:
-    found = _run(names, weight, factor, scheme, rounding)
-    if rounding.gptq.refine and packer_of(scheme).refits(scheme, weight.shape[1]):
-        state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
-        for done in range(0, rounding.gptq.refine, TOGETHER):
-            found.errors.sub_(state.sweep(min(TOGETHER, rounding.gptq.refine - done)))
-        found = replace(found, parameters=state.parameters, codes=state.codes)
-        del state
-    return found
-
-
-def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
-    """Give those rows their plain codes back that are better with them."""
-    packer = packer_of(scheme)
-    plain = packer.encode(weight, found.parameters, scheme)
-    whole = packer.decode(plain, found.parameters, scheme) if scheme.whole else None
-    for start in range(0, len(weight), PLAIN_ROWS):
-        run = slice(start, start + PLAIN_ROWS)
-        mine = rtn.of_rows(found.parameters, run)
-        values = packer.decode(plain[run], mine, scheme) if whole is None else whole[run]
-        rows, errors = factor.below(weight[run] - values, found.errors[run])
-        found.codes[run][rows], found.errors[run][rows] = plain[run][rows], errors
-        found.plain[run][rows] = True
-
-
-def _run(
-    names: str, weight: Tensor, factor: Factor, scheme: Scheme, rounding: Rounding
-) -> Solution:
-    """Run GPTQ as often as the grid has it, and take the best of the runs for each row (step 4 above)."""
-    search = rounding.scales == "search"
+    """Round one part: all runs of GPTQ, the best of them for each row, then the refinement (steps 2 to 5)."""
+    weight, search = _stacked(pieces), rounding.scales == "search"
     parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
     left = rounding.gptq.runs_of(GRIDS[scheme.grid].runs) - 1 if search else 0
-    best = feed_back(weight, factor, scheme, parameters, keep=left > 0)
+    best = round_columns(weight, factor, scheme, parameters, keep=left > 0)
     targets = best.targets(factor, scheme) if left else None
     best = replace(best, terms=None)  # as large as the weight: freed before the next run
     _keep_plain(weight, factor, scheme, best)
@@ -223,11 +232,78 @@ def _run(
         left -= 1
         parameters = _fitted_again(names, targets, scheme, factor, best)
         del targets
-        found = feed_back(weight, factor, scheme, parameters, keep=left > 0)
+        found = round_columns(weight, factor, scheme, parameters, keep=left > 0)
         targets = found.targets(factor, scheme) if left else None
         found = replace(found, terms=None)
         best = best.or_better(found, scheme)
-    return best
+        del found
+    del parameters
+    if not rounding.gptq.refine or not packer_of(scheme).refits(scheme, weight.shape[1]):
+        return best
+    state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
+    for done in range(0, rounding.gptq.refine, TOGETHER):
+        best.errors.sub_(state.sweep(min(TOGETHER, rounding.gptq.refine - done)))
+    return replace(best, parameters=state.parameters, codes=state.codes)
+
+
+def round_columns(
+    weight: Tensor,
+    factor: Factor,
+    scheme: Scheme,
+    parameters: Mapping[str, Tensor],
+    *,
+    keep: bool = False,
+) -> Solution:
+    """Round the columns of ``weight`` ``[out, in]`` in turn, with given ``parameters``.
+
+    Columns are processed in panels, and panels in strips, so that nearly all arithmetic is matrix products. ``keep``
+    returns the terms too, which are as large as the weight.
+    """
+    order, root = factor.order, factor.root
+    width = GRIDS[scheme.grid].weights_per_code
+    loops, working = strips.loops_for(weight), strips.by_column(parameters)
+    # Transposed and in processing order; a column holds W until it is rounded, then E.
+    error = weight.new_empty(weight.T.shape)
+    torch.index_select(weight.T, 0, order, out=error)
+    terms = torch.empty_like(error) if keep else None
+    errors = weight.new_zeros(len(weight), dtype=torch.float64)
+    codes: list[Tensor] = []
+    for start in range(0, len(order), PANEL):
+        stop = min(start + PANEL, len(order))
+        pull = matmul(root[:start, start:stop].T, error[:start])
+        for first in range(start, stop, STRIP):
+            strip = slice(first, min(first + STRIP, stop))
+            own = pull[strip.start - start : strip.stop - start]
+            addmm_(own, root[start:first, strip].T, error[start:first])
+            triangle, columns = root[strip, strip], order[strip]
+            term = torch.empty_like(own) if terms is None else terms[strip]
+            codes.append(
+                strips.round_strip(
+                    loops, error[strip], own, triangle, columns, term, working, scheme
+                )
+            )
+            errors += term.square().sum(0, dtype=torch.float64)
+    return Solution(
+        {key: working[key].to(value.dtype) for key, value in parameters.items()},
+        torch.cat(codes, 1)[:, (order[::width] // width).argsort()],
+        errors,
+        torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
+        terms,
+    )
+
+
+def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
+    """Round those rows to nearest, with the same parameters, whose error is smaller then (step 3)."""
+    packer = packer_of(scheme)
+    plain = packer.encode(weight, found.parameters, scheme)
+    whole = packer.decode(plain, found.parameters, scheme) if scheme.whole else None
+    for start in range(0, len(weight), COMPARED):
+        run = slice(start, start + COMPARED)
+        mine = rtn.of_rows(found.parameters, run)
+        values = packer.decode(plain[run], mine, scheme) if whole is None else whole[run]
+        rows, errors = factor.below(weight[run] - values, found.errors[run])
+        found.codes[run][rows], found.errors[run][rows] = plain[run][rows], errors
+        found.plain[run][rows] = True
 
 
 def _fitted_again(
@@ -236,3 +312,149 @@ def _fitted_again(
     if not scheme.divided:
         return rtn.fitted(names, targets, scheme, factor.importance, search=True)
     return fp4.fit_under(targets, before.parameters, scheme, factor.importance)
+
+
+def fall_back_to_rtn(
+    matrices: Mapping[str, Tensor],
+    found: Solution,
+    factor: Factor,
+    scheme: Scheme,
+    importance: Tensor | None,
+    scales: str,
+    workers: int,
+) -> None:
+    """Replace rows of ``found`` by what `rtn` writes, where that has the smaller error (step 6).
+
+    Args:
+        matrices: float32, by name, of one scheme; their rows in this order are those of ``found``.
+        found: changed in place; replaced rows are marked as plain.
+        factor: of the Hessian.
+        scheme: as stored.
+        importance: ``[in]``, of the columns for `rtn`.
+        scales: how `rtn` chooses them, as of a `Rounding`.
+        workers: threads.
+    """
+    if scheme.whole:
+        schemes = dict.fromkeys(matrices, scheme)
+        plain = [*rtn.quantized(matrices, importance, schemes, scales).values()]
+        _compare(_stacked([*matrices.values()]), found, factor, _together(plain))
+        return
+
+    def compare(part: tuple[str, slice, int]) -> None:
+        name, rows, offset = part
+        weight = matrices[name][rows]
+        plain = rtn.quantized({name: weight}, importance, {name: scheme}, scales)[name]
+        _compare(weight, found.part(slice(offset, offset + len(weight))), factor, plain)
+
+    side_by_side(compare, [*_row_runs(matrices)], workers)
+
+
+def _row_runs(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:
+    """Yield runs of rows that `rtn` rounds as it rounds the whole matrix: name, rows, index of the first row in all.
+
+    Only matrices of `LEAST` weights or more use compiled loops, which can break a near tie the other way. So no run of
+    such a matrix is smaller.
+    """
+    offset = 0
+    for name, matrix in matrices.items():
+        step = -(-LEAST // matrix.shape[1])
+        starts = [*range(0, max(1, len(matrix) - step + 1), step)]
+        for start, stop in zip(starts, [*starts[1:], len(matrix)], strict=True):
+            yield name, slice(start, stop), offset + start
+        offset += len(matrix)
+
+
+def _together(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Return the rows of all ``tensors`` as one tensor; parameters that are one object stay as they are."""
+    first, last = tensors[0].parameters, tensors[-1].parameters
+    parameters = {
+        key: value
+        if value is last[key]
+        else torch.cat([tensor.parameters[key] for tensor in tensors])
+        for key, value in first.items()
+    }
+    codes = _stacked([tensor.codes for tensor in tensors])
+    return QuantizedTensor(codes, parameters, tensors[0].scheme)
+
+
+def _compare(weight: Tensor, found: Solution, factor: Factor, plain: QuantizedTensor) -> None:
+    scheme, parameters = plain.scheme, plain.parameters
+    values = plain.decode()
+    tile = scheme.granularity if isinstance(scheme.granularity, Tile) else None
+    shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
+    if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
+        for start in range(0, len(weight), COMPARED):
+            run = slice(start, start + COMPARED)
+            rows = start + _maybe_better(weight[run] - values[run], found.errors[run], factor)
+            if len(rows):
+                exact = _exactly(weight, values, found, scheme, factor, rows)
+                better = (exact[0] < exact[1]).any(0)
+                keys = parameters.keys() - shared.keys()
+                _exchange(found, plain, rows[better], exact[0, 1, better], keys)
+        return
+    height = tile.rows if tile else len(weight)
+    every = torch.arange(len(weight), device=weight.device)
+    for band, start in enumerate(range(0, len(weight), height)):
+        rows = every[start : start + height]
+        error = weight[rows] - values[rows]
+        if not factor.all_below(error, fsum(_limits(error, found.errors[rows], factor).tolist())):
+            continue
+        exact = _exactly(weight, values, found, scheme, factor, rows)
+        plainly, kept = ([fsum(each.tolist()) for each in ways] for ways in exact)
+        if any(one < two for one, two in zip(plainly, kept, strict=True)):
+            _exchange(found, plain, rows, exact[0, 1], [])
+            place = slice(band, band + 1) if tile else slice(None)
+            for key, value in parameters.items():
+                found.parameters[key][place] = value[place]
+
+
+def _exchange(
+    found: Solution, plain: QuantizedTensor, rows: Tensor, errors: Tensor, keys: Iterable[str]
+) -> None:
+    found.codes[rows], found.errors[rows], found.plain[rows] = plain.codes[rows], errors, True
+    for key in keys:
+        found.parameters[key][rows] = plain.parameters[key][rows]
+
+
+def _maybe_better(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
+    """Return rows whose ``error`` ``[out, in]`` of rounding to nearest may beat the objective ``errors`` ``[out]``."""
+    return factor.below(error, _limits(error, errors, factor))[0]
+
+
+def _limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
+    """Return the limit of the objective above which rounding to nearest is no better, without the ridge or with it."""
+    return (errors.clamp(min=0) + factor.objective.of_ridge(error)) * (1 + MARGIN)
+
+
+def _exactly(
+    weight: Tensor, values: Tensor, found: Solution, scheme: Scheme, factor: Factor, rows: Tensor
+) -> Tensor:
+    """Return errors of rows, ``[2, 2, rows]``: rounded to nearest and as found, each without and with the ridge."""
+    packer = packer_of(scheme)
+    if scheme.whole:
+        mine = packer.decode(found.codes, found.parameters, scheme)[rows]
+    else:
+        chosen = {key: value[rows] for key, value in found.parameters.items()}
+        mine = packer.decode(found.codes[rows], chosen, scheme)
+    wide = weight[rows].double()
+    both = (wide - each.double() for each in (values[rows], mine))
+    return torch.stack([factor.objective.exactly(error) for error in both])
+
+
+def _of_each(
+    matrices: Mapping[str, Tensor], found: Solution, factor: Factor, scheme: Scheme
+) -> dict[str, Rounded]:
+    """Return each matrix with its rows of a solution, and its error relative to its size."""
+    rounded, stop = {}, 0
+    for name, matrix in matrices.items():
+        rows = slice(stop, stop + len(matrix))
+        stop = rows.stop
+        mine = found.parameters if len(matrices) == 1 else rtn.of_rows(found.parameters, rows)
+        tensor = QuantizedTensor(found.codes[rows], mine, scheme)
+        sizes = (matrix.square() * factor.objective.diagonal).sum(1)
+        figures = {
+            "error": rtn.ratio(found.errors[rows], sizes),
+            "rows_rtn": float(found.plain[rows].sum()),
+        }
+        rounded[name] = Rounded(tensor, rtn.losses(name, matrix, tensor, tensor.decode()), figures)
+    return rounded

@@ -7,7 +7,7 @@ even so could not be stored is left alone, as an event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -18,17 +18,16 @@ from quantforge.events import Event
 from quantforge.model.block import BlockPart
 from quantforge.model.fold import expand_heads, fold, representable, shrink_heads
 from quantforge.model.statistics import Statistics
-from quantforge.scheme import Scheme
 
 LIMIT = 1024.0  # a factor's distance from the mean factor: norms stored in float16 stay in range
 TOLERANCE = 2.0**-20  # relative, of a stored value: float32 arithmetic, not a rounded type
 
 
 def folded(
-    part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
+    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Event | None:
     """Fold factors into a pair; where they could not be stored, change nothing and return the event."""
-    if problem := obstacle(part, shared, schemes, scale):
+    if problem := obstacle(part, shared, quantized, scale):
         return Event("pair-skipped", f"{part.name}.{shared.key}", problem)
     fold(part, shared, scale)
     return None
@@ -67,25 +66,25 @@ def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -
 
 
 def obstacle(
-    part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
+    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> str:
     """Return which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
-    for name, value, offset in _kept(part, shared, schemes, scale):
+    for name, value, offset in _kept(part, shared, quantized, scale):
         difference = (part.as_stored(name, value) - value).abs()
         if not bool((difference <= TOLERANCE * (value.abs() + offset)).all()):
             return f"{name} stays {part.dtype_of(name)} and cannot store the factors"
     return ""
 
 
-def powers_of_two(part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme]) -> bool:
+def powers_of_two(part: BlockPart, shared: SharedInput, quantized: Collection[str]) -> bool:
     """Return whether anything but a norm's weight has to store its product with the factors."""
     ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
-    kept = sum(1 for _ in _kept(part, shared, schemes, ones))
+    kept = sum(1 for _ in _kept(part, shared, quantized, ones))
     return kept > (shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS)
 
 
 def _kept(
-    part: BlockPart, shared: SharedInput, schemes: Mapping[str, Scheme], scale: Tensor
+    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Yield name, new value, and what is added to it in use, of each unquantized parameter that takes a factor."""
     absorber = shared.absorber
@@ -96,10 +95,10 @@ def _kept(
     if absorber.kind is not Absorbs.ROWS:
         offset = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
         yield weight, (part.parameter(weight) + offset) / channels - offset, offset
-    elif absorber.module not in schemes:
+    elif absorber.module not in quantized:
         yield weight, part.weight(absorber.module)[rows] / channels[:, None], 0.0
     if part.has(bias):
         yield bias, part.parameter(bias)[rows] / channels, 0.0
     for linear in shared.readers:
-        if linear not in schemes:
+        if linear not in quantized:
             yield f"{linear}.weight", part.weight(linear) * scale, 0.0

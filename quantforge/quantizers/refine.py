@@ -23,8 +23,7 @@ from quantforge.grids import GRIDS
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
 from quantforge.packers.moments import Held
-from quantforge.quantizers import strips, vectors
-from quantforge.quantizers.feedback import by_column
+from quantforge.quantizers import strips
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import Scheme
 
@@ -50,7 +49,7 @@ class Refinement:
         self._width = GRIDS[scheme.grid].weights_per_code
         self._loops = strips.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
-        self._parameters = by_column(parameters)
+        self._parameters = strips.by_column(parameters)
         # Transposed, so that a column is contiguous.
         self._weight, self._codes = weight.T.contiguous(), codes.T.contiguous()
         self._error = torch.empty_like(self._weight)
@@ -89,8 +88,20 @@ class Refinement:
             gained += self._improve_parameters(gradient, hessian, start)
             for first in range(0, stop - start, STRIP):
                 columns = slice(first, min(first + STRIP, stop - start))
-                block = hessian[columns, columns]
-                change, fallen = self._improve_codes(gradient[columns], block, start + first)
+                strip = slice(start + columns.start, start + columns.stop)
+                block, slopes = hessian[columns, columns], gradient[columns]
+                weight, error = self._weight[strip], self._error[strip]
+                codes, change, fallen = strips.improve_strip(
+                    self._loops,
+                    slopes,
+                    block,
+                    weight,
+                    error,
+                    strip.start,
+                    self._parameters,
+                    self.scheme,
+                )
+                self._codes[self._of(strip)] = codes
                 gained += fallen
                 addmm_(gradient, hessian[:, columns], change, alpha=-1)
         return gained
@@ -123,37 +134,3 @@ class Refinement:
     def _of(self, columns: slice) -> slice:
         """Return where the codes of a run of columns are."""
         return slice(columns.start // self._width, columns.stop // self._width)
-
-    def _improve_codes(self, slopes: Tensor, hessian: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Move each code of a strip of columns in turn; return the change of the values, and what it gains."""
-        gradient = slopes.clone()
-        strip = slice(first, first + len(gradient))
-        columns = torch.arange(strip.start, strip.stop)
-        grid = self.packer.points(self._parameters, self.scheme, columns) if self._loops else None
-        if self._loops is not None and grid is not None:
-            self._codes[strip], change, gained = strips.improve_strip(
-                self._loops, gradient, hessian, self._weight[strip], self._error[strip], grid
-            )
-            return change, gained
-        if self._width > 1:
-            values = self._weight[strip] - self._error[strip]
-            codes, change, gained = vectors.improve_panels(
-                slopes, hessian, values, first, self._parameters, self.scheme
-            )
-            self._codes[self._of(strip)] = codes
-            self._error[strip] -= change
-            return change, gained
-        change = torch.empty_like(gradient)
-        pivots = hessian.diagonal().tolist()
-        for j, pivot in enumerate(pivots):
-            column = slice(first + j, first + j + 1)
-            value = self._weight[column] - self._error[column]
-            target = value.add(gradient[j], alpha=1 / pivot).T
-            code = self.packer.encode(target, self._parameters, self.scheme, column)
-            moved = self.packer.decode(code, self._parameters, self.scheme, column).T
-            torch.sub(moved, value, out=change[j : j + 1])
-            self._codes[column] = code.T
-            self._error[column] = self._weight[column] - moved
-            gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
-        fallen = change * (2 * slopes - matmul(hessian, change))
-        return change, fallen.sum(0, dtype=torch.float64)

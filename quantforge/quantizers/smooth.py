@@ -28,7 +28,7 @@ from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import largest_input, simulate
-from quantforge.quantizers.methods import Transformed
+from quantforge.quantizers import Transformed
 from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Rounding
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -49,18 +49,16 @@ class _Smoothed:
 def apply(
     part: BlockPart,
     statistics: Mapping[str, Statistics],
-    schemes: Mapping[str, Scheme],
+    layers: Mapping[str, LayerScheme],
     rounding: Rounding,
-    layers: Mapping[str, LayerScheme] | None = None,
 ) -> Transformed:
     """Smooth every declared pair of a block, in computing order; the block is changed in place.
 
     Args:
         part: the block.
         statistics: by `SharedInput.key`; the peaks are needed of every input that is read quantized.
-        schemes: of the linears that will be quantized.
+        layers: the linears that will be quantized.
         rounding: ``awq.rows`` calibration rows are looked at.
-        layers: the same linears with the schemes of their inputs; None: inputs are not rounded.
 
     Returns:
         The statistics of the changed block; a ``pair-skipped`` event for every pair that could not be stored; and
@@ -68,14 +66,14 @@ def apply(
     """
     changed, events, figures = dict(statistics), [], {}
     for shared in part.inputs:
-        readers = [name for name in shared.linears if name in schemes]
+        readers = [name for name in shared.linears if name in layers]
         if shared.absorber is None or not readers:
             continue
-        activation = layers[readers[0]].input if layers else None
-        pair = _SmoothPair(part, shared, {name: schemes[name] for name in readers}, activation)
+        schemes = {name: layers[name].weight for name in readers}
+        pair = _SmoothPair(part, shared, schemes, layers[readers[0]].input)
         found = pair.search(statistics[shared.key], rounding.awq.rows)
         if found.strength is not None:
-            skipped = folded(part, shared, schemes, found.scale)
+            skipped = folded(part, shared, layers, found.scale)
             if skipped:
                 events.append(skipped)
                 continue

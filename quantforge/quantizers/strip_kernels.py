@@ -43,7 +43,7 @@ def place(target, scale, zero, offset, low, high, table, code, value):  # type: 
 
 
 @jit
-def round_columns(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
+def round_points(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
     """Round a strip; see `strips.round_strip`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
@@ -73,7 +73,7 @@ def round_columns(error, pull, triangle, terms, codes, scales, zeros, offsets, l
 
 
 @jit
-def improve_columns(  # type: ignore[no-untyped-def]
+def improve_points(  # type: ignore[no-untyped-def]
     gradient,
     hessian,
     weight,

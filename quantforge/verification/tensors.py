@@ -28,7 +28,7 @@ from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.bounds import MOST
+from quantforge.quantizers.tuning import MOST
 from quantforge.verification.findings import Report
 from quantforge.verification.folds import (
     RELATED,

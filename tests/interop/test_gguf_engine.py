@@ -279,7 +279,7 @@ def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path)
 
 
 def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch):
-    from quantforge.quantizers.tuning import bounds as tuning_bounds
+    from quantforge.quantizers import tuning as tuning_bounds
     from quantforge.quantizers.tuning.stream import TuningStream
     from quantforge.runtime.load import load
 

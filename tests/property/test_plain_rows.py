@@ -14,13 +14,13 @@ from quantforge.grids import GRIDS, SUPERBLOCKS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import awq, gptq, plain_rows, rtn, smooth
+from quantforge.quantizers import awq, gptq, rtn, smooth
 from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
-from quantforge.scheme import Scheme
+from quantforge.scheme import LayerScheme, Scheme
 from tests.conftest import Tiny
 from tests.thorough import further
-from tests.unit.quantizers.test_awq import first_block, observed, schemes_of
+from tests.unit.quantizers.test_awq import first_block, layers_of, observed
 
 SCHEMES = [
     *("int2:g16:asym", "int3:g32:sym:bf16", "int4:g16:sym", "int4:g32:asym", "int4:g16:min"),
@@ -90,10 +90,10 @@ def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> 
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
     rounding = Rounding(awq=AwqOptions(rows=2))
     with first_block(tiny("llama")) as part:
-        schemes = schemes_of(part, scheme)
-        for name, kind in zip(schemes, KINDS, strict=False):
+        layers = layers_of(part, LayerScheme(scheme))
+        for name, kind in zip(layers, KINDS, strict=False):
             part.set_weight(name, 0.02 * _hostile(*part.weight(name).shape, kind, generator))
-        statistics, _, figures = transform.apply(part, observed(part), schemes, rounding)
+        statistics, _, figures = transform.apply(part, observed(part), layers, rounding)
         assert figures
         for shared in part.inputs:
             weights = {name: part.weight(name).clone() for name in shared.linears}
@@ -116,7 +116,7 @@ def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
         return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
 
     usual = rounded()
-    monkeypatch.setattr(plain_rows, "_maybe_better", lambda error, *_: torch.arange(len(error)))
+    monkeypatch.setattr(gptq, "_maybe_better", lambda error, *_: torch.arange(len(error)))
     monkeypatch.setattr(Factor, "all_below", lambda *_: True)
     full = rounded()
     assert torch.equal(usual.codes.view(torch.uint8), full.codes.view(torch.uint8))

@@ -1,22 +1,21 @@
-"""A backward pass, one block at a time: the gradient of the loss at the output of every linear.
+"""A backward pass, one block at a time: gradients of the loss at the outputs of all linears.
 
-The loss is the cross-entropy of one label for each position, drawn from what the model itself predicts there. Its
-gradients square to the Fisher information: ``sum over tokens of (e x)^T diag(g^2) (e x) / 2`` is, to second order, the
-divergence in nats that an error ``e`` of a weight causes at the output of the model (``x`` the input of the linear,
-``g`` the gradient of its output). Labels of a text instead would measure what the text surprises the model with.
+The loss is the cross-entropy of one label per position, drawn from the model's own prediction there. The squares of its
+gradients are the Fisher information: ``sum over tokens of (e x)^T diag(g^2) (e x) / 2`` is, to second order, the
+divergence in nats that an error ``e`` of a weight causes at the output of the model (``x`` is the input of the linear,
+``g`` the gradient of its output). Labels from a text would measure instead how the text surprises the model.
 
-Backpropagation wants the input of every block, last block first, and a stream has them first block first. The forward
-pass keeps the hidden states in front of every n-th of n^2 blocks. The backward pass takes these runs of blocks from the
-last to the first: it computes the states inside of a run again, and then goes back through its blocks, each of them
-computed once more with gradients. That holds about 2n copies of the hidden states instead of n^2, and takes three
-forward passes in place of one.
+Backpropagation needs the inputs of all blocks from last to first, and a stream computes them from first to last. The
+forward pass keeps the inputs of every n-th of n^2 blocks. The backward pass goes through these runs of blocks from last
+to first: it computes the inputs of the blocks of a run again, and then each block once more with gradients. That takes
+about 2n copies of the hidden states instead of n^2, and three forward passes instead of one.
 
-Memory: those copies and one of the gradients (in memory, or on disk), one block, the activations of one row for each
-thread, and for one micro-batch what the linears of the block read and the gradients of what they return. Through the
-head go only as many rows at a time as `LOGITS` allows.
+Memory: those copies and one of the gradients (in memory, or on disk), one block, the activations of one row per thread,
+and for one micro-batch the inputs of the linears of the block and the gradients of their outputs. The head processes
+only as many rows at a time as `LOGITS` allows.
 
-On a CPU each row passes by itself on one thread, and nothing is summed over rows, so that gradients and labels depend
-neither on the number of threads nor on the micro-batch.
+On a CPU each row is computed by itself on one thread, and nothing is summed over rows, so that gradients and labels
+depend neither on the number of threads nor on the micro-batch.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ from quantforge.quantizers.guidance.gradients import (
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
-LOGITS = 1 << 27  # logits of the rows that pass the head at the same time
-DRAWN = 1 << 22  # logits of which labels are drawn at a time, in float64
+LOGITS = 1 << 27  # of the rows whose logits are computed at the same time
+DRAWN = 1 << 22  # logits from which labels are drawn at a time, in float64
 
 
 Visit = Callable[[OutputGradients], None]
@@ -68,14 +67,14 @@ def backward(
     device: str | torch.device = "cpu",
     activations: Path | None = None,
 ) -> Tensor:
-    """Hand the output gradients of all linears to ``visit``, the head first and the first block last.
+    """Call ``visit`` with the output gradients of each linear, from the head to the first block.
 
     Args:
         checkpoint: as of `ModelStream`.
         matched: of the same checkpoint.
         rows: as of `ModelStream`.
         visit: called for each linear and micro-batch, on the calling thread, with torch on one thread.
-        seed: decides the labels, with the number of the row and the position in it.
+        seed: of the labels, with the number of the row and the position in it.
         micro_batch: as of `ModelStream`.
         device: likewise.
         activations: likewise.
@@ -85,8 +84,8 @@ def backward(
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
-        RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states behind
-            the last.
+        RefusedError: a block holds experts that are not a stack, or reads more of earlier blocks than the output of the
+            last one.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(
@@ -102,10 +101,10 @@ def backward(
 
 
 class _BackwardStream(ModelStream):
-    """A stream that goes back again."""
+    """A stream with a backward pass."""
 
     def run(self, visit: Visit, seed: int) -> Tensor:
-        """Go through all blocks and back; return the labels."""
+        """Run all blocks forward and backward; return the labels."""
         count = len(self._blocks)
         step = 1 + isqrt(count - 1)
         kept: list[HiddenStates] = []
@@ -130,7 +129,7 @@ class _BackwardStream(ModelStream):
         return labels
 
     def _inputs(self, run: range, first: HiddenStates) -> list[HiddenStates]:
-        """Compute the states in front of every block of a run; ``first`` has those of the first one."""
+        """Compute the inputs of every block of a run, given those of its first block."""
         inputs = [first]
         for index in run[:-1]:
             self._states = inputs[-1]
@@ -142,7 +141,7 @@ class _BackwardStream(ModelStream):
         return inputs
 
     def _back_through_head(self, visit: Visit, seed: int) -> tuple[HiddenStates, Tensor]:
-        """Draw labels; return the gradients of the states behind the last block, and the labels."""
+        """Draw labels; return the gradients of the outputs of the last block, and the labels."""
         name = self._architecture.head
         gradients, labels = self._store(), torch.empty_like(self._rows)
 
@@ -174,7 +173,7 @@ class _BackwardStream(ModelStream):
     def _back_through(
         self, index: int, linears: Iterable[str], gradients: HiddenStates, visit: Visit
     ) -> None:
-        """Replace the gradients of what a block returns by those of what it reads."""
+        """Replace ``gradients`` of the outputs of a block by those of its inputs."""
         part = self.block(index)
 
         def behind(row: Batch) -> Tensor:
@@ -201,7 +200,7 @@ class _BackwardStream(ModelStream):
     def _back_through_experts(
         self, part: BlockPart, behind: Callable[[Batch], Tensor], visit: Visit
     ) -> AbstractContextManager[None]:
-        """Hand over what the experts of a block have; return the context in which the block goes back without them."""
+        """Call ``visit`` for the experts of a block; return a context for the block's backward pass without them."""
         assert part.experts is not None
         part.run_experts()
         mixture = MixtureGradients(part.experts)
@@ -216,7 +215,7 @@ class _BackwardStream(ModelStream):
         return mixture.known()
 
     def _refuse_memory(self, part: BlockPart) -> None:
-        """Refuse a block whose output is read by more than the next block: gradients would come from there, too."""
+        """Refuse a block whose output is read by more than the next block: gradients would come from there too."""
         replay = self._replay
         if replay is not None and replay.at(part.index + 1).remembers:
             raise RefusedError(
@@ -229,7 +228,7 @@ class _BackwardStream(ModelStream):
     def _hand_over(
         prefix: str, start: int, passed: list[Passed], store: HiddenStates, visit: Visit
     ) -> None:
-        """Give every linear to a visitor, the rows joined, and keep the gradients of what the module read.
+        """Call ``visit`` for every linear with the rows joined, and store the gradients of the inputs of the module.
 
         Raises:
             InputError: a gradient is not finite.
@@ -246,7 +245,7 @@ class _BackwardStream(ModelStream):
 
 
 def _check(values: Tensor, what: str, start: int) -> None:
-    """Raise InputError where values ``[rows, ...]`` are not finite; ``start`` is the first row."""
+    """Raise InputError if values ``[rows, ...]`` are not finite; ``start`` is the number of the first row."""
     if not finite(values):
         bad = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
         raise InputError(

@@ -1,14 +1,14 @@
-"""Gradients at the output of linears, and of the experts of a block, one expert at a time.
+"""Gradients at the outputs of linears, and of the experts of a block, one expert at a time.
 
-The square of the gradient at an output row says how much the loss minds an error there, at this token. Rows that share
-a weight per token share a Hessian, so that consecutive rows are joined in strips, over which the squares are averaged.
+The square of the gradient at an output row says how much an error there raises the loss, for this token. Rows with the
+same weight per token share a Hessian. So consecutive rows are joined in strips, over which the squares are averaged.
 
-All experts of a layer with their gradients would be the largest thing of a run. So the pass goes back through a block
-in three steps. The block runs with what its experts returned in their place, back as far as there: the gradients of
-the mixture's output are kept. Each expert runs its own tokens and goes back through itself, from these gradients times
-the weight that the router gave the token; what it hands back to the mixture's input is added up, and what it returned
-times the gradient is the gradient of the router's weight. Then the block runs and goes back as a whole, and in the
-place of the experts stands a function that knows these gradients.
+All experts of a layer with their gradients would need the most memory of a run. So the backward pass of such a block
+has three steps. First the block is computed with the stored outputs of its experts, and backward as far as these: that
+gives the gradients of the mixture's output. Then each expert is computed on its own tokens, forward and backward, from
+these gradients times the router's weight of the token. The resulting gradients of the mixture's input are added up, and
+the output of an expert times the gradient is the gradient of the router's weight. Last the block is computed forward
+and backward as a whole, with a function in the place of the experts whose gradients are already known.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def strip_weights(gradients: Tensor, strips: int) -> Tensor:
 
 
 class Passed(NamedTuple):
-    """Gradients of what a module has read in one pass, and of each linear its input and the gradients of its output.
+    """Gradients of the input of a module; of each linear its input and the gradients of its output.
 
-    ``others``: gradients of more that was asked for.
+    ``others``: gradients of the parameters that were asked for.
     """
 
     gradients: Tensor
@@ -75,13 +75,13 @@ class Passed(NamedTuple):
 
 
 class OutputListener:
-    """Listener to linears: their inputs and outputs by name, for each thread that runs the module.
+    """Hooks that record the inputs and outputs of linears, for each thread that runs the module.
 
-    A linear whose output has no gradients is left out: one that chooses tokens, for instance.
+    A linear whose output has no gradient is left out, such as one that only chooses experts.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], hooks: ExitStack) -> None:
-        """Listen to sub-modules of a module until ``hooks`` is closed."""
+        """Hook sub-modules of a module until ``hooks`` is closed."""
         self._of_thread = threading.local()
         for name in names:
             handle = module.get_submodule(name).register_forward_hook(partial(self._see, name))
@@ -98,9 +98,9 @@ class OutputListener:
         gradients_of: Callable[[Tensor], Tensor],
         parameters: Sequence[Tensor] = (),
     ) -> Passed:
-        """Run the module on states, and go back from the gradients that ``gradients_of`` returns for its outputs.
+        """Run a module on ``states`` forward, and backward from the gradients that ``gradients_of`` returns.
 
-        Gradients of ``parameters`` are returned, too.
+        Gradients of ``parameters`` are returned too.
         """
         self._of_thread.found = {}
         with one_thread(), torch.enable_grad():
@@ -120,15 +120,15 @@ class OutputListener:
 
 
 def _by_rows(values: Tensor, rows: int) -> Tensor:
-    """Return ``[rows, length, features]`` of what some modules see as ``[rows * length, features]``."""
+    """Return values as ``[rows, length, features]``; some modules see them as ``[rows * length, features]``."""
     return values.reshape(rows, -1, values.shape[-1]) if len(values) % rows == 0 else values
 
 
 class MixtureGradients:
-    """Gradients of the experts of a block that have run their tokens, and what they hand back to the block."""
+    """Gradients of the experts of a block, whose outputs for their tokens are stored."""
 
     def __init__(self, experts: Experts) -> None:
-        """Make room; errors as of `ModelStream` where it is on the disk."""
+        """Allocate memory for gradients; errors as `ModelStream` if it is on disk."""
         assert experts.tokens is not None
         self._experts, self._tokens = experts, experts.tokens
         self._behind, self._before = self._tokens.zeros(), self._tokens.zeros()
@@ -137,7 +137,7 @@ class MixtureGradients:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Let `meet` see what the experts return."""
+        """Use the stored outputs of the experts, and let `meet` record them."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             found = self._tokens.outputs(row, len(states)).to(states).detach().requires_grad_()
@@ -148,7 +148,7 @@ class MixtureGradients:
             yield
 
     def meet(self, row: int, run: Callable[[], Tensor], gradients: Tensor) -> None:
-        """Run the block on rows from ``row`` on, and keep the gradients of what its experts return."""
+        """Run the block on rows from ``row`` on, and store the gradients of the outputs of its experts."""
         with one_thread(), torch.enable_grad():
             self._experts.at(row)
             outputs = run()
@@ -156,11 +156,11 @@ class MixtureGradients:
         self._tokens.put(self._behind, row, found)
 
     def back(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
-        """Go back through every expert, and hand the gradients of its linears over.
+        """Run every expert forward and backward, and call ``visit`` with the gradients of its linears.
 
         Args:
             prefix: of the names of linears.
-            visit: is called for each linear of each expert, for an expert without tokens too.
+            visit: called for each linear of each expert, even without tokens.
 
         Raises:
             InputError: a gradient is not finite. Others as `Experts.run`.
@@ -176,7 +176,7 @@ class MixtureGradients:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Let the gradients that experts hand back stand for going back through them, while the block runs."""
+        """Use the stored outputs and gradients of the experts when the block runs forward and backward."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             found = self._tokens.outputs(row, len(states)).to(states)
@@ -197,7 +197,7 @@ class MixtureGradients:
         prefix: str,
         visit: Callable[[OutputGradients], None],
     ) -> None:
-        """Go back through one expert for some of its tokens."""
+        """Run one expert forward and backward on some of its tokens."""
         places, held = self._experts.places(number), self._experts.held(number)
         parts = list(zip(torch.split(tokens, TOKENS), torch.split(weights, TOKENS), strict=True))
         passed = side_by_side(partial(self._through, number), parts) if len(tokens) else []
@@ -246,7 +246,7 @@ class MixtureGradients:
 
 
 class _Back(NamedTuple):
-    """Gradients of what an expert reads of some tokens and of their weights; by stack, its input and its product's."""
+    """Gradients of an expert: of its input and of the router's weights; by stack, inputs and gradients of products."""
 
     states: Tensor
     weights: Tensor
@@ -254,7 +254,7 @@ class _Back(NamedTuple):
 
 
 class _Known(torch.autograd.Function):
-    """Outputs of experts, with gradients that are known beforehand."""
+    """Outputs of experts with known gradients."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Tensor) -> Tensor:

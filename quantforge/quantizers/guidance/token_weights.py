@@ -1,13 +1,13 @@
-"""Weights of calibration tokens: how much the loss minds an error at the output of a linear, strip by strip.
+"""Weights of calibration tokens: how much an error at the output of a linear raises the loss, per strip of rows.
 
-The weight of a token is the mean square of the loss's gradient (`guidance.backward`) over a strip of output
-rows. With the weights ``s`` the Hessian ``sum_t s_t x_t x_t^T`` of a strip holds, up to a factor, what an error of its
-rows costs at the output of the model, where the plain one holds what it costs at the output of the linear (GuidedQuant,
-arXiv 2505.07004, with labels of the model's own instead of the text's).
+The weight of a token is the mean square of the loss's gradient (`guidance.backward`) over a strip of output rows. With
+weights ``s`` the Hessian ``sum_t s_t x_t x_t^T`` of a strip gives, up to a factor, the cost of an error of its rows at
+the output of the model; the plain Hessian gives its cost at the output of the linear (GuidedQuant, arXiv 2505.07004,
+with labels drawn from the model instead of the text's).
 
-A backward pass hands over the last block first and rounding asks for the first one first, so that all weights lie in
-one file: float32 ``[rows, length, strips]`` for each linear. Linears of experts read the tokens that are sent to them,
-a small part of all: behind the others lie runs of them, the int32 numbers of the tokens and then their weights.
+A backward pass goes from the last block to the first and rounding from the first to the last, so that all weights are
+written to one file: float32 ``[rows, length, strips]`` for each linear. Linears of experts read only the tokens that
+are routed to them, a small part of all: runs of these follow, the int32 numbers of the tokens and then their weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quantforge_files import system
 
 Runs = Mapping[str, Sequence[Sequence[int]]]  # by linear: offsets and numbers of tokens
 
-CLIPPED = 1e-3  # of the tokens, those with the largest weights, count no more than the largest of the others
+CLIPPED = 1e-3  # part of the tokens whose weights are clipped to the largest of the others
 
 
 class TokenWeights:
-    """Weights of all tokens for some linears, in a file: a ``visit`` of `backward` that fills it.
+    """Weights of all tokens for some linears, in a file; as ``visit`` of `backward` it fills the file.
 
     Attributes:
         rows_seen: how many calibration rows of each linear were written.
@@ -49,14 +49,14 @@ class TokenWeights:
         experts: Iterable[str] = (),
         runs: Runs | None = None,
     ) -> None:
-        """Make the file, or open one that was made before.
+        """Create the file, or open an existing one.
 
         Args:
             path: inside of a run's own directory.
-            linears: canonical names of those that read every token.
+            linears: canonical names of linears that read every token.
             shape: rows, length and strips.
-            experts: likewise of those that belong to experts.
-            runs: of a file that was made before; None makes it anew.
+            experts: canonical names of linears of experts.
+            runs: of an existing file; None creates the file.
         """
         self._path, self._shape = path, shape
         self._row_bytes = 4 * shape[1] * shape[2]
@@ -85,7 +85,7 @@ class TokenWeights:
 
     @property
     def count(self) -> int:
-        """Return how many rows were seen, of all linears together."""
+        """Return the number of rows of all linears together that were written."""
         return sum(self.rows_seen.values())
 
     def __call__(self, seen: OutputGradients) -> None:
@@ -120,7 +120,7 @@ class TokenWeights:
         self.rows_seen[seen.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
-        """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for others' tokens."""
+        """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for unread tokens."""
         if linear in self._places:
             return self._read(self._places[linear], torch.empty(self._shape))
         found = torch.zeros(self._shape)
@@ -132,12 +132,12 @@ class TokenWeights:
         return found
 
     def finish(self) -> None:
-        """Make what was written durable."""
+        """Flush the file to disk."""
         with writing(self._path, 0):
             system.sync(self._file)
 
     def _write_tokens(self, name: str, tokens: Tensor, weights: Tensor) -> None:
-        """Append the weights ``[tokens, strips]`` of some tokens that are sent to an expert."""
+        """Append the weights ``[tokens, strips]`` of some tokens that are routed to an expert."""
         if not len(tokens):
             return
         self.runs[name].append((self._end, len(tokens)))
@@ -146,7 +146,7 @@ class TokenWeights:
             self._end += values.nbytes
 
     def _read(self, offset: int, found: Tensor) -> Tensor:
-        """Fill a contiguous tensor from an offset on, and return it."""
+        """Read a contiguous tensor from an offset, and return it."""
         view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
         if not system.fill(self._file, view, offset):
             raise no_space(self._path, self._bytes, "the file ends early")
@@ -161,6 +161,6 @@ class TokenWeights:
 
 
 def clipped(weights: Tensor) -> Tensor:
-    """Return weights ``[rows, length]`` with the largest `CLIPPED` of those above 0 cut to the next one below."""
+    """Return weights ``[rows, length]``, the largest `CLIPPED` of those above 0 clipped to the next smaller one."""
     some = weights[weights > 0]
     return weights.clamp(max=some.kthvalue(len(some) - int(CLIPPED * len(some))).values)

@@ -1,12 +1,28 @@
-"""Tuning: scales, gains of norms and codes of a rounded model, learned on what its source computes.
+"""Tuning: fine-tune scales, gains of norms and codes of a rounded model, to compute what its source computes.
 
-The first epoch goes block after block, further ones over the whole model.
+The first epoch trains one block at a time, further epochs train the whole model.
 
 In this folder:
 
-    block    A block whose linears are codes under scales that are learned
-    bounds   Bounds of tuning, which plans, forecasts and `verify` go by
-    learned  What is learned: scales and gains, each times a factor, and codes, each with an offset that is rounded
-    matrix   A linear whose scales are learned, and maybe its codes
-    stream   Tuning of a rounded model on calibration rows: block after block, then as a whole
+    block   A block of a rounded model whose scales, gains of norms and maybe codes are learned
+    matrix  A linear whose scales are learned, each times a factor, and maybe its codes
+    stream  Fine-tune a rounded model on calibration rows: one block at a time, then the whole model
 """
+
+# Bounds, which plans, forecasts and `verify` use too.
+ROWS = 4  # calibration rows of an optimizer step over the whole model
+HELD = 8  # one row in so many is held out: it decides which epoch is kept
+MOST = 0.5  # largest relative change of a scale or gain
+MOST_STEPS = 1  # of its grid: largest change of a code, up or down
+RATE = 0.035  # largest learning rate of the offsets of codes
+REACH = 1.4  # steps of its grid that a code moves over all optimizer steps if all gradients agree
+
+
+def whole_epochs(epochs: int) -> int:
+    """Return how many of all epochs train the whole model; the first trains one block at a time."""
+    return max(0, epochs - 1)
+
+
+def rate_of(steps: int) -> float:
+    """Return the initial learning rate of codes, which decays over ``steps`` optimizer steps."""
+    return min(RATE, 2 * REACH / steps)

@@ -1,6 +1,6 @@
-"""A block whose linears are codes under scales that are learned, with the gains of its norms and maybe the codes.
+"""A block of a rounded model whose scales, gains of norms and maybe codes are learned.
 
-Experts are decoded when their turn comes, and let go of again.
+The weights of an expert are decoded when it is computed, and freed afterwards.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from quantforge.quantizers.guidance.gradients import (
     OutputListener,
     Passed,
 )
-from quantforge.quantizers.tuning.learned import Learned, LearnedCodes
-from quantforge.quantizers.tuning.matrix import Seen, TunedMatrix, factor_rate
+from quantforge.quantizers.tuning.matrix import (
+    Learned,
+    LearnedCodes,
+    Seen,
+    TunedMatrix,
+    factor_rate,
+)
 
 Place = tuple[str, str]  # of a linear and one of its parameters, of a norm and ""
 Aim = Callable[[int, Tensor], Tensor]
@@ -39,10 +44,10 @@ CPU = torch.device("cpu")
 
 
 class TunedLinears:
-    """Linears of a module that are codes: decoded before a pass, moved after it.
+    """Quantized linears of a module: decoded before a forward pass, updated after the backward pass.
 
-    Both are done in runs of rows of their matrices, side by side: what a run makes is still in the cache of its core
-    when the next step wants it, and the result does not depend on the number of threads.
+    Both work on runs of rows in parallel: what a run computes is still in the cache of its core when the next step
+    reads it, and the result does not depend on the number of threads.
 
     Attributes:
         matrices: by the names of the linears in the module.
@@ -51,11 +56,11 @@ class TunedLinears:
     def __init__(
         self, module: nn.Module, matrices: Mapping[str, TunedMatrix], *, transposed: bool
     ) -> None:
-        """Stand for linears of a module, whose weights are ``[in, out]`` where these are ``transposed``."""
+        """Take linears of a module, whose weights are ``[in, out]`` if ``transposed``."""
         self._module, self.matrices, self._transposed = module, matrices, transposed
 
     def fill(self) -> None:
-        """Give the module the weights that are meant now."""
+        """Decode the current weights into the module."""
         weights = {name: torch.empty(0) for name in self.matrices}
         for name, matrix in self.matrices.items():
             matrix.hold()
@@ -71,7 +76,7 @@ class TunedLinears:
             self._parameter(name).data = self._turned(weight).contiguous()
 
     def release(self) -> None:
-        """Let go of the weights."""
+        """Free the weights."""
         for name, matrix in self.matrices.items():
             matrix.let_go()
             self._parameter(name).data = torch.empty(0, device=matrix.device)
@@ -79,12 +84,13 @@ class TunedLinears:
     def learn(
         self, rows: Sequence[Mapping[str, tuple[Tensor, Tensor]]], share: float
     ) -> dict[Place, Tensor]:
-        """Move the codes, and return the gradients of the factors of the scales; the module is filled.
+        """Update the codes, and return the gradients of the factors of the scales; the module has to be filled.
 
         Args:
-            rows: of each row, by the names of linears, what a linear reads and the gradients of its output. Those that
-                are left out (what chooses tokens has no gradient) do not move.
-            share: of the first rate of codes that is left.
+            rows: of each calibration row, the input of each linear and the gradient of its output, by name. Linears
+            that
+                are missing (the choice of experts has no gradient) are not updated.
+            share: of the initial learning rate of codes.
         """
 
         def see(place: tuple[str, slice]) -> Seen:
@@ -114,37 +120,36 @@ class TunedLinears:
         return found
 
     def _runs(self) -> list[tuple[str, slice]]:
-        """Return runs of rows that may be worked on side by side."""
+        """Return runs of rows that may be processed in parallel."""
         return [(name, rows) for name, one in self.matrices.items() for rows in one.runs()]
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._module.get_parameter(f"{name}.weight")
 
     def _turned(self, value: Tensor) -> Tensor:
-        """Return a weight of the module as ``[out, in]``, or the other way round."""
+        """Transpose a weight between the layout of the module and ``[out, in]``, if they differ."""
         return value.T if self._transposed else value
 
 
 class TunedExperts:
-    """Experts of a block, of which some matrices are codes.
+    """Experts of a block, some of whose matrices are quantized.
 
-    Rows pass the block as they do elsewhere (`model.experts`, `guidance.gradients`): as far as the experts, which then
-    run their own tokens one after the other, and once more with what these returned in their place. Tokens are numbered
-    over the rows of a step. The router stays as it is; gradients pass through the weights that it gives a token to the
-    states that it reads.
+    Rows are computed as elsewhere (`model.experts`, `guidance.gradients`): first up to the experts; then each expert on
+    its own tokens; then the whole block with the outputs of the experts in their place. Tokens are numbered over the
+    rows of a step. The router is not trained; gradients flow through its weights to the states that it reads.
 
     Attributes:
-        name: the canonical one.
-        numbers: of those that have matrices in codes.
+        name: canonical name of the module.
+        numbers: of experts with quantized matrices.
     """
 
     def __init__(self, experts: Experts, linears: Mapping[str, TunedMatrix], run: Run) -> None:
-        """Let matrices be decoded from now on, wherever the experts compute.
+        """Decode matrices from now on whenever the experts are computed.
 
         Args:
-            experts: those of the block.
-            linears: those that are codes; others are read from the source every time.
-            run: runs the block on a row, given its place in the step.
+            experts: of the block.
+            linears: the quantized ones; others are read from the source every time.
+            run: runs the block on a row, given its index in the step.
         """
         self._experts, self._linears, self._run = experts, linears, run
         self._source = experts.read_with(self._read)
@@ -160,12 +165,12 @@ class TunedExperts:
 
     @property
     def missed(self) -> list[int]:
-        """Return the numbers of those to which no token was sent of all rows that gradients were computed of."""
+        """Return the numbers of experts that received no token in any row so far."""
         return [number for number in self.numbers if number not in self._reached]
 
     @contextmanager
     def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
-        """Let the experts return what they make of the tokens of rows, while these pass; errors as `Experts.run`."""
+        """Compute the experts for ``rows``, and return these outputs inside of the context; errors as `Experts.run`."""
         self._collect(rows)
         with self._experts.returning():
             yield
@@ -175,15 +180,15 @@ class TunedExperts:
     def known(
         self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
     ) -> Iterator[None]:
-        """Go back through the experts, and let what they hand back stand for that, while rows pass and go back.
+        """Backpropagate through the experts, and use their gradients inside of the context when the block does so.
 
         Args:
             rows: of the step.
-            behind: gradients of what the block returns for each.
-            visit: takes the gradient ``[out_features, in_features]`` of every matrix that is codes, in a fixed order,
-                maybe in several parts; those of an expert without tokens are left out.
+            behind: gradient of the output of the block for each row.
+            visit: called with the gradient ``[out_features, in_features]`` of each quantized matrix, in a fixed order,
+                possibly in several parts; not for experts without tokens.
 
-        Errors as of `MixtureGradients.back`.
+        Errors as `MixtureGradients.back`.
         """
         self._collect(rows)
         mixture = MixtureGradients(self._experts)
@@ -208,7 +213,7 @@ class TunedExperts:
         self._experts.forget_tokens()
 
     def _collect(self, rows: Sequence[Batch]) -> None:
-        """Keep the tokens of rows that are sent to experts, and what these return for them."""
+        """Store the tokens of ``rows`` that are routed to experts, and the outputs of the experts for them."""
         count, length = len(rows), rows[0].states.shape[1]
         tokens = RoutedTokens(
             (count, length),
@@ -240,11 +245,11 @@ class TunedExperts:
 
 
 class Written(NamedTuple):
-    """Part of a result that is a block.
+    """A block as it was written.
 
     Attributes:
-        tensors: its quantized linears, by their names inside of it.
-        kept: returns another of its parameters, by its name, in the type in which it is stored.
+        tensors: its quantized linears, by name in the block.
+        kept: reads one of its other parameters by name, in its stored type.
     """
 
     tensors: dict[str, QuantizedTensor]
@@ -253,14 +258,14 @@ class Written(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TunedBlock:
-    """A block whose linears are codes under scales that are learned.
+    """A block whose scales, gains and maybe codes are learned.
 
     Attributes:
-        part: with its kept parameters; linears are empty between two visits.
-        matrices: its quantized linears, those of experts too.
-        gains: of its norms, by the name of the weight.
-        linears: those that are modules of their own.
-        experts: those of a mixture, None without one.
+        part: the block with its kept parameters; weights of linears are empty between two passes.
+        matrices: all quantized linears, including those of experts.
+        gains: of norms, by the name of the weight.
+        linears: quantized linears outside of experts.
+        experts: of a mixture, None without one.
     """
 
     part: BlockPart
@@ -273,13 +278,13 @@ class TunedBlock:
     def of(
         cls, part: BlockPart, written: Written, rate: float, device: torch.device = CPU
     ) -> TunedBlock:
-        """Begin with a block as it was written; its linears are let go of.
+        """Start from a block as it was written; frees the weights of its linears.
 
         Args:
             part: the block.
-            written: what was written of it.
-            rate: with which codes are learned at first, 0 for frozen ones.
-            device: where the block is: codes and all that is learned are there, too.
+            written: its tensors in the result.
+            rate: initial learning rate of codes, 0 to freeze them.
+            device: of the block, and of everything that is learned.
         """
         matrices = {
             name: TunedMatrix.of(tensor.to(device), rate)
@@ -306,23 +311,23 @@ class TunedBlock:
 
     @property
     def learned(self) -> list[Learned]:
-        """Return everything that is learned but codes, in a fixed order."""
+        """Return all learned scales and gains, in a fixed order."""
         scales = [one for matrix in self.matrices.values() for one in matrix.scales.values()]
         return [*scales, *self.gains.values()]
 
     @property
     def steps(self) -> list[LearnedCodes]:
-        """Return what is learned in whole steps, in a fixed order."""
+        """Return everything that is learned in whole steps, in a fixed order."""
         return [one for matrix in self.matrices.values() for one in matrix.steps.values()]
 
     def run(self, number: int, row: Batch) -> Tensor:
-        """Run the block, filled, on a row, given its place among those that pass together."""
+        """Run the block, which has to be filled, on a row, given its index among the rows of the pass."""
         if self.part.experts is not None:
             self.part.experts.at(number)
         return row.run(self.part.module, note=False)
 
     def forward(self, rows: Sequence[Batch]) -> list[Tensor]:
-        """Return what the block makes of rows; errors as `Experts.run`."""
+        """Return the outputs of the block for ``rows``; errors as `Experts.run`."""
 
         def passed(numbered: tuple[int, Batch]) -> Tensor:
             with one_thread(), torch.no_grad():
@@ -337,16 +342,16 @@ class TunedBlock:
     def backward(
         self, rows: Sequence[Batch], aim: Aim, share: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Go through the block and back, and move its codes.
+        """Run the block forward and backward, and update its codes.
 
         Args:
-            rows: what reaches it.
-            aim: returns the gradient of the loss at what the block makes of a row, given the row's number and that.
-            share: of the rate of codes that is left.
+            rows: inputs of the block.
+            aim: returns the gradient of the loss with respect to the output of a row, given its number and that output.
+            share: of the initial learning rate of codes.
 
         Returns:
-            Gradients of the states of each row, and of all factors as sums over the rows in their order; None for those
-            of an expert to which no token of the rows is sent. Errors as `MixtureGradients.back`, and those of ``aim``.
+            Gradients of the input of each row, and of all factors as sums over the rows in order; None for those of an
+            expert without tokens in the rows. Errors as `MixtureGradients.back` and ``aim``.
         """
         found: dict[Place, Tensor] = {}
         moves: dict[Place, Tensor] = {}
@@ -384,7 +389,7 @@ class TunedBlock:
         return [one.gradients for one, _ in passed], factors
 
     def fill(self) -> None:
-        """Give the module the weights that are meant now; experts are filled when they compute."""
+        """Fill the module with the current weights and gains; experts are filled when they are computed."""
         self.linears.fill()
         for name, gains in self.gains.items():
             self.part.module.get_parameter(name).data = gains.stored().float()
@@ -397,9 +402,9 @@ class TunedBlock:
         threads: int,
         numbered: tuple[int, Batch],
     ) -> tuple[Passed, list[Tensor]]:
-        """Return gradients of the states of a row, those of linears with what they read, and those of gains' factors.
+        """Return the gradients of a row: of its input, the outputs of linears (with their inputs), factors of gains.
 
-        Gradients of matrices are products of these, which are left for later: they need not wait for each other.
+        The gradients of matrices, which are products of these, are computed later, in parallel.
         """
         number, row = numbered
         gains = [self.part.module.get_parameter(name) for name in self.gains]
@@ -418,18 +423,18 @@ class TunedBlock:
         return passed, [one.gradient(gradient) for one, gradient in pairs]
 
     def _move(self, moves: dict[Place, Tensor], share: float) -> None:
-        """Move codes by their gradients, which are let go of."""
+        """Update codes by their gradients, and free these."""
         for name, key in [*moves]:
             self.matrices[name].steps[key].step(moves.pop((name, key)), share)
 
 
 def _owner(linear: str) -> str:
-    """Return the module that a linear is part of."""
+    """Return the name of the module that contains a linear."""
     return linear.rpartition(".")[0]
 
 
 def gains_of(part: BlockPart) -> Mapping[str, float]:
-    """Return the weights of the norms whose output linears read, with what the norm adds to what is stored."""
+    """Return the weights of norms before linears, by name, with the offset that the norm adds to its weight."""
     found = {}
     for shared in part.inputs:
         absorber = shared.absorber

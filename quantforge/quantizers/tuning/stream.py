@@ -1,27 +1,26 @@
-"""Tuning of a rounded model on calibration rows: block after block, then as a whole.
+"""Fine-tune a rounded model on calibration rows: one block at a time, then the whole model.
 
-Every scale and gain is multiplied with a factor that Adam fits; the product is rounded to the stored type before it is
-used, and its gradient taken as if it were not (straight through). Codes are learned as `tuning.learned` says. Rows that
-nothing is learned on decide which epoch is kept, the start among them.
+Every scale and gain is multiplied by a factor that Adam fits; the product is rounded to the stored type before it is
+used, and its gradient is computed as if it were not (straight-through). `tuning.matrix` says how codes are learned.
+Held-out rows decide which epoch is kept, or whether the model stays as it was.
 
-*Block after block.* A block of the result reads what the blocks before it make of the calibration rows, as they are
-after their own tuning. It learns to return what the source's block returns in the source, so that it makes up for what
-was lost before it. The loss is the squared distance, all tokens alike. A step takes one row through the block and back.
-One block is in memory at a time, with the states of all rows twice: what leaves the source's block, and what reaches
-the result's.
+*One block at a time.* The input of a block is the output of the tuned blocks before it. Its target is the output of the
+source's block in the source model, so that it compensates for what was lost before it. The loss is the squared error,
+equal for all tokens. A step runs one row through the block forward and backward. One block is in memory at a time, with
+two sets of hidden states of all rows: outputs of the source's block, and inputs of the result's block.
 
 *The whole model.* The loss is the divergence of the result from its source at every position of some rows, in nats.
-Codes are learned from two epochs on; in one there are too few steps to tell a gradient from its noise. A step takes a
-few rows forward through all blocks and back again. Only what reaches each block is kept on the way forward; on the way
-back a block is computed once more with gradients. The weights of linears exist in floating point in one block at a
-time: of the others there are codes and scales.
+Codes are learned if there are two epochs or more; in one there are too few steps to tell a gradient from its noise. A
+step runs a few rows forward through all blocks and back again. The forward pass keeps only the inputs of each block;
+the backward pass computes each block once more with gradients. The weights of linears are in floating point in one
+block at a time; the other blocks hold codes and scales.
 
-Of the experts of a block one is in floating point at a time. Nothing of an expert moves in a step that has no token for
-it, nor what Adam remembers of its gradients.
+One expert of a block is in floating point at a time. A step without tokens for an expert changes neither the expert nor
+Adam's moments for it.
 
-Each row passes by itself, on a CPU on one thread but for the products of a block's linears, which are cut into tiles,
-and gradients of rows are added in their order, so that the result does not depend on the number of threads. Runs of
-rows of the matrices are learned side by side.
+Each row is computed by itself, on a CPU on one thread except for the products of linears, which are cut into tiles, and
+gradients of rows are added in order. So the result does not depend on the number of threads. Runs of rows of matrices
+are updated in parallel.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite
+from quantforge.quantizers.tuning import HELD, ROWS, rate_of
 from quantforge.quantizers.tuning.block import TunedBlock, Written
-from quantforge.quantizers.tuning.bounds import HELD, ROWS, rate_of
 
-LOGITS = 1 << 26  # logits of the rows that pass the head at the same time
+LOGITS = 1 << 26  # of the rows whose logits are computed at the same time
 
 Read = Callable[[BlockPart], Written]
 Tell = Callable[[float, str], None]
@@ -51,10 +50,10 @@ Tell = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """Blocks as they were tuned, and the loss on rows held out, before and after.
+    """Tuned blocks, and the loss on held-out rows before and after.
 
-    The loss of one block is its error relative to the square of what it returns; that of all is the divergence in nats
-    per token.
+    The loss of one block is its squared error relative to the squares of the source's output; the loss of all blocks is
+    the divergence in nats per token.
     """
 
     blocks: list[TunedBlock]
@@ -63,25 +62,25 @@ class Tuned:
 
 
 class TuningStream(ModelStream):
-    """A stream that carries the states of the result beside those of the source, and goes back through the result."""
+    """A stream with the hidden states of the result too, and with backward passes through the result."""
 
     _ahead: HiddenStates | None = None  # of the result
 
     def tune_blocks(
         self, read: Read, has: Callable[[int], bool], seed: int, told: Tell
     ) -> Iterator[Tuned]:
-        """Learn block after block in one epoch, and yield each.
+        """Tune one block after the other in one epoch, and yield each.
 
         Args:
-            read: returns what was written of a block.
-            has: returns whether a block is tuned already, so that rows only pass what was written of it.
+            read: returns a block as it was written.
+            has: returns whether a block is tuned already; then rows only pass through it as it was written.
             seed: of the order of the rows.
-            told: is told the share that is done, and what is going on.
+            told: called with the share that is done, and with a message.
 
         Raises:
             InputError: an output or a gradient is not finite, or there is one row only.
-            RefusedError: a block holds experts that are no stack, or reads of earlier blocks more than the states
-                behind the last.
+            RefusedError: a block holds experts that are not a stack, or reads more of earlier blocks than the output of
+                the last one.
         """
         blocks = len(self._blocks)
         for part in self:
@@ -97,12 +96,12 @@ class TuningStream(ModelStream):
             self.pass_result(part, read)
 
     def begin_result(self) -> None:
-        """Keep the states in front of the first block, from which those of the result go on."""
+        """Copy the inputs of the first block as the first hidden states of the result."""
         if self._ahead is None:
             self._ahead = self._copy()
 
     def tune_block(self, part: BlockPart, read: Read, seed: int, told: Tell) -> Tuned:
-        """Learn a block of which the states after it are the source's; arguments and errors as of `tune_blocks`."""
+        """Tune one block, once the source's rows have passed it; arguments and errors as `tune_blocks`."""
         self._refuse_memory(part)
         count = len(self._rows)
         learned = count - max(1, count // HELD)
@@ -127,17 +126,23 @@ class TuningStream(ModelStream):
                 return block.backward([*map(passing, rows)], aim, share)[1]
 
             after = descend(
-                [block], (learned, 1), 1 if before else 0, seed, before,
+                [block],
+                (learned, 1),
+                1 if before else 0,
+                seed,
+                before,
                 gradients=gradients,
                 loss=lambda: self._error(block, passing, held),
-                told=lambda share, best: told(share, f"block {part.index}, error {best * shown:.5f}"),
-            )  # fmt: skip
+                told=lambda share, best: told(
+                    share, f"block {part.index}, error {best * shown:.5f}"
+                ),
+            )
         return Tuned([block], before * shown, after * shown)
 
     def _error(
         self, block: TunedBlock, passing: Callable[[int], Batch], held: Sequence[range]
     ) -> float:
-        """Return the squared distance from the source's block over the rows held out, of which some pass together."""
+        """Return the squared error on the held-out rows ``held``, which are spans of rows that pass together."""
         total = 0.0
         for span in held:
             passed = block.forward([*map(passing, span)])
@@ -146,7 +151,7 @@ class TuningStream(ModelStream):
         return total
 
     def _distance(self, part: BlockPart, row: int, outputs: Tensor) -> Tensor:
-        """Return what a block makes of a row less what the source's does."""
+        """Return the output of a block for a row minus that of the source's block."""
         if not finite(outputs):
             raise InputError(
                 f"{part.name}: what it returns with learned scales is not finite in calibration row {row}",
@@ -156,7 +161,7 @@ class TuningStream(ModelStream):
         return outputs - self._states.read(row, row + 1).to(outputs)
 
     def pass_result(self, part: BlockPart, read: Read) -> None:
-        """Let the states of the result pass a block as it was written, whenever that was; nothing behind the last."""
+        """Move the hidden states of the result through a block as it was written; do nothing for the last block."""
         if part.index + 1 == len(self._blocks):
             return
         assert self._ahead is not None
@@ -168,7 +173,7 @@ class TuningStream(ModelStream):
                 self._ahead.write(start, torch.cat(some))
 
     def pass_source(self, part: BlockPart) -> None:
-        """Let all rows pass a block of the source; errors as `tune_blocks`."""
+        """Move all rows through a block of the source; errors as `tune_blocks`."""
         if part.experts is None:
             refuse_experts(part)
         part.advance()
@@ -186,19 +191,19 @@ class TuningStream(ModelStream):
             )
 
     def _passing(self, index: int) -> Callable[[int], Batch]:
-        """Return what gives a single row of the result on its way into a block."""
+        """Return a function that returns the input of a block for a row of the result."""
         passage, ahead = self._passage(index), self._ahead
         assert ahead is not None
         return lambda row: Batch(row, ahead.read(row, row + 1).to(self._device), passage)
 
     def tune(self, read: Read, epochs: int, seed: int, told: Tell) -> Tuned:
-        """Learn the whole model.
+        """Tune the whole model.
 
         Args:
-            read: returns what was written of a block.
-            epochs: times that the rows are gone through.
+            read: returns a block as it was written.
+            epochs: number of passes over the rows.
             seed: of the order of the rows.
-            told: is told the share that is done, and the divergence on rows held out.
+            told: called with the share that is done, and the divergence on held-out rows.
 
         Raises:
             InputError: a gradient is not finite. Others as `tune_blocks`.
@@ -216,15 +221,19 @@ class TuningStream(ModelStream):
             with self._filled_head():
                 before = self._divergence(blocks, states, held)
                 after = descend(
-                    blocks, (held.start, ROWS), epochs, seed, before,
+                    blocks,
+                    (held.start, ROWS),
+                    epochs,
+                    seed,
+                    before,
                     gradients=lambda rows, share: self._gradients(blocks, states, rows, share),
                     loss=lambda: self._divergence(blocks, states, held),
                     told=lambda share, best: told(share, f"divergence {best:.5f}"),
-                )  # fmt: skip
+                )
         return Tuned(blocks, before, after)
 
     def _source(self) -> tuple[HiddenStates, HiddenStates]:
-        """Return the states in front of the first block, and those behind the last one, of the source."""
+        """Return the inputs of the first block and the outputs of the last block, of the source."""
         first: list[HiddenStates] = []
         for part in self:
             if not first:
@@ -235,7 +244,7 @@ class TuningStream(ModelStream):
     def _forward(
         self, blocks: list[TunedBlock], start: HiddenStates, rows: list[int]
     ) -> list[list[Tensor]]:
-        """Return what reaches each block, and what leaves the last one, of single rows."""
+        """Return the inputs of each block and the outputs of the last one, of single rows."""
         states = [start.read(row, row + 1).to(self._device) for row in rows]
         found = [states]
         for index, block in enumerate(blocks):
@@ -250,7 +259,7 @@ class TuningStream(ModelStream):
     def _divergence(
         self, blocks: list[TunedBlock], states: tuple[HiddenStates, HiddenStates], rows: range
     ) -> float:
-        """Return the mean divergence over rows."""
+        """Return the mean divergence per token of rows."""
         start, targets = states
         total = 0.0
         for first in range(rows.start, rows.stop, ROWS):
@@ -266,7 +275,7 @@ class TuningStream(ModelStream):
         rows: list[int],
         share: float,
     ) -> list[Tensor | None]:
-        """Move codes, and return the gradients of all factors for the mean divergence over rows; see `TunedBlock`."""
+        """Update codes, and return the gradients of the mean divergence by all factors; see `TunedBlock.backward`."""
         reached = self._forward(blocks, states[0], rows)
         behind = [gradient for _, gradient in self._behind(rows, reached.pop(), states[1])]
         scale = 1 / (len(rows) * self._rows.shape[1])
@@ -283,7 +292,7 @@ class TuningStream(ModelStream):
     def _behind(
         self, rows: list[int], last: list[Tensor], targets: HiddenStates
     ) -> list[tuple[float, Tensor]]:
-        """Return of each row the divergence, summed, and its gradient at the states behind the last block."""
+        """Return for each row the summed divergence, and its gradient with respect to the output of the last block."""
 
         def one(pair: tuple[int, Tensor]) -> tuple[float, Tensor]:
             row, states = pair
@@ -320,18 +329,18 @@ def descend(
     loss: Callable[[], float],
     told: Callable[[float, float], None],
 ) -> float:
-    """Learn blocks, and leave them as they were best on the rows held out; return the loss of these then.
+    """Optimize blocks, and keep the epoch with the least loss on held-out rows; return that loss.
 
     Args:
-        blocks: that are learned.
-        rows: how many are learned on, and how many make a step.
-        epochs: times that the rows are gone through.
+        blocks: to optimize.
+        rows: number of training rows, and number of rows in a step.
+        epochs: number of passes over the training rows.
         seed: of their order.
         before: the loss at the start.
-        gradients: moves codes, and returns the gradients of all factors, given rows and the share of the first rate of
-            codes that is left.
-        loss: returns the loss on the rows held out.
-        told: is told the share that is done, and the least loss so far.
+        gradients: updates codes, and returns the gradients of all factors, given rows and the share of the initial
+            learning rate.
+        loss: returns the loss on held-out rows.
+        told: called with the share that is done, and the least loss so far.
     """
     learned = [one for block in blocks for one in block.learned]
     best, kept = before, Snapshot(blocks)
@@ -356,15 +365,15 @@ def descend(
 
 
 class Snapshot:
-    """Everything that is learned of blocks, as it is at one time."""
+    """A copy of everything that is learned of blocks."""
 
     def __init__(self, blocks: Sequence[TunedBlock]) -> None:
-        """Take it."""
+        """Copy the current values."""
         self._learned = [(one, one.factor.clone()) for block in blocks for one in block.learned]
         self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Restore the copied values."""
         for one, factor in self._learned:
             one.factor.copy_(factor)
         for own, steps in self._codes:

@@ -17,7 +17,7 @@ from quantforge.formats.opening import open_model
 from quantforge.grids import SUPERBLOCKS
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
-from quantforge.quantizers.tuning import bounds as tuning_bounds
+from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import matrix as tuned_matrix
 from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.recipe import CalibrationOptions, GptqOptions

@@ -20,8 +20,8 @@ from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import tuning
 from quantforge.model.block import BlockPart
 from quantforge.numerics import products
+from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import block as tuned_block
-from quantforge.quantizers.tuning import bounds as tuning_bounds
 from quantforge.quantizers.tuning import matrix as tuned_matrix
 from quantforge.quantizers.tuning.stream import TuningStream
 from quantforge.runtime.load import load

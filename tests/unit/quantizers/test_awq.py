@@ -21,17 +21,17 @@ from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
 from quantforge.quantizers import awq
-from quantforge.quantizers.balance import balanced
-from quantforge.quantizers.output_error import OutputError
+from quantforge.quantizers.awq import OutputError, balanced
 from quantforge.quantizers.rtn import round_shared
 from quantforge.recipe import AwqOptions, Rounding
-from quantforge.scheme import Scheme
+from quantforge.scheme import LayerScheme
 from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import NO_ROWS, InFloat64
 
 ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
 ROUNDING = Rounding(awq=AwqOptions(rows=4))
-SCHEME = parse("int4:g32:sym:f16")
+LAYER = LayerScheme(parse("int4:g32:sym:f16"))
+SCHEME = LAYER.weight
 ALL = frozenset(Statistic)
 # Biases everywhere, none, biases of q k v, gemma's 1 + w, fused projections, Conv1D, LayerNorm in float16.
 FAMILIES = ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "opt")
@@ -49,8 +49,8 @@ def observed(part: BlockPart) -> dict[str, Statistics]:
     return part.observe({shared.key: ALL for shared in part.inputs})
 
 
-def schemes_of(part: BlockPart, scheme: Scheme = SCHEME) -> dict[str, Scheme]:
-    return {name: scheme for shared in part.inputs for name in shared.linears}
+def layers_of(part: BlockPart, layer: LayerScheme = LAYER) -> dict[str, LayerScheme]:
+    return {name: layer for shared in part.inputs for name in shared.linears}
 
 
 def state(part: BlockPart) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
             key: Statistics(found.tokens, found.squares.double(), hessian=found.hessian.double())
             for key, found in observed(wide).items()
         }
-        _, events, figures = awq.apply(wide, statistics, schemes_of(wide), ROUNDING)
+        _, events, figures = awq.apply(wide, statistics, layers_of(wide), ROUNDING)
         assert not events
         assert list(figures) == [s.key for s in wide.inputs if s.absorber is not None]
         changed = {
@@ -123,7 +123,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
         assert scaled == figures.keys()  # otherwise this shows less than it should
         assert {f"{key}.weight" for key in scaled} <= changed
         assert (outputs(wide) - expected).abs().max() <= 1e-12 * expected.abs().max()
-        quantized = {f"{name}.weight" for name in schemes_of(wide)}
+        quantized = {f"{name}.weight" for name in layers_of(wide)}
         for name in set(wide.parameters()) - quantized:
             wide.set_parameter(name, wide.as_stored(name, wide.parameter(name)))
         assert (outputs(wide) - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -132,7 +132,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
-        changed, _, _ = awq.apply(part, before := observed(part), schemes_of(part), ROUNDING)
+        changed, _, _ = awq.apply(part, before := observed(part), layers_of(part), ROUNDING)
         again = observed(part)
     assert changed.keys() == again.keys()
     assert any(not torch.equal(changed[key].squares, before[key].squares) for key in changed)
@@ -149,7 +149,7 @@ def test_the_error_of_no_pair_grows(tiny: Tiny) -> None:
         statistics = observed(part)
         linear = ("self_attn.o_proj", "mlp.down_proj")
         before = {key: own_error(part, key, statistics[key]) for key in linear}
-        changed, _, figures = awq.apply(part, statistics, schemes_of(part), ROUNDING)
+        changed, _, figures = awq.apply(part, statistics, layers_of(part), ROUNDING)
         for key in linear:
             after = own_error(part, key, changed[key])
             assert after <= before[key] * (1 + 1e-4)
@@ -166,7 +166,7 @@ def test_planted_outliers_are_undone(tiny: Tiny) -> None:
             if planted:
                 plant(part)
             plain = observed(part)
-            changed, _, _ = awq.apply(part, plain, schemes_of(part), ROUNDING)
+            changed, _, _ = awq.apply(part, plain, layers_of(part), ROUNDING)
             key = "mlp.down_proj"
             errors[planted] = own_error(part, key, changed[key])
             scale = (plain[key].squares / changed[key].squares).sqrt()
@@ -179,11 +179,11 @@ def test_planted_outliers_are_undone(tiny: Tiny) -> None:
 def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
     """Gemma's 1 + w leaves no exact factor for a key projection that is kept in bfloat16."""
     with first_block(tiny("gemma2")) as part:
-        schemes = schemes_of(part)
-        del schemes["self_attn.k_proj"]
+        layers = layers_of(part)
+        del layers["self_attn.k_proj"]
         plant(part)  # so that leaving the pair as it is loses
         before, statistics = state(part), observed(part)
-        changed, events, figures = awq.apply(part, statistics, schemes, ROUNDING)
+        changed, events, figures = awq.apply(part, statistics, layers, ROUNDING)
         assert [(event.kind, event.where) for event in events] == [
             ("pair-skipped", "model.layers.0.self_attn.q_proj")
         ]
@@ -201,10 +201,10 @@ def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
 @pytest.mark.parametrize("kept", ["self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"])
 def test_a_kept_matrix_takes_its_factors_exactly(tiny: Tiny, kept: str) -> None:
     with first_block(tiny("llama-tied")) as part:
-        schemes = schemes_of(part)
-        del schemes[kept]
+        layers = layers_of(part)
+        del layers[kept]
         before = part.weight(kept).clone()
-        _, events, _ = awq.apply(part, observed(part), schemes, ROUNDING)
+        _, events, _ = awq.apply(part, observed(part), layers, ROUNDING)
         after = part.weight(kept)
         assert not events
         assert torch.equal(part.as_stored(f"{kept}.weight", after), after)
@@ -227,7 +227,7 @@ def test_the_result_does_not_depend_on_threads(tiny: Tiny) -> None:
         torch.set_num_threads(count)
         try:
             with first_block(tiny("qwen2")) as part:
-                awq.apply(part, observed(part), schemes_of(part), ROUNDING)
+                awq.apply(part, observed(part), layers_of(part), ROUNDING)
                 found.append(state(part))
         finally:
             torch.set_num_threads(before)
@@ -238,7 +238,7 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
     with first_block(tiny("llama-tied")) as part, torch.no_grad():
         before = state(part)
         for shared in part.inputs:
-            judge = OutputError(part, shared, Statistics(), 4)
+            judge = OutputError(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
             calls = part.capture(shared.within, 4)
             module = part.module.get_submodule(shared.within)
@@ -267,7 +267,7 @@ def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
         part.capture = lambda name, rows: captured.append(name) or capture(name, rows)  # type: ignore
         for shared in part.inputs:
             first = OutputError(part, shared, Statistics(), 4, moments)
-            alone = OutputError(part, shared, Statistics(), 4)
+            alone = OutputError(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
             assert first.estimate(changed) == pytest.approx(alone.estimate(changed), rel=1e-5)
         assert captured == [
@@ -285,7 +285,7 @@ def test_finalists_of_equal_factors_are_judged_once(
         OutputError, "__call__", lambda self, weights: judged.append(weights) or float(len(judged))
     )
     with first_block(tiny("llama")) as part:
-        _, _, figures = awq.apply(part, observed(part), schemes_of(part), ROUNDING)
+        _, _, figures = awq.apply(part, observed(part), layers_of(part), ROUNDING)
         assert len(judged) <= 2 * len(figures)  # as it is, and by the weights' own magnitude
 
 

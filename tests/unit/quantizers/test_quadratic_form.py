@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge.quantizers.output_error import PANEL, QuadraticForm
+from quantforge.quantizers.awq import PANEL, QuadraticForm
 
 
 @pytest.mark.parametrize("size", [1, PANEL, 2 * PANEL + 17])

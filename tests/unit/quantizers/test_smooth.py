@@ -17,10 +17,10 @@ from tests.unit.quantizers.test_awq import (
     ROUNDING,
     first_block,
     in_float64,
+    layers_of,
     observed,
     outputs,
     plant,
-    schemes_of,
 )
 
 W8A8 = parse_layer("W8A8")
@@ -28,8 +28,7 @@ LAYER = LayerScheme(W8A8.weight.stored_as(ScaleType.BF16), W8A8.input)
 
 
 def smoothed(part, statistics):
-    schemes = schemes_of(part, LAYER.weight)
-    return smooth.apply(part, statistics, schemes, ROUNDING, dict.fromkeys(schemes, LAYER))
+    return smooth.apply(part, statistics, layers_of(part, LAYER), ROUNDING)
 
 
 def error_of_inputs(part):

@@ -13,7 +13,6 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn
-from quantforge.quantizers.feedback import feed_back
 from quantforge.quantizers.hessian import factorise
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
@@ -76,7 +75,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     factor = factorise(hessian, 0.01, order)
     assert factor is not None
     parameters = lattice.fit(weight, scheme)
-    found = feed_back(weight, factor, scheme, parameters, keep=True)
+    found = gptq.round_columns(weight, factor, scheme, parameters, keep=True)
     whole = hessian.double() + factor.objective.ridge.double().diag()
     left = weight.double()
     for first in range(60, -1, -4):
@@ -100,7 +99,7 @@ def test_a_sweep_over_panels_gains_what_it_says_and_no_row_loses() -> None:
     scheme, (weight, hessian) = parse("lattice"), _problem()
     factor = factorise(hessian, 0.01, torch.arange(128))
     assert factor is not None
-    found = feed_back(weight, factor, scheme, lattice.fit(weight, scheme))
+    found = gptq.round_columns(weight, factor, scheme, lattice.fit(weight, scheme))
     state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
     gained = state.sweep()
     error = weight - QuantizedTensor(state.codes, state.parameters, scheme).decode()

@@ -11,8 +11,7 @@ from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.learned import UNIT, Learned
-from quantforge.quantizers.tuning.matrix import CODES, TunedMatrix
+from quantforge.quantizers.tuning.matrix import CODES, UNIT, Learned, TunedMatrix
 from tests.thorough import usual
 
 SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]
