@@ -43,11 +43,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.nf4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
     "quantforge.packers.fp4": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
     "quantforge.packers.fp8": ("unit/packers/test_scale_searches.py", "unit/packers/test_low_precision_grids.py"),
-    "quantforge.packers.integer_search": (
-        "unit/packers/test_integer_searches.py", "unit/packers/test_integer.py", "property/test_rounding.py",
-    ),
     "quantforge.packers.scale_search": (
         "unit/packers/test_scale_searches.py", "unit/packers/test_integer_searches.py",
+        "unit/packers/test_integer.py", "property/test_rounding.py",
     ),
     "quantforge.packers.ggml.blocks": (
         "golden/test_ggml_bytes.py", "unit/packers/test_ggml.py", "unit/packers/test_lattices.py",
@@ -120,11 +118,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "equivalence/test_derived.py::test_error_feedback_helps_a_family_that_nobody_declared",
     ),
     "quantforge.formats.patterns": ("unit/formats/test_patterns.py",),
-    "quantforge.formats.sources.adapter_config": ("unit/formats/test_adapter_config.py",),
-    **{f"quantforge.formats.sources.{name}": ("unit/formats/test_adapters.py",)
-       for name in ("adapter", "merged")},
+    "quantforge.formats.sources.adapter": ("unit/formats/test_adapter_config.py", "unit/formats/test_adapters.py"),
+    "quantforge.formats.sources.merged": ("unit/formats/test_adapters.py",),
+    "quantforge.formats.decoded": ("unit/formats/test_low_precision_sources.py",),
     **{f"quantforge.formats.sources.{name}": ("unit/formats/test_low_precision_sources.py",)
-       for name in ("encoded", "low_precision", "modelopt", "mxfp4_stacks")},
+       for name in ("low_precision", "modelopt", "mxfp4_stacks")},
     "quantforge.results.publish": (
         "faults/test_verbs.py", "unit/results/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",

@@ -11,7 +11,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import GAP
 from quantforge.formats import FORMATS, PLAIN, Fit, Verdict, format_of
-from quantforge.formats.agreement import express_layer
+from quantforge.formats.convert import express_layer
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quantforge.formats.loading import Snippet
+from quantforge.formats.targets import Snippet
 from quantforge.results.card import cell, code
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, MutablePart
 from quantforge.results.significant import significant, size

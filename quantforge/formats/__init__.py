@@ -6,34 +6,28 @@ Everything about names, types, shapes and configuration is decided from headers 
 
 In this folder:
 
-    agreement              Agreement of two schemes: can tensors of one be restated in the other
     auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
     checks                 What is checked when files of a format are read, in this order
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
-    declared_modules       What a configuration declares about each linear: quantized or not, uncertain
-    declared_quantization  Where a model directory declares how it is quantized, settled by what its tensors are
+    declared_quantization  What a model directory declares about its quantization: where
     decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
-    engine_families        Which engines load a quantized model: by its layers, by its family
-    engines                Rules about which files an inference engine loads; each format declares, for each engine
+    engines                Which engines load a quantized model: by its layers, by its family
     fits                   Reasons why a scheme, or a mixture of schemes, cannot be stored, which several formats share
     format_choice          Choice of the format of a result where none is asked for
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
-    kept_experts           Experts that stay as they are, by the names under which engines look for them
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    loading                Code for the card of a result: a Python program for engines that are libraries
     matching               A quantized checkpoint, matched as if its weights were stored plainly
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
     opening                One door to every kind of model: a directory, or a GGUF file
     patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
     storage                Storage of a plan's tensors in the files of a format
-    targets                Engines that results are made for (``--for``): the default format
-    unknown_names          Words that other tools have for formats, engines and types, with what they mean here
+    targets                Engines that results are made for (``--for``): default format, command that serves a result
     compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
     sources/               Sources in low precision: models that are published in 4 or 8 bits
@@ -48,8 +42,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quantforge.errors import InputError, NotReadError, UnknownNameError, nearest
-from quantforge.formats.engines import Engine
-from quantforge.formats.unknown_names import FORMAT_WORDS
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -57,6 +49,7 @@ from quantforge.scheme import LayerScheme, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quantforge.formats.engines import Engine
     from quantforge.packers.tensor import QuantizedTensor
 
 KEEP = "keep"  # in place of a scheme
@@ -74,6 +67,29 @@ FORMATS: Mapping[str, str] = {
     "mlx": "quantforge.formats.mlx",
     GGUF: "quantforge.formats.gguf",
 }
+# Words of other tools, as `nearest` looks them up.
+_NOT_WRITTEN = "it is not written here; `quantforge formats` lists what is"
+_SCHEME = "widths are an option of their own: --bits 4, or --scheme W4A16"
+FORMAT_WORDS: Mapping[str, str] = {
+    "ggml ggmf ggjt ggufv2 ggufv3 llamacpp ollama lmstudio kquant kquants q4km q4ks q5km q6k q80": "--format gguf",
+    "ggufq4km ggufq4ks ggufq40 ggufq5km ggufq6k ggufq80 ggufq2ks":
+        "the type is an option of its own: --type Q4_K_M",
+    "autogptq gptqmodel gptqmarlin marlin exllama exllamav2 gptqv1": "--format gptq",
+    "autoawq awqmarlin gemm gemv llmawq": "--format awq",
+    "bitsandbytes nf4 bnbnf4 bnb4bit bnb8bit qlora llmint8": "--format bnb",
+    "llmcompressor ct compressed vllm sparseml packquantized packed intquantized nmvllm": "--format compressed-tensors",
+    "mlxlm apple mlxcommunity": "--format mlx",
+    "finegrainedfp8 deepseek fp8block blockfp8": "--format fp8",
+    "fp8dynamic fp8static w8a8fp8": "--scheme FP8_DYNAMIC",
+    "safetensors hf huggingface transformers dequantize dequantized fp16 bf16 float16 bfloat16 none fake":
+        "--format plain holds a model that is not quantized; all formats but gguf are safetensors files",
+    "autoround": "its files are those of GPTQ: --format gptq",
+    "exl2 exl3 hqq aqlm quip quipsharp onnx openvino torchao quanto eetq tensorrt trt coreml executorch tflite":
+        _NOT_WRITTEN,
+    "int2 int3 int4 int8 w4a16 w8a16 w8a8 4bit 8bit": _SCHEME,
+    "nvfp4 nvfp4a16": "--scheme nvfp4",
+    "mxfp4 mxfp8": "it is a scheme, not a format: --scheme mxfp8",
+}  # fmt: skip
 # Values of ``quant_method`` that are read; the last two by `sources` alone.
 _READ = "compressed-tensors, gptq, auto-round, awq, bitsandbytes, fp8, mxfp4 and modelopt"
 
@@ -207,8 +223,34 @@ class Format(Protocol):
         """Return the quantized linears of a checkpoint in this format, from its headers."""
 
 
+if TYPE_CHECKING:  # the type checker holds the modules to the interface
+    from quantforge.formats import (
+        awq,
+        bnb,
+        compressed_tensors,
+        fp8,
+        gguf,
+        gptq,
+        gptq_v2,
+        mlx,
+        plain,
+    )
+
+    _HELD: tuple[Format, ...] = (
+        plain,
+        compressed_tensors,
+        gptq,
+        gptq_v2,
+        awq,
+        bnb,
+        fp8,
+        mlx,
+        gguf,
+    )
+
+
 def format_of(key: str) -> Format:
-    """Return the module of a format.
+    """Return the module of a format, imported when it is first asked for.
 
     Raises:
         UsageError: no such format; the hint names the nearest.

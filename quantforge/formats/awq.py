@@ -40,6 +40,7 @@ from quantforge.formats.configuration import (
     head_of,
     quantization_config,
     quantized_modules,
+    skipped_with_mixtures,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND, Engine, by_engine
@@ -52,7 +53,6 @@ from quantforge.formats.fits import (
     possible,
 )
 from quantforge.formats.gptq import override
-from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

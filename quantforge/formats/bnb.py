@@ -59,11 +59,11 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
+    skipped_with_mixtures,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engines import UNTRIED, Engine, by_engine
 from quantforge.formats.fits import outside_blocks, possible
-from quantforge.formats.kept_experts import skipped_with_mixtures
 from quantforge.grids import NESTED, PerGroup, PerTensor, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

@@ -1,19 +1,26 @@
-"""``config.json`` of an artifact: the source's, its type stated twice, the quantization added."""
+"""``config.json`` of an artifact: the source's, its type stated twice, the quantization added.
+
+Engines have to know which linears and mixtures of experts stay as they are, by the names under which they look for
+them: they hold a mixture as one module.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.draft_kinds import is_draft
+from quantforge.architectures.routers import experts_of, is_stack
+from quantforge.architectures.towers import BLOCK
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
 from quantforge.formats.auto_round import translated
-from quantforge.plans import Action, Plan, TensorPlan
+from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
 FLOATS = ("F16", "BF16", "F32")
 NUMBERS = (*FLOATS, "F64")  # types of a source that may be restated in one of `FLOATS`
@@ -21,6 +28,9 @@ DECLARING = ("quantization_config", "quantization", "compression_config")
 LOADED_FROM = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
 EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
+_MIXTURE = re.compile(r"(.*\bexperts)\.")
+# vLLM decides on a mixture by these parts of its first expert, however files hold it; which three differs by family.
+_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,6 +183,66 @@ def skipped(
     taken = {name for module in quantized for name in targeted(module, plan, config)}
     kept = {name for module in names for name in spellings(module, config)}
     return sorted(kept.union(plan.running.kept if plan.running else ()) - taken)
+
+
+def skipped_with_mixtures(
+    plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
+) -> list[str]:
+    """Return the full names of all linears and mixtures that stay as they are."""
+    return [*skipped(plan, config, quantized), *kept_mixtures(plan, config, quantized)]
+
+
+def skipped_with_stacks(
+    plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
+) -> list[str]:
+    """Return what compressed-tensors has to ignore: linears, and of mixtures that are stored stacked the parts too.
+
+    No file has such parts; without their names vLLM takes a mixture for packed wherever linears are as a class.
+    """
+    stacks = _mixtures(_stacks(_kept(plan), config)) - _mixtures(quantized)
+    names = [
+        name
+        for mixture in stacks
+        for local in (mixture, *(f"{mixture}.0.{part}" for part in _PARTS))
+        for name in spellings(local, config)
+    ]
+    return sorted({*skipped(plan, config, quantized), *names})
+
+
+def kept_mixtures(
+    plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
+) -> list[str]:
+    """Return the names of the mixtures whose experts all stay as they are, however these are stored."""
+    kept = _kept(plan)
+    stored = _mixtures(item.name for item in kept) | _mixtures(_stacks(kept, config))
+    whole = stored - _mixtures(quantized)
+    return sorted(name for mixture in whole for name in spellings(mixture, config))
+
+
+def _kept(plan: Plan) -> list[StoredTensor]:
+    return [
+        item
+        for tensor in plan.tensors
+        if tensor.action is not Action.DROP
+        for item in tensor.stored
+    ]
+
+
+def _stacks(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> list[str]:
+    """Return the names of stacked experts, as parts of a module ``experts`` where files have none."""
+    counts = experts_of(text_config(config))
+    names = (
+        item.name.removesuffix(".weight")
+        for item in stored
+        if BLOCK.match(item.name) and is_stack(item.shape, counts)
+    )
+    return [
+        name if _MIXTURE.match(name) else ".experts.".join(name.rsplit(".", 1)) for name in names
+    ]
+
+
+def _mixtures(names: Iterable[str]) -> set[str]:
+    return {found[1] for name in names if (found := _MIXTURE.match(name))}
 
 
 def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, format_of, targets
-from quantforge.formats.agreement import agreement
+from quantforge.formats.convert import agreement
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.plans import CHOSEN

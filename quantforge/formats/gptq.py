@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from quantforge import __version__
 from quantforge.errors import Fault, InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
-from quantforge.formats.agreement import agreement
 from quantforge.formats.checks import (
     agree,
     agree_on_head,
@@ -52,11 +51,12 @@ from quantforge.formats.configuration import (
     half_dtype,
     json_bytes,
     kept_linears,
+    kept_mixtures,
     quantization_config,
     quantized_modules,
     within_block,
 )
-from quantforge.formats.convert import convert
+from quantforge.formats.convert import agreement, convert
 from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
@@ -76,7 +76,6 @@ from quantforge.formats.fits import (
     possible,
     stated_size,
 )
-from quantforge.formats.kept_experts import kept_mixtures
 from quantforge.formats.patterns import matches_module
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor

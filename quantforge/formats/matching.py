@@ -14,7 +14,7 @@ from quantforge.architectures.match import Matched, match, resolve_tied
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import ModuleLayout, kv_scales
-from quantforge.formats.declared_modules import check_declared
+from quantforge.formats.declared_quantization import check_declared
 from quantforge.plans import StoredTensor
 
 

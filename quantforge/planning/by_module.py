@@ -25,7 +25,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import PLAIN, Format, Verdict, format_of, kv_scales
 from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
-from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import Choices
 from quantforge.planning.coverage import asked

@@ -32,10 +32,9 @@ from quantforge.formats import (
     kv_scales,
     targets,
 )
-from quantforge.formats.agreement import express_layer
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
-from quantforge.formats.convert import of_input
-from quantforge.formats.engine_families import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.convert import express_layer, of_input
+from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.fits import named, split_group
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.grids import PerGroup

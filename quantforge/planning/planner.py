@@ -23,7 +23,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales, targets
 from quantforge.formats.decoded import plain_config
-from quantforge.formats.engine_families import TRANSFORMERS
+from quantforge.formats.engines import TRANSFORMERS
 from quantforge.formats.format_choice import settled
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic

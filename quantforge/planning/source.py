@@ -21,7 +21,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
-from quantforge.formats.engine_families import TRANSFORMERS, converts
+from quantforge.formats.engines import TRANSFORMERS, converts
 from quantforge.formats.format_choice import base_scheme, settled
 from quantforge.formats.opening import as_read
 from quantforge.planning.choice import Rules

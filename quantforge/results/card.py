@@ -20,7 +20,7 @@ from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.events import KINDS
 from quantforge.formats import format_of
-from quantforge.formats.loading import snippets
+from quantforge.formats.targets import snippets
 from quantforge.plans import Action, Plan
 from quantforge.results.card_figures import EMPTY_FIGURES, EMPTY_INDEX, HERE, LOADED_FROM, LOADING
 from quantforge.results.manifest import adapter_name, stated_adapters, stated_experts

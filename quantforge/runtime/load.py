@@ -35,9 +35,9 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.formats.decoded import PRECISION
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.formats.opening import open_model
-from quantforge.formats.sources.encoded import PRECISION
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type

@@ -19,8 +19,8 @@ from quantforge.evaluation.folder_card import (
     shown_file,
 )
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.loading import snippets
 from quantforge.formats.opening import open_model, side_data
+from quantforge.formats.targets import snippets
 from quantforge.planning.capacity import Load
 from quantforge.results import manifest
 from quantforge.results.card import (

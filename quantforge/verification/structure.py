@@ -12,9 +12,9 @@ from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError
 from quantforge.formats.configuration import head_of, quantization_config
-from quantforge.formats.declared_modules import declared
+from quantforge.formats.declared_quantization import declared
 from quantforge.formats.decoded import decoded
-from quantforge.formats.engine_families import TRANSFORMERS, ModelToLoad, engine_verdicts
+from quantforge.formats.engines import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.opening import side_data
 from quantforge.formats.targets import target_of

@@ -12,8 +12,7 @@ import torch
 from quantforge.cli.formats import cells
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
-from quantforge.formats.agreement import express_layer
-from quantforge.formats.convert import convert, settle
+from quantforge.formats.convert import convert, express_layer, settle
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor

@@ -13,8 +13,14 @@ import pytest
 from quantforge.architectures.cache_kinds import WORDS as KINDS
 from quantforge.errors import RefusedError, UsageError, either
 from quantforge.formats import format_of
-from quantforge.formats.loading import snippets
-from quantforge.formats.targets import TARGETS, check, command_of, is_engine_note, with_output_path
+from quantforge.formats.targets import (
+    TARGETS,
+    check,
+    command_of,
+    is_engine_note,
+    snippets,
+    with_output_path,
+)
 from quantforge.plans import EngineVerdict, Serving
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(

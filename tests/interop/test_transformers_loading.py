@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge import verbs
 from quantforge.architectures import architecture_of
 from quantforge.formats.decoded import decoded
-from quantforge.formats.engine_families import unmapped
+from quantforge.formats.engines import unmapped
 from quantforge.formats.opening import open_model
 from quantforge.model.transformers_loading import Loading, compare
 from quantforge.recipe import Recipe

@@ -43,10 +43,10 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
+    skipped_with_stacks,
     targeted,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engine_families import reads_weights
 from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
@@ -59,10 +59,10 @@ from quantforge.formats.engines import (
     grid_in,
     groups_in,
     of_integers,
+    reads_weights,
     symmetric,
 )
 from quantforge.formats.fits import grouped, possible
-from quantforge.formats.kept_experts import skipped_with_stacks
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.agreement import INTEGERS
 from quantforge.formats.checks import finite
+from quantforge.formats.convert import INTEGERS
 from quantforge.formats.engines import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.container import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType

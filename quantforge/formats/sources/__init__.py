@@ -7,8 +7,6 @@ at a time. Nothing of it lies on the disk, and nothing is lost on the way: what 
 In this folder:
 
     adapter         An adapter as PEFT saves it: low-rank changes of linears and embeddings
-    adapter_config  Reader of an adapter's ``adapter_config.json``: refuses keys that are unknown, of another type
-    encoded         One weight of a source in low precision: its name and shape, the tensors that hold it
     head_directory  Directories of draft heads: small networks that guess further tokens from what a model has computed
     low_precision   The view of a source in low precision that runs read, and the words for its precision
     merged          A model with an adapter merged into it: ``W + scaling * B A``, computed when it is read

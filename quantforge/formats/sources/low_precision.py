@@ -17,8 +17,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import quantization_config
-from quantforge.formats.decoded import decoded_weights
-from quantforge.formats.sources.encoded import Encoded, decoding
+from quantforge.formats.decoded import Encoded, decoded_weights, decoding
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Tile
 
 # By ``quant_method``: a module whose `weights` finds in the headers what is encoded, and what is left out.

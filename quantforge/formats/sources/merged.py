@@ -21,8 +21,7 @@ from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, pr
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError
-from quantforge.formats.sources.adapter import WEIGHTS, Adapter, LowRank
-from quantforge.formats.sources.adapter_config import CONFIG, merge_steps
+from quantforge.formats.sources.adapter import CONFIG, WEIGHTS, Adapter, LowRank, merge_steps
 
 if TYPE_CHECKING:
     from torch import Tensor

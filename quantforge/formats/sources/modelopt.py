@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import Fault, InputError
 from quantforge.formats.checks import bare_codes, matrix
-from quantforge.formats.sources.encoded import Encoded
+from quantforge.formats.decoded import Encoded
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantforge.errors import InputError
-from quantforge.formats.sources.adapter_config import check, number, promised, targets
+from quantforge.formats.sources.adapter import check_config, number, promised, targets
 
 FILE = Path("adapter_config.json")
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -81,12 +81,12 @@ def test_what_is_promised_and_meant() -> None:
 )
 def test_what_would_be_another_model_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        check(FILE, {"peft_type": "LORA", **values})
+        check_config(FILE, {"peft_type": "LORA", **values})
 
 
 def test_what_changes_nothing_is_accepted() -> None:
-    check(FILE, {"peft_type": "LORA"})
-    check(FILE, {
+    check_config(FILE, {"peft_type": "LORA"})
+    check_config(FILE, {
         "peft_type": "LORA", "use_qalora": False, "trainable_token_indices": None, "init_lora_weights": "gaussian",
         "use_rslora": None, "modules_to_save": ["x"] * 1000, "target_modules": "all-linear", "lora_dropout": 0.1,
     })  # fmt: skip

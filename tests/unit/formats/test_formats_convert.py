@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, Verdict, format_of
-from quantforge.formats.agreement import agreement, express
-from quantforge.formats.convert import convert, settle
+from quantforge.formats.convert import agreement, convert, express, settle
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of

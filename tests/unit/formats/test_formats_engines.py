@@ -7,8 +7,7 @@ import pytest
 from quantforge import verbs
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.engine_families import ModelToLoad, engine_verdicts
-from quantforge.formats.engines import layer_verdicts
+from quantforge.formats.engines import ModelToLoad, engine_verdicts, layer_verdicts
 from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.scheme import LayerScheme

@@ -17,8 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from quantforge.checkpoint.hub import repository_name
 from quantforge.errors import UsageError
 from quantforge.formats import FORMATS, format_of
-from quantforge.formats.loading import snippets
-from quantforge.formats.targets import TARGETS
+from quantforge.formats.targets import TARGETS, snippets
 from quantforge.plans import EngineVerdict
 from quantforge.results import manifest
 from quantforge.results.card import base_model, carried_fields, code
