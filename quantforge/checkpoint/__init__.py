@@ -12,7 +12,6 @@ In this folder:
     prepared         A checkpoint some of whose tensors are computed when they are read
     previous_output  The result of an earlier run
     reader           A model directory as Hugging Face publishes it: configuration, tensors and the files around them
-    recipe_fields    Fields of recipes: TOML read within limits into dataclasses that know every key
     safetensors      Safetensors files, read more strictly than the reference library does
     seal             A file as it was when it was digested: whatever is read of it later is compared with that
     stage            All or nothing: a result is staged beside its place and appears there by one rename

@@ -13,10 +13,9 @@ from typing import Any, get_args, get_origin
 
 import typer
 
-from quantforge.checkpoint.recipe_fields import LIMITS
 from quantforge.cli.completion import OF_CHOICES, WORDS
 from quantforge.planning.recipe_options import place_of
-from quantforge.recipe import Recipe
+from quantforge.recipe import LIMITS, Recipe
 
 
 @dataclass(frozen=True, slots=True)

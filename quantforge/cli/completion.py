@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.formats import FORMATS
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.formats.targets import TARGETS
@@ -12,6 +11,7 @@ from quantforge.grids import GRIDS
 from quantforge.notation import ALIASES
 from quantforge.planning.recipe_options import builtin_recipes
 from quantforge.quantizers import METHODS
+from quantforge.recipe import VALUES
 
 SCHEMES = (
     "int4:g128:sym",

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.checkpoint.disk import DISK, create, existing, folder, whole_file, writing
 from quantforge.checkpoint.files import FILES, parse_object, read_object
-from quantforge.checkpoint.recipe_fields import both, differences
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import Event
 from quantforge.execution.units import unit_of
 from quantforge.plans import Plan
+from quantforge.recipe import both, differences
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import system

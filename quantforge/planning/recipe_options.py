@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quantforge.arguments import check_names
-from quantforge.checkpoint.recipe_fields import VALUES, hint_of
 from quantforge.errors import InputError, UnknownNameError, UsageError, nearest
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
-from quantforge.recipe import Recipe, Rule, from_toml, read_recipe
+from quantforge.recipe import VALUES, Recipe, Rule, from_toml, hint_of, read_recipe
 
 PLACES: Mapping[str, str] = {
     "adapter": "adapter.source",

@@ -16,10 +16,9 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import is_hub_name
-from quantforge.checkpoint.recipe_fields import built, read_toml
 from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions, Recipe, built, read_toml
 from quantforge_files.roles import RECIPE
 
 # No name begins like the files beside NAME.gguf, which lists and uploads take by their first letters.

@@ -15,12 +15,12 @@ from typing import Any
 
 from quantforge.checkpoint.disk import place_of_run
 from quantforge.checkpoint.output_names import MODELFILE, projector_name
-from quantforge.checkpoint.recipe_fields import differences
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.journal import fingerprint_of, recorded_fingerprint
+from quantforge.recipe import differences
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
 from quantforge.results.provenance import STATEMENT

@@ -12,7 +12,6 @@ import pytest
 from quantforge import plan, reproduce
 from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.checkpoint.recipe_fields import VALUES
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning import effort
@@ -20,7 +19,7 @@ from quantforge.planning.effort import SETS, TUNED_ROWS, _no_runs
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
-from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe, from_toml
+from quantforge.recipe import VALUES, CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.conftest import Tiny, make_tiny

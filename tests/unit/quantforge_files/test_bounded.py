@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 
 from quantforge.checkpoint.files import parse_object
 from quantforge.checkpoint.reader import INDEX, read_weights
-from quantforge.checkpoint.recipe_fields import read_toml
 from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
 from quantforge.planning.cited_files import cited
-from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.recipe import CalibrationOptions, Recipe, read_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_calibration.readers import RowReader, read_jsonl
