@@ -35,11 +35,14 @@ class TrialError(Exception):
 
 def examples() -> list[list[str]]:
     """Return the commands of README, then those of ``--help``, each once, as words."""
+    import typer
+
     from quantforge.cli.app import app
 
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     readme = metadata("quantforge").get_payload()
     shown = re.findall(r"^    (quantforge .*)$", str(readme), re.MULTILINE)
-    helped = [str(verb.epilog or "").removeprefix("Example: ") for verb in app.registered_commands]
+    helped = [str(verb.epilog or "").removeprefix("Example: ") for verb in commands.values()]
     words = [shlex.split(line, comments=True) for line in (*shown, *filter(None, helped))]
     return [line for place, line in enumerate(words) if line not in words[:place]]
 
@@ -84,12 +87,12 @@ def check_package() -> None:
 
 def check_help() -> None:
     """Ask for the help of every verb, and complete some words as bash does."""
-    from quantforge.cli.app import app
+    from quantforge.cli.app import VERBS
 
     run("--help")
-    for verb in app.registered_commands:
-        if "Usage:" not in run("help", str(verb.name)):
-            raise TrialError(f"help {verb.name} shows nothing")
+    for verb in VERBS:
+        if "Usage:" not in run("help", verb):
+            raise TrialError(f"help {verb} shows nothing")
     for typed, wanted in WORDS.items():
         words = f"quantforge {typed}"
         found = run(

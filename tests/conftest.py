@@ -110,7 +110,7 @@ def _speeds_are_compared_however_busy_this_machine_is() -> Iterator[None]:
     """Show speeds alike on a busy machine; tests of what is shown there set the limit themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.evaluation.verdict.FULL_SHARE", 0.0)
-        patch.setattr("quantforge.cli.answers.FULL_SHARE", 0.0)
+        patch.setattr("quantforge.cli.generate.FULL_SHARE", 0.0)
         yield
 
 

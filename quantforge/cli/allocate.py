@@ -11,8 +11,7 @@ import typer
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.quantize import typed_adapter
-from quantforge.cli.request import build_policy, serving_of, takes_choices
+from quantforge.cli.typed_paths import typed_adapter
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
@@ -34,7 +33,9 @@ _CHOSEN_HERE = {
 }
 
 
-@takes_choices(given=tuple(name for name in choices.RECIPE if name not in _CHOSEN_HERE))
+@options.takes(
+    given=choices.recipe_parameters(name for name in choices.RECIPE if name not in _CHOSEN_HERE)
+)
 def allocate(
     model: options.Model,
     *,
@@ -57,7 +58,7 @@ def allocate(
     quiet: options.Quiet = False,
     verbose: options.Reasons = False,
     json_progress: options.JsonProgress = False,
-) -> None:  # fmt: skip
+) -> None:
     """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
 
     The errors of all candidates are measured with the solver that will round them.
@@ -68,10 +69,16 @@ def allocate(
         as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
     )
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline, overwrite=overwrite,
-        policy=build_policy(strict, allow), progress=console.show, note=console.note,
-        serving=serving_of(None, cache),
-    )  # fmt: skip
+        device=device,
+        threads=threads,
+        activations=activations,
+        offline=offline,
+        overwrite=overwrite,
+        policy=options.build_policy(strict, allow),
+        progress=console.show,
+        note=console.note,
+        serving=options.serving_of(None, cache),
+    )
     with console.watch():
         from quantforge import verbs
 

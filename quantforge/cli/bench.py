@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import draft_flags, options
+from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.cli.request import percent
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
 from quantforge.planning import quantities
 from quantforge.results.significant import significant
@@ -40,17 +39,25 @@ Models = Annotated[
         metavar="MODEL...",
         help="Models of any format, one after another; with --url the one whose tokenizer makes the prompts.",
     ),
-]  # fmt: skip
+]
 Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide.")]
 Requests = Annotated[int, _load("--requests", metavar="N", help="How many.", min=1)]
 Rate = Annotated[
     float | None,
-    _load("--rate", metavar="N", help="Requests a second, as a Poisson process (default: all at once)."),
-]  # fmt: skip
+    _load(
+        "--rate",
+        metavar="N",
+        help="Requests a second, as a Poisson process (default: all at once).",
+    ),
+]
 Trace = Annotated[
     Path | None,
-    _load("--trace", metavar="FILE", help='JSON lines in their place: {"at": s, "prompt_tokens": n, "new_tokens": n}.'),
-]  # fmt: skip
+    _load(
+        "--trace",
+        metavar="FILE",
+        help='JSON lines in their place: {"at": s, "prompt_tokens": n, "new_tokens": n}.',
+    ),
+]
 PromptTokens = Annotated[
     str, _load("--prompt-tokens", metavar="N..M", help="Tokens of a prompt, drawn evenly.")
 ]
@@ -59,8 +66,13 @@ NewTokens = Annotated[
 ]
 Shared = Annotated[
     int,
-    _load("--shared-tokens", metavar="N", help="Tokens that prompts begin with alike, as a system prompt.", min=0),
-]  # fmt: skip
+    _load(
+        "--shared-tokens",
+        metavar="N",
+        help="Tokens that prompts begin with alike, as a system prompt.",
+        min=0,
+    ),
+]
 Share = Annotated[
     str, _load("--share", metavar="SHARE", help="Of the requests that begin with these.")
 ]
@@ -74,9 +86,12 @@ Budget = Annotated[int, _engine("--token-budget", metavar="N", help="Tokens of a
 CacheKind = Annotated[
     str,
     _engine(
-        "--cache", metavar="KIND", autocompletion=completions, help=f"KV cache: {', '.join(WORDS)}, or {FORM}."
+        "--cache",
+        metavar="KIND",
+        autocompletion=completions,
+        help=f"KV cache: {', '.join(WORDS)}, or {FORM}.",
     ),
-]  # fmt: skip
+]
 Url = Annotated[
     str,
     _engine("--url", metavar="URL", help="Measure a server: the address of its API, up to /v1."),
@@ -86,12 +101,16 @@ ServedName = Annotated[
 ]
 Limits = Annotated[
     str | None,
-    typer.Option("--slo", metavar="LIMITS", help="For goodput, e.g. ttft=500ms,tpot=50ms (or e2e)."),
-]  # fmt: skip
+    typer.Option(
+        "--slo", metavar="LIMITS", help="For goodput, e.g. ttft=500ms,tpot=50ms (or e2e)."
+    ),
+]
 Price = Annotated[
     str | None,
-    typer.Option("--price", metavar="N/h", help="Of the machine, for the cost of a million tokens."),
-]  # fmt: skip
+    typer.Option(
+        "--price", metavar="N/h", help="Of the machine, for the cost of a million tokens."
+    ),
+]
 
 
 def bench(
@@ -108,9 +127,9 @@ def bench(
     rows: Rows = 16,
     token_budget: Budget = 512,
     cache: CacheKind = "16bit",
-    draft: draft_flags.StepDraft = None,
-    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
-    draft_tree: draft_flags.DraftTree = "",
+    draft: options.StepDraft = None,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
+    draft_tree: options.DraftTree = "",
     url: Url = "",
     served_name: ServedName = "",
     slo: Limits = None,
@@ -132,15 +151,28 @@ def bench(
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
     asked = bench_models.LoadOptions(
-        stream=RequestStream(requests, rate, prompts, answers, shared_tokens, percent(share, "--share"), seed),
-        trace=trace, text=text, slo=None if slo is None else Slo.parse(slo, "--slo"), url=url, served_name=served_name,
+        stream=RequestStream(
+            requests, rate, prompts, answers, shared_tokens, options.percent(share, "--share"), seed
+        ),
+        trace=trace,
+        text=text,
+        slo=None if slo is None else Slo.parse(slo, "--slo"),
+        url=url,
+        served_name=served_name,
         price=None if price is None else quantities.price(price, "--price"),
-        rows=rows, token_budget=token_budget, cache=cache,
+        rows=rows,
+        token_budget=token_budget,
+        cache=cache,
         drafts=DraftOptions(draft or "", draft_tokens, draft_tree),
-    )  # fmt: skip
+    )
     settings = Settings(
-        device, threads, offline=offline, input_bits=input_bits, progress=console.show, note=console.note
-    )  # fmt: skip
+        device,
+        threads,
+        offline=offline,
+        input_bits=input_bits,
+        progress=console.show,
+        note=console.note,
+    )
     with console.watch():
         found = bench_models.bench(models, settings, asked)
     if as_json:

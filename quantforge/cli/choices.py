@@ -6,16 +6,22 @@ The type of an option, its default, and the least that it may be are those of th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, get_args, get_origin
 
 import typer
 
-from quantforge.cli.completion import OF_CHOICES, WORDS
-from quantforge.planning.recipe_options import place_of
-from quantforge.recipe import LIMITS, Recipe
+from quantforge.cli.options import Completer, among
+from quantforge.formats import FORMATS
+from quantforge.formats.gguf.mixture import MIXTURES
+from quantforge.formats.targets import TARGETS
+from quantforge.grids import GRIDS
+from quantforge.notation import ALIASES
+from quantforge.planning.recipe_options import builtin_recipes, place_of
+from quantforge.quantizers import METHODS
+from quantforge.recipe import LIMITS, VALUES, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,26 @@ RECIPE: Mapping[str, Choice] = {
     "min_expert_tokens": Choice("Tell of experts that saw fewer tokens."),
     "max_shard_bytes": Choice("Size limit of one weight file."),
 }
+_SCHEMES = (
+    "int4:g128:sym",
+    "int8:g128:sym",
+    "int3:g64:asym",
+    *GRIDS,
+    *ALIASES,
+)
+# By the names of choices of a recipe: all values of those that take few, what is offered for the others.
+WORDS: Mapping[str, Iterable[str]] = {
+    "method": METHODS,
+    "format": FORMATS,
+    "engine": TARGETS,
+    "type": MIXTURES,
+    **{name.rpartition(".")[2]: words for name, words in VALUES.items()},
+}
+OF_CHOICES: Mapping[str, Completer] = {
+    **{name: among(words) for name, words in WORDS.items()},
+    **dict.fromkeys(("scheme", "head", "embedding"), among(_SCHEMES)),
+    "recipe": among(builtin_recipes()),
+}
 Given = Mapping[str, Any]  # choices by the names of `RECIPE`, None where one was not made
 
 
@@ -122,15 +148,16 @@ def flag_of(name: str) -> str:
     return RECIPE[name].flag or f"--{name.replace('_', '-')}"
 
 
-def recipe_parameters(names: Sequence[str]) -> Iterator[inspect.Parameter]:
+def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
     """Yield the parameters of a command for choices of `RECIPE`, which are None (or False) where they are not made."""
+    usual = Recipe()
     for name in names:
         choice = RECIPE[name]
         place, hint = ("", str) if name == "recipe" else place_of(name)
         kind: Any = next(item for item in (*get_args(hint), hint) if item is not type(None))
         kind = list[str] if get_origin(hint) is tuple else kind
         least, most = LIMITS.get(place, (None, None))
-        default = choice.default or (attrgetter(place)(Recipe()) if place else None)
+        default = choice.default or (attrgetter(place)(usual) if place else None)
         stated = "" if default in (None, "", (), False) else f" [default: {default}]"
         words = ", ".join(WORDS.get(name, ()))
         option = typer.Option(

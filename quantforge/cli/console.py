@@ -85,10 +85,17 @@ class Console:
         indent = " " * ENTRY_WIDTH
         width = self.width if self.terminal else sys.maxsize
         self.text(
-            textwrap.fill(told(text), width, initial_indent=f"{name:{ENTRY_WIDTH}}", subsequent_indent=indent,
-                          break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
-                          drop_whitespace=True)
-        )  # fmt: skip
+            textwrap.fill(
+                told(text),
+                width,
+                initial_indent=f"{name:{ENTRY_WIDTH}}",
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+                replace_whitespace=False,
+                drop_whitespace=True,
+            )
+        )
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
         """Write a table to stdout, see `columns`."""
@@ -142,8 +149,12 @@ class Console:
 
     def _filled(self, text: str, indent: str = "") -> str:
         return textwrap.fill(
-            told(text), self.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )  # fmt: skip
+            told(text),
+            self.width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     def detail(self, text: str) -> None:
         """Write a note that only ``-v`` shows."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions
 from quantforge.checkpoint.disk import check_new, save
-from quantforge.cli import evaluate_options as wanted
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.cli.request import percent
 from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.gates import check_gates, check_held, write_summary
 from quantforge.evaluation.tasks import YAML
@@ -23,35 +24,151 @@ REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval demo demo-gptq-int4 --max-ppl-increase 5%"
 
 
+def _scored(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What is scored", **more)
+
+
+def _written(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What comes of it", **more)
+
+
+Reference = Annotated[str, typer.Argument(help="The model to compare with.", metavar="REFERENCE")]
+Descendants = Annotated[
+    list[str] | None, typer.Argument(help="Models that descend from it.", metavar="[MODEL]...")
+]
+Text = Annotated[
+    str | None,
+    _scored(
+        "--text",
+        metavar="SOURCE",
+        help="What is scored: a SOURCE as for --calibration (default: the reference's evaluation.txt, else builtin).",
+    ),
+]
+WindowCount = Annotated[
+    int, _scored("--windows", metavar="N", help="At most so many windows.", min=1)
+]
+WindowLength = Annotated[int, _scored("--length", metavar="N", help="Tokens of a window.", min=2)]
+PerplexityLimit = Annotated[
+    str | None, _written(metavar="SHARE", help="Exit 6 when perplexity rises by more, e.g. 2%.")
+]
+DivergenceLimit = Annotated[
+    float | None,
+    _written(metavar="NATS", help="Exit 6 when the mean KL divergence is larger, in nats."),
+]
+Reports = Annotated[
+    list[Path] | None,
+    _written(
+        "--report",
+        metavar="FILE",
+        help="Also write FILE.md, .html (pip install 'quantforge[report]') or .json (repeatable).",
+    ),
+]
+Summary = Annotated[
+    Path | None,
+    _written(
+        "--summary",
+        metavar="FILE",
+        help="Also add table and verdict to FILE as Markdown: a CI's job summary.",
+    ),
+]
+ReplaceReports = Annotated[bool, _written("--overwrite", help="Replace reports that exist.")]
+Wide = Annotated[
+    bool, _written("--wide", help="All columns, also those for experts, however wide.")
+]
+Card = Annotated[
+    Path | None,
+    _written("--card", metavar="DIR", help="Also write the figures into DIR's README.md."),
+]
+Speed = Annotated[
+    bool, typer.Option(help="Measure speed and memory too.", rich_help_panel="Speed and memory")
+]
+Caches = Annotated[
+    str | None,
+    _scored(
+        "--cache",
+        metavar="KIND,...",
+        autocompletion=completions,
+        help=f"KV caches ({', '.join(WORDS)}, {FORM}): what each costs, by position; the first also for speed.",
+    ),
+]
+GgufEngine = Annotated[
+    str,
+    _scored(
+        "--engine",
+        metavar="ENGINE",
+        autocompletion=options.among(["llama.cpp"]),
+        help="llama.cpp: score GGUF files in it too (pip install 'quantforge[llamacpp]').",
+    ),
+]
+TaskNames = Annotated[
+    str | None,
+    _scored(
+        "--tasks",
+        metavar="NAMES",
+        help="lm-eval's tasks, or YAML files (pip install 'quantforge[eval]').",
+    ),
+]
+TaskLimit = Annotated[
+    int, _scored("--task-limit", metavar="N", help="Documents of each task; 0 is all.", min=0)
+]
+Generated = Annotated[
+    str | None,
+    _scored(
+        "--generated",
+        metavar="PROMPTS",
+        help="Also score along the reference's own answers: a file, or builtin.",
+    ),
+]
+GeneratedTokens = Annotated[
+    int | None,
+    _scored("--generated-tokens", help="Tokens of an answer, at most (default: 128).", min=1),
+]
+ChatTemplate = Annotated[
+    bool,
+    _scored("--chat-template", help="Render the prompts through the model's template (sandboxed)."),
+]
+Correction = Annotated[
+    Path | None,
+    _scored(
+        "--correction",
+        metavar="DIR",
+        help="Put this adapter (of PEFT's LoRA) on the one model that is compared; no speed of it.",
+    ),
+]
+AllowCode = Annotated[
+    bool, _scored("--allow-code", help="Let YAML files of --tasks run the code they name.")
+]
+
+
 def evaluate(
-    reference: wanted.Reference,
-    models: wanted.Descendants = None,
-    text: wanted.Text = None,
-    windows: wanted.WindowCount = 80,
-    length: wanted.WindowLength = 512,
-    max_ppl_increase: wanted.PerplexityLimit = None,
-    max_kl: wanted.DivergenceLimit = None,
-    report: wanted.Reports = None,
-    summary: wanted.Summary = None,
-    overwrite: wanted.ReplaceReports = False,
-    card: wanted.Card = None,
-    speed: wanted.Speed = True,
-    cache: wanted.Caches = None,
-    engine: wanted.GgufEngine = "",
-    tasks: wanted.TaskNames = None,
-    task_limit: wanted.TaskLimit = 0,
-    allow_code: wanted.AllowCode = False,
-    generated: wanted.Generated = None,
-    generated_tokens: wanted.GeneratedTokens = None,
-    chat_template: wanted.ChatTemplate = False,
+    reference: Reference,
+    models: Descendants = None,
+    text: Text = None,
+    windows: WindowCount = 80,
+    length: WindowLength = 512,
+    max_ppl_increase: PerplexityLimit = None,
+    max_kl: DivergenceLimit = None,
+    report: Reports = None,
+    summary: Summary = None,
+    overwrite: ReplaceReports = False,
+    card: Card = None,
+    speed: Speed = True,
+    cache: Caches = None,
+    engine: GgufEngine = "",
+    tasks: TaskNames = None,
+    task_limit: TaskLimit = 0,
+    allow_code: AllowCode = False,
+    generated: Generated = None,
+    generated_tokens: GeneratedTokens = None,
+    chat_template: ChatTemplate = False,
     adapter: options.Adapter = None,
-    correction: wanted.Correction = None,
+    correction: Correction = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
     activations: options.Activations = "memory",
     offline: options.Offline = False,
-    wide: wanted.Wide = False,
+    wide: Wide = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     json_progress: options.JsonProgress = False,
@@ -59,25 +176,47 @@ def evaluate(
     """Compare models with a reference: perplexity, divergence, size, memory and speed."""
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     check_reports(report or [], summary, overwrite=overwrite)
-    limit = None if max_ppl_increase is None else percent(max_ppl_increase, "--max-ppl-increase")
+    limit = (
+        None
+        if max_ppl_increase is None
+        else options.percent(max_ppl_increase, "--max-ppl-increase")
+    )
     check_held(models or (), limit, max_kl)
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):
         console.note("--allow-code: the task files may run code as you")
     settings = Settings(
-        device=device, threads=threads, activations=activations, offline=offline, adapter=adapter,
-        input_bits=input_bits, progress=console.show, note=console.note,
-    )  # fmt: skip
+        device=device,
+        threads=threads,
+        activations=activations,
+        offline=offline,
+        adapter=adapter,
+        input_bits=input_bits,
+        progress=console.show,
+        note=console.note,
+    )
     with console.watch():
         from quantforge import verbs
 
         found = verbs.evaluate(
-            reference, models or (), settings, text=text, windows=windows, length=length, speed=speed,
+            reference,
+            models or (),
+            settings,
+            text=text,
+            windows=windows,
+            length=length,
+            speed=speed,
             **({} if cache is None else {"cache": cache}),
-            engine=engine, tasks=names, task_limit=task_limit, allow_code=allow_code, card=card,
-            generated=generated or "", generated_tokens=generated_tokens or 0, chat_template=chat_template,
+            engine=engine,
+            tasks=names,
+            task_limit=task_limit,
+            allow_code=allow_code,
+            card=card,
+            generated=generated or "",
+            generated_tokens=generated_tokens or 0,
+            chat_template=chat_template,
             correction=correction,
-        )  # fmt: skip
+        )
     if console.as_json:
         console.document(found.to_json())
     else:
@@ -86,24 +225,18 @@ def evaluate(
     _hold(found, limit, max_kl, summary)
 
 
-def _hold(
-    found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
-) -> None:
-    """Hold the models to the limits; the job's summary is written before they end the command."""
-    try:
-        check_gates(found, max_ppl_increase, max_kl)
-    except GateError as error:
-        write_summary(summary, found, error.message)
-        raise
-    write_summary(summary, found)
+def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
+    """Check report files and a job's summary before the work: their kind, and whether they can be written."""
+    if summary is not None:
+        check_new(summary, "--summary", overwrite=True, adds=True)
+    for path in paths:
+        if path.suffix not in REPORTS:
+            raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
+        check_new(path, "--report", overwrite=overwrite)
+    if any(path.suffix == ".html" for path in paths):
+        from quantforge.evaluation.report_page.charts import check_drawing
 
-
-def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
-    """Write the reports of an evaluation, each in the kind of its name; errors as of `save`."""
-    from quantforge.evaluation.report import render
-
-    for path in reports:
-        save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+        check_drawing()
 
 
 def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
@@ -128,15 +261,21 @@ def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
         console.wrapped(line)
 
 
-def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
-    """Check report files and a job's summary before the work: their kind, and whether they can be written."""
-    if summary is not None:
-        check_new(summary, "--summary", overwrite=True, adds=True)
-    for path in paths:
-        if path.suffix not in REPORTS:
-            raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
-        check_new(path, "--report", overwrite=overwrite)
-    if any(path.suffix == ".html" for path in paths):
-        from quantforge.evaluation.report_page.charts import check_drawing
+def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
+    """Write the reports of an evaluation, each in the kind of its name; errors as of `save`."""
+    from quantforge.evaluation.report import render
 
-        check_drawing()
+    for path in reports:
+        save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+
+
+def _hold(
+    found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
+) -> None:
+    """Hold the models to the limits; the job's summary is written before they end the command."""
+    try:
+        check_gates(found, max_ppl_increase, max_kl)
+    except GateError as error:
+        write_summary(summary, found, error.message)
+        raise
+    write_summary(summary, found)

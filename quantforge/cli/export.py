@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.dry_run import show_plan
-from quantforge.cli.quantize import list_events, report, upload
-from quantforge.cli.request import build_policy, serving_of, takes_choices
-from quantforge.cli.run_log import RunLog, from_here
-from quantforge.formats.targets import with_output_path
-from quantforge.plans import CHOSEN
-from quantforge.results.significant import size
+from quantforge.cli.quantize import RunLog
 
 if TYPE_CHECKING:
     from quantforge.verbs import Exported, Outcome
@@ -34,7 +28,10 @@ FORM = (
 )
 
 
-@takes_choices(form=FORM, text=("calibration", "adapter", "max_shard_bytes"))
+@options.takes(
+    form=choices.recipe_parameters(FORM),
+    text=choices.recipe_parameters(("calibration", "adapter", "max_shard_bytes")),
+)
 def export(
     model: options.Model,
     *,
@@ -77,49 +74,43 @@ def export(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
     settings = Settings(
-        device=device, threads=threads, offline=offline, overwrite=overwrite, policy=build_policy(strict, allow),
-        serving=serving_of(context, cache, form.get("engine")), modelfile=modelfile, mmproj=mmproj,
-        provenance=provenance, sign=sign, base_model=base_model, **run_log.listeners(),
-    )  # fmt: skip
+        device=device,
+        threads=threads,
+        offline=offline,
+        overwrite=overwrite,
+        policy=options.build_policy(strict, allow),
+        serving=options.serving_of(context, cache, form.get("engine")),
+        modelfile=modelfile,
+        mmproj=mmproj,
+        provenance=provenance,
+        sign=sign,
+        base_model=base_model,
+        **run_log.listeners(),
+    )
 
     def run(settings: Settings) -> Outcome | Exported:
         return verbs.export(
-            model, out=output, settings=settings, imatrix=imatrix, allow_inexact=allow_inexact,
-            source=source, requantize=requantize, **form, **text,
-        )  # fmt: skip
+            model,
+            out=output,
+            settings=settings,
+            imatrix=imatrix,
+            allow_inexact=allow_inexact,
+            source=source,
+            requantize=requantize,
+            **form,
+            **text,
+        )
 
     if dry_run:
-        return show_plan(console, settings, imatrix, run)
+        from quantforge.cli.shown_plan import show_dry_run
+
+        show_dry_run(console, settings, imatrix, run)
+        return
     with console.watch():
         result = run(settings)
-    return _tell(console, result, model, time.monotonic() - start)
-
-
-def _tell(console: Console, result: Outcome | Exported, model: str, seconds: float) -> None:
-    """Say what was made: by quantizing, or by a conversion."""
-    from quantforge import verbs
+    from quantforge.cli.result import show_exported, show_quantized
 
     if isinstance(result, verbs.Outcome):
-        report(console, result, model, seconds)
+        show_quantized(console, result, model, time.monotonic() - start)
     else:
-        _show(console, result)
-
-
-def _show(console: Console, result: Exported) -> None:
-    """Say what was made, and how exactly it is what was given."""
-    if console.as_json:
-        console.document({"schema": "quantforge.export/1", **result.document()})
-        return
-    out = from_here(result.out)
-    console.text(str(out))
-    console.note(
-        f"{result.source_format} -> {result.format}: {result.layers} layers, {result.verdict},"
-        f" files {size(result.output_bytes)}"
-    )
-    if result.coverage is not None:
-        console.note(str(result.coverage))
-    list_events(console, result.events)
-    for note in result.notes:
-        if not note.startswith(CHOSEN):  # said before the work
-            console.note(with_output_path(note, out))
-    console.note(upload(out))
+        show_exported(console, result)

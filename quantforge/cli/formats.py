@@ -79,11 +79,14 @@ def formats(as_json: options.Json = False) -> None:
         ]
         conversions = [
             {
-                "from": cell.source, "scheme": str(cell.scheme), "to": cell.target,
-                "verdict": cell.word, "reason": cell.fit.reason,
+                "from": cell.source,
+                "scheme": str(cell.scheme),
+                "to": cell.target,
+                "verdict": cell.word,
+                "reason": cell.fit.reason,
             }
             for cell in found
-        ]  # fmt: skip
+        ]
         document = {"schema": "quantforge.formats/1", "formats": table, "conversions": conversions}
         console.document(document)
         return

@@ -1,40 +1,61 @@
-"""``quantforge generate``: a model continues a text or answers; without a prompt, a terminal gets a chat."""
+"""``quantforge generate``: a model continues a text or answers; without a prompt, a terminal gets a chat.
+
+Answers are shown as they come, with their speed; those of several models side by side, with what differs.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name
-from quantforge.cli import draft_flags, options, ranks
-from quantforge.cli.answer_options import takes_answer_options
-from quantforge.cli.console import Console
-from quantforge.errors import InputError, UsageError
-from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
+from quantforge.cli import options, processes
+from quantforge.cli.console import Console, spoken
+from quantforge.errors import InputError, QuantForgeError, UsageError
+from quantforge.execution.progress import Progress
+from quantforge.numerics.shared_processors import FULL_SHARE
+from quantforge.results.significant import significant
+from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits
+from quantforge.runtime.speculation.options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, under_torchrun
-from quantforge.verbs.generate_text import (
-    check_drafts,
-    limits_of,
-    open_speaker,
-    opened_to_answer,
-)
+from quantforge_kernels.cpu import program_cache
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from quantforge.runtime.generated_text import Generated
+    from quantforge.runtime.text_model import LiveAnswer, Messages, TextModel
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
 MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
+LEAST_WIDTH = 30  # of a column, where models answer side by side
 
+EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
+    "false": False,
+    "true": True,
+    "never": "never",
+}
 ANSWERS = "Who answers, and to what"
 
 Prompt = Annotated[
     str | None,
-    typer.Argument(help="What is said (default: what is piped in, on a terminal a chat).", metavar="[PROMPT]"),
-]  # fmt: skip
+    typer.Argument(
+        help="What is said (default: what is piped in, on a terminal a chat).", metavar="[PROMPT]"
+    ),
+]
 Compare = Annotated[
     list[str] | None,
     typer.Option(
@@ -58,16 +79,73 @@ Raw = Annotated[
         rich_help_panel=ANSWERS,
     ),
 ]
-
-
 Cache = Annotated[
     str,
-    typer.Option("--cache", metavar="KIND", autocompletion=completions,
-                 help=f"How keys and values are stored: {', '.join(WORDS)}, or {FORM}."),
-]  # fmt: skip
+    typer.Option(
+        "--cache",
+        metavar="KIND",
+        autocompletion=completions,
+        help=f"How keys and values are stored: {', '.join(WORDS)}, or {FORM}.",
+    ),
+]
 
 
-@takes_answer_options
+CHOSEN, ENDED, SEVERAL, SHOWN = (
+    "How tokens are chosen",
+    "What ends an answer",
+    "Several answers",
+    "What is shown",
+)
+# Options of answers, by name: type, default, group, help, and what else is to be said of it.
+OPTIONS: Mapping[str, tuple[Any, Any, str, str, Mapping[str, Any]]] = {
+    "max_tokens": (int, MAX_TOKENS, ENDED, "At most so many tokens.", {"min": 1}),
+    "stop": (list[str] | None, None, ENDED, "End before this text (repeatable).",
+             {"metavar": "TEXT"}),
+    "include_stop": (bool, False, ENDED, "End behind the text of --stop instead.", {}),
+    "temperature": (float, 0.0, CHOSEN,
+                    "0 takes the most likely token, 1 draws as trained.", {}),
+    "top_k": (int, 0, CHOSEN, "Draw of so many most likely tokens (0: all).", {}),
+    "top_p": (float, 1.0, CHOSEN,
+              "Draw of the fewest tokens whose probability reaches this.", {}),
+    "min_p": (float, 0.0, CHOSEN,
+              "Draw of tokens at least so likely as this share of the most likely one.", {}),
+    "repetition_penalty": (float, 1.0, CHOSEN,
+                           "Above 1: what occurred becomes less likely.", {}),
+    "frequency_penalty": (float, 0.0, CHOSEN,
+                          "Taken from a logit each time its token was generated.", {}),
+    "presence_penalty": (float, 0.0, CHOSEN,
+                         "Taken once from logits of what was generated.", {}),
+    "logit_bias": (list[str] | None, None, CHOSEN,
+                   "Add this to a token's logit (repeatable); -100 bans it.", {"metavar": "ID=BIAS"}),
+    "seed": (int, 0, CHOSEN, "The same seed draws the same tokens.", {}),
+    "n": (int, 1, SEVERAL, "So many answers, drawn with this seed and those after it.",
+          {"min": 1}),
+    "beams": (int, 1, SEVERAL,
+              "Beam search: so many continuations side by side (1: none).", {"min": 1}),
+    "length_penalty": (float | None, None, SEVERAL,
+                       "Of beams: above 0 favours long ones (default: 1).", {}),
+    "early_stopping": (str | None, None, SEVERAL,
+                       "When beams are done: true, false or never (default: false).",
+                       {"metavar": "WHEN", "autocompletion": options.among(EARLY_STOPPING)}),
+    "logprobs": (int | None, None, SHOWN,
+                 "In --json: each token's log-probability, and the N most likely ones.", {"metavar": "N"}),
+}  # fmt: skip
+
+
+def _answer_parameters() -> Iterator[inspect.Parameter]:
+    """Yield the parameters of a command for `OPTIONS`."""
+    for name, (kind, default, group, about, more) in OPTIONS.items():
+        flags = ("-n", "--n") if name == "n" else (f"--{name.replace('_', '-')}",)
+        option = typer.Option(*flags, help=about, rich_help_panel=group, **more)
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, option],
+        )
+
+
+@options.takes(given=_answer_parameters())
 def generate(
     model: options.Model,
     prompt: Prompt = None,
@@ -75,10 +153,10 @@ def generate(
     system: System = None,
     raw: Raw = False,
     *,
-    given: dict[str, Any],
-    draft: draft_flags.Draft = None,
-    draft_tokens: draft_flags.DraftTokens = DRAFT_TOKENS,
-    draft_tree: draft_flags.DraftTree = "",
+    given: Mapping[str, Any],
+    draft: options.Draft = None,
+    draft_tokens: options.DraftTokens = DRAFT_TOKENS,
+    draft_tree: options.DraftTree = "",
     cache: Cache = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -88,7 +166,15 @@ def generate(
     quiet: options.Quiet = False,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    console = Console(as_json=as_json, quiet=quiet or as_json or ranks.silent())
+    from quantforge.verbs.generate_text import (
+        check_drafts,
+        limits_of,
+        open_speaker,
+        opened_to_answer,
+    )
+
+    console = Console(as_json=as_json, quiet=quiet or as_json or processes.silent())
+    given = _read(given)
     _check_order(model, prompt or "")
     _check_ranks(prompt, draft)
     text = _piped() if prompt in {None, "-"} else prompt
@@ -103,22 +189,26 @@ def generate(
     drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
     limits = limits_of(**given)
     settings = Settings(
-        ranks.own_device(device), threads, offline=offline, input_bits=input_bits, note=console.note,
+        processes.own_device(device),
+        threads,
+        offline=offline,
+        input_bits=input_bits,
+        note=console.note,
         split=under_torchrun(),
-    )  # fmt: skip
-    _check_headers((model, *(compare or ())), drafts, settings)
+    )
+    models = (model, *(compare or ()))
+    for one in models:  # what headers refuse is refused before one is said to load
+        if not is_hub_name(one.partition("@")[0]):
+            opened_to_answer(one, settings)
+    check_drafts(model, drafts, settings)
     console.note(f"loading {model}")  # what comes next imports torch
     if text is None:
-        from quantforge.cli.terminal_chat import chat
-
         speaker = open_speaker(model, settings, drafts, cache)
-        chat(console, speaker, limits, system=system, raw=raw)
+        _chat(console, speaker, limits, system=system, raw=raw)
         return
-    from quantforge.cli.answers import Asked, ask_all
-
-    asked = Asked(text, limits, system, raw, drafts, cache)
-    with ranks.one_speaks():
-        found = ask_all(console, (model, *(compare or ())), settings, asked)
+    asked = _Question(text, limits, system, raw, drafts, cache)
+    with processes.one_speaks():
+        found = _ask_all(console, models, settings, asked)
         if as_json:
             answers = [one.document() for one in found]
             console.document(
@@ -126,6 +216,48 @@ def generate(
             )
     if found[-1].stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of answers that say something; errors as `_biases` and `_early_stopping`."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if "logit_bias" in found:
+        found["logit_bias"] = _biases(found["logit_bias"])
+    if "early_stopping" in found:
+        found["early_stopping"] = _early_stopping(found["early_stopping"])
+    return found
+
+
+def _biases(texts: Iterable[str]) -> dict[int, float]:
+    """Parse ``ID=BIAS``.
+
+    Raises:
+        UsageError: it is none, or two are for one token.
+    """
+    found: dict[int, float] = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            key, value = int(token), float(bias)
+        except ValueError:
+            raise UsageError(
+                f"--logit-bias {text}: not a bias", "e.g. --logit-bias 42=-100"
+            ) from None
+        if key in found:
+            raise UsageError(f"--logit-bias {text}: token {key} has one already", "give it once")
+        found[key] = value
+    return found
+
+
+def _early_stopping(text: str) -> bool | Literal["never"]:
+    """Parse the rule for the end of a beam search.
+
+    Raises:
+        UsageError: there is no such rule.
+    """
+    if text not in EARLY_STOPPING:
+        raise UsageError(f"--early-stopping {text}: unknown", ", ".join(EARLY_STOPPING))
+    return EARLY_STOPPING[text]
 
 
 def _check_ranks(prompt: str | None, draft: str | None) -> None:
@@ -143,7 +275,7 @@ def _check_ranks(prompt: str | None, draft: str | None) -> None:
         )
 
 
-def _check_compared(given: dict[str, Any], draft: str | None) -> None:
+def _check_compared(given: Mapping[str, Any], draft: str | None) -> None:
     """Refuse what is of one model where several answer, as `UsageError`."""
     if draft or given["n"] > 1:
         other = (
@@ -152,22 +284,14 @@ def _check_compared(given: dict[str, Any], draft: str | None) -> None:
         raise UsageError(f"--compare and {other}", "leave one out")
 
 
-def _check_effect(given: dict[str, Any], cache: str, *, as_json: bool) -> None:
+def _check_effect(given: Mapping[str, Any], cache: str, *, as_json: bool) -> None:
     """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
     if cache:
         kinds_of(cache)
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
-    if given["include_stop"] and not given.get("stop"):
+    if given.get("include_stop") and not given.get("stop"):
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
-
-
-def _check_headers(models: Sequence[str], drafts: DraftOptions, settings: Settings) -> None:
-    """Refuse what headers refuse of models and their draft, before one is said to load; errors as `open_speaker`."""
-    for one in models:
-        if not is_hub_name(one.partition("@")[0]):
-            opened_to_answer(one, settings)
-    check_drafts(models[0], drafts, settings)
 
 
 def _check_order(model: str, prompt: str) -> None:
@@ -212,3 +336,275 @@ def _piped() -> str | None:
             "no prompt, and nothing on standard input", 'quantforge generate MODEL "..."'
         )
     return text
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question: what is said, under which rules; ``system`` goes before it, ``raw`` leaves out the template."""
+
+    text: str
+    limits: AnswerLimits
+    system: str | None
+    raw: bool
+    drafts: DraftOptions = NO_DRAFT
+    cache: str = ""
+
+
+def _ask_all(
+    console: Console, models: Sequence[str], settings: Settings, asked: _Question
+) -> list[Generated]:
+    """Let models answer one after another (one is in memory at a time), and show it; errors as `open_speaker`.
+
+    What cannot be read of any of them is refused before the first answers. An interruption ends the answer, and with it
+    the list.
+    """
+    from quantforge.verbs.generate_text import has_template, open_speaker
+
+    for model in models[1:]:  # the first is opened next
+        if not has_template(model, settings) and asked.system is not None:
+            raise _no_template(model)
+    columns = len(models) > 1 and sys.stdout.isatty()
+    columns = columns and console.width // len(models) >= LEAST_WIDTH
+    hidden = columns or console.as_json
+    found: list[Generated] = []
+    for model in models:
+        if len(models) > 1 and not hidden:
+            console.text(f"== {model}")
+        if found:  # the first was told of before all imports
+            console.note(f"loading {model}")
+        speaker = open_speaker(model, settings, asked.drafts, asked.cache)
+        _tell(console, speaker, raw=asked.raw)
+        prompt = _opening(speaker, asked.text, asked.system)
+        answer = speaker.answer(prompt, asked.limits, raw=asked.raw)
+        found.append(_collect(console, answer) if hidden else _say(console, answer))
+        del answer, speaker  # before the next one comes in
+        if found[-1].stopped == "interrupted":
+            break
+    if columns and not console.as_json:
+        _side_by_side(found)
+    for one in found:
+        label = f"{one.model}: " if len(models) > 1 else ""
+        parting = _parting(found[0], one) if one is not found[0] else ""
+        console.footer(f"{label}{speed_of(one, asked.limits.max_tokens)}{parting}")
+    return found
+
+
+def _opening(speaker: TextModel, text: str, system: str | None) -> str | Messages:
+    """Return the first prompt of a conversation.
+
+    Raises:
+        UsageError: a system prompt for a model without a template.
+    """
+    if system is None:
+        return text
+    if not speaker.templated:
+        raise _no_template(speaker.name)
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def _no_template(name: str) -> UsageError:
+    return UsageError(
+        f"--system: {name} has no chat template", "put it into the prompt, or leave it out"
+    )
+
+
+def _tell(console: Console, speaker: TextModel, *, raw: bool) -> None:
+    """Say what a person should know of a model before it answers."""
+    for event in speaker.events:
+        console.note(f"{event.kind}: {event.where}: {event.detail}")
+    for note in () if raw else speaker.notes:
+        console.note(note)
+    if not speaker.templated and not raw:
+        console.note(f"{speaker.name} has no chat template: it completes the prompt as text")
+
+
+def _say(console: Console, answer: LiveAnswer) -> Generated:
+    """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
+    with _interruptible():
+        for piece in answer:
+            program_cache.LISTENERS.clear()  # no note within the text
+            console.piece(piece)
+    console.piece("\n")
+    found = answer.generated()
+    for number, other in enumerate(found.choices[1:], 2):
+        console.text(f"== {number} of {len(found.choices)}")
+        console.piece(f"{other.text}\n")
+    return found
+
+
+def speed_of(one: Generated, most: int) -> str:
+    """Return the figures of an answer of ``most`` tokens at most as a line."""
+    prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
+    longest = max(len(choice.tokens) for choice in one.choices)
+    words = {
+        "end": "",
+        "stop": ", ended by --stop",
+        "length": f", cut by {'--max-tokens' if longest >= most else 'the end of the context'}",
+        "interrupted": ", interrupted",
+    }
+    count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1
+    return (
+        f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
+        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
+        f"{'' if several else words[one.stopped]}{_drafted(one)}{_displaced(one)}"
+    )
+
+
+def _displaced(one: Generated) -> str:
+    """Return how much processor time the threads got where other programs took some, or nothing."""
+    share = one.processor_share
+    if share is None or share >= FULL_SHARE:
+        return ""
+    return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
+
+
+def _drafted(one: Generated) -> str:
+    """Return what came of drafted tokens, or nothing."""
+    found = one.speculation
+    if found is None:
+        return ""
+    if found["acceptance"] is None:
+        return "; nothing was drafted"
+    return (
+        f"; {found['acceptance']:.0%} of the drafted tokens right, {found['tokens_per_pass']:.3g} tokens a pass "
+        f"({found['expected']:.3g} expected)"
+    )
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f", {significant(value)} tokens/s"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end what happens inside, and nothing else."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _collect(console: Console, answer: LiveAnswer) -> Generated:
+    with console.watch(), _interruptible():
+        for _ in answer:
+            one = answer.generated()
+            console.show(Progress(phase=f"answer of {one.model}", step=f"{len(one.tokens)} tokens"))
+    return answer.generated()
+
+
+def _parting(first: Generated, other: Generated) -> str:
+    """Return where an answer parts from the first model's, in tokens."""
+    same = 0
+    for one, two in zip(first.tokens, other.tokens, strict=False):
+        if one != two:
+            break
+        same += 1
+    if first.tokens == other.tokens:
+        return f"; the same answer as {first.model}"
+    return f"; parts from {first.model} after {same} tokens"
+
+
+def _side_by_side(found: Sequence[Generated]) -> None:
+    """Draw a column for each model; words that the first one does not have there are marked."""
+    from rich.console import Console as Rich
+    from rich.table import Table
+
+    drawn = Table(expand=True)
+    for one in found:
+        drawn.add_column(one.model, ratio=1, overflow="fold")
+    first = _words(spoken(found[0].text))
+    drawn.add_row(*(_marked(first, _words(spoken(one.text))) for one in found))
+    Rich().print(drawn)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\S+|\s+", text)
+
+
+def _marked(first: Sequence[str], words: Sequence[str]) -> Text:
+    from rich.text import Text
+
+    drawn = Text()
+    matcher = difflib.SequenceMatcher(None, first, words, autojunk=False)
+    for kind, _, _, begin, end in matcher.get_opcodes():
+        drawn.append("".join(words[begin:end]), "" if kind == "equal" else "bold underline")
+    return drawn
+
+
+# ---- a chat on a terminal
+
+
+PROMPT = "> "
+COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+
+
+def _chat(
+    console: Console, speaker: TextModel, limits: AnswerLimits, *, system: str | None, raw: bool
+) -> None:
+    """Answer line after line until the end of input; a model that only completes text keeps no history.
+
+    Raises:
+        UsageError: a system prompt for a model without a template.
+    """
+    remembers = speaker.templated and not raw
+    _opening(speaker, "", system)
+    _tell(console, speaker, raw=raw)
+    console.note(
+        f"{speaker.name}: {COMMANDS}" if remembers else f"{speaker.name}: /exit or Ctrl-D ends"
+    )
+    first = [] if system is None else [{"role": "system", "content": system}]
+    history = list(first)
+
+    def turn() -> bool:
+        """Read a line and answer it; return whether the chat goes on."""
+        line = _line(console)
+        if line is None or line in {"/exit", "/quit"}:
+            return False
+        if line == "/reset":
+            history[:] = first
+        elif re.fullmatch("/[a-z]+", line):
+            console.note(COMMANDS)
+        elif line:
+            talk = [*history, {"role": "user", "content": line}]
+            found = _say(console, speaker.answer(talk if remembers else line, limits, raw=raw))
+            console.note(f"[{speed_of(found, limits.max_tokens)}]")
+            history[:] = [*talk, {"role": "assistant", "content": found.text}]
+        return True
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while _goes_on(console, turn):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _goes_on(console: Console, turn: Callable[[], bool]) -> bool:
+    """Do a turn of a chat, which neither Ctrl-C nor a refusal ends, wherever in the turn it comes."""
+    try:
+        return turn()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one in the same moment
+        console.piece("\n")
+        console.note("Ctrl-D ends")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    except QuantForgeError as error:  # a prompt that is too long, say
+        console.error(error)
+    return True
+
+
+def _line(console: Console) -> str | None:
+    """Read a line of a person; None at the end."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (edits the line, and knows the earlier ones)
+    try:
+        return input(PROMPT).strip()
+    except EOFError:
+        console.piece("\n")
+        return None

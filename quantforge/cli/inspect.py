@@ -22,21 +22,27 @@ EXAMPLE = "Example: quantforge inspect demo-gptq-int4 --tensors '*.layers.0.*'"
 
 
 def inspect(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory, a file, or org/name.")],
     tensors: Annotated[
-        str | None, typer.Option("--tensors", metavar="[GLOB]", help="List tensors: those that match, or all.")
+        str | None,
+        typer.Option("--tensors", metavar="[GLOB]", help="List tensors: those that match, or all."),
     ] = None,
     derive: Annotated[
-        bool, typer.Option("--derive", help="Run one block of each kind: what reads the same activation, what absorbs.")
+        bool,
+        typer.Option(
+            "--derive",
+            help="Run one block of each kind: what reads the same activation, what absorbs.",
+        ),
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --derive: write it here, as JSON.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="With --derive: write it here, as JSON."
+        ),
     ] = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show schemes, bits per weight, sizes and provenance of any safetensors model, GGUF file or importance matrix."""
     from quantforge import verbs
     from quantforge.errors import UsageError

@@ -110,10 +110,16 @@ class Bar:
             BarColumn(BAR_WIDTH),
             TaskProgressColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[time]}", markup=False),
-            TextColumn("{task.fields[step]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
-            console=self._rich, transient=True, refresh_per_second=REFRESHES, expand=True,
-            redirect_stdout=False, get_time=time.monotonic,
-        )  # fmt: skip
+            TextColumn(
+                "{task.fields[step]}", markup=False, table_column=Column(ratio=1, no_wrap=True)
+            ),
+            console=self._rich,
+            transient=True,
+            refresh_per_second=REFRESHES,
+            expand=True,
+            redirect_stdout=False,
+            get_time=time.monotonic,
+        )
         self._task = self._drawn.add_task("starting", total=1.0, time="", step="")
 
     def __enter__(self) -> Self:
@@ -217,10 +223,15 @@ class MachineLines(Lines):
     def _line(self, report: Progress) -> str:
         left = self._clock.remaining(report)
         fields = {
-            "progress": round(report.share, 4), "phase": report.phase, "step": report.step, "part": report.part,
-            "done": report.done, "total": report.total, "elapsed_seconds": round(self._clock.elapsed, 2),
+            "progress": round(report.share, 4),
+            "phase": report.phase,
+            "step": report.step,
+            "part": report.part,
+            "done": report.done,
+            "total": report.total,
+            "elapsed_seconds": round(self._clock.elapsed, 2),
             "remaining_seconds": None if left is None else round(left, 1),
-        }  # fmt: skip
+        }
         return json.dumps(fields)
 
 

@@ -1,23 +1,46 @@
-"""Options that several verbs share, each with its one name, help and group; those of a recipe are in `choices`."""
+"""Options that several verbs share, each with its one name, help and group, and what their values mean.
+
+Those that choose something of a recipe are in `choices`.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli.completion import among
+from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.errors import UsageError, nearest
-from quantforge.events import KINDS
+from quantforge.events import KINDS, Policy
+from quantforge.planning import quantities
 from quantforge.planning.cards import CARDS
+from quantforge.plans import Serving
+from quantforge.runtime.speculation.options import typed_draft
 from quantforge.settings import (
     ACTIVATIONS,
     check_device_name,
     check_jobs,
     check_threads,
 )
+
+Completer = Callable[[str], list[str]]
+
+
+def among(*lists: Iterable[str]) -> Completer:
+    """Return a completer for words of some lists; of a sum such as ``awq+gptq`` the last part is completed."""
+    known = [word for words in lists for word in words]
+
+    def complete(incomplete: str) -> list[str]:
+        head, plus, last = incomplete.rpartition("+")
+        return [
+            f"{head}{plus}{word}" for word in known if word.startswith(last) and word not in head
+        ]
+
+    return complete
 
 
 def _activations(value: str) -> str:
@@ -50,6 +73,15 @@ def _served(*flags: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel="Where it is served", **more)
 
 
+def _speculation(*flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Speculation", **more)
+
+
+def _draft(names: str) -> Any:
+    about = f"Draft tokens to check together: {names}."
+    return _speculation("--draft", metavar="WHAT", help=about, callback=typed_draft)
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -79,14 +111,24 @@ Join = Annotated[
 ]
 Jobs = Annotated[
     int,
-    _run("--jobs", metavar="N", min=1, callback=check_jobs,
-         help="Processes that share the results to be made, each in memory of its own."),
-]  # fmt: skip
+    _run(
+        "--jobs",
+        metavar="N",
+        min=1,
+        callback=check_jobs,
+        help="Processes that share the results to be made, each in memory of its own.",
+    ),
+]
 Device = Annotated[
     str,
-    _run("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.",
-         callback=check_device_name, autocompletion=among(("cpu", "cuda"))),
-]  # fmt: skip
+    _run(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:N.",
+        callback=check_device_name,
+        autocompletion=among(("cpu", "cuda")),
+    ),
+]
 Threads = Annotated[
     int | None,
     _run(
@@ -103,9 +145,14 @@ InputBits = Annotated[
 ]
 Activations = Annotated[
     str,
-    _run("--activations", metavar="WHERE", help=f"Where hidden states are kept: {', '.join(ACTIVATIONS)}.",
-         callback=_activations, autocompletion=among(ACTIVATIONS)),
-]  # fmt: skip
+    _run(
+        "--activations",
+        metavar="WHERE",
+        help=f"Where hidden states are kept: {', '.join(ACTIVATIONS)}.",
+        callback=_activations,
+        autocompletion=among(ACTIVATIONS),
+    ),
+]
 Strict = Annotated[
     bool, _accepted("--strict", help="Refuse every degradation that --allow does not accept.")
 ]
@@ -192,21 +239,30 @@ JsonProgress = Annotated[
 ]
 Target = Annotated[
     str | None,
-    _size("--target", metavar="SIZE",
-          help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 4GB/token: what "
-               "a token reads; 24GB@32k (24GB@8x32k): memory, with the cache of one (eight) "
-               "sequences of so many tokens."),
-]  # fmt: skip
+    _size(
+        "--target",
+        metavar="SIZE",
+        help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 4GB/token: what "
+        "a token reads; 24GB@32k (24GB@8x32k): memory, with the cache of one (eight) "
+        "sequences of so many tokens.",
+    ),
+]
 Like = Annotated[
     str | None,
-    _size("--like", metavar="FILE.gguf",
-          help="In place of --target: as many bytes as this quantized form of the same model, made by anyone."),
-]  # fmt: skip
+    _size(
+        "--like",
+        metavar="FILE.gguf",
+        help="In place of --target: as many bytes as this quantized form of the same model, made by anyone.",
+    ),
+]
 Candidates = Annotated[
     str | None,
-    _size("--candidates", metavar="SCHEME,SCHEME",
-          help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes)."),
-]  # fmt: skip
+    _size(
+        "--candidates",
+        metavar="SCHEME,SCHEME",
+        help="Schemes to choose from (default: usual widths that the format, and --for's engine, takes).",
+    ),
+]
 Context = Annotated[
     str | None,
     _served("--context", metavar="TOKENS", help="Tokens of a sequence: 8192, or 32k for 32,768."),
@@ -244,3 +300,107 @@ DeviceName = Annotated[
 Price = Annotated[
     str | None, _served("--price", metavar="PRICE", help="Of all devices for an hour: 2.5/h.")
 ]
+Draft = Annotated[str | None, _draft("ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads")]
+StepDraft = Annotated[str | None, _draft("ngram, int2, int3, int4 or a MODEL")]
+DraftTokens = Annotated[
+    int, _speculation("--draft-tokens", metavar="N", help="Drafted tokens in a row, at most.")
+]
+DraftTree = Annotated[
+    str,
+    _speculation(
+        "--draft-tree",
+        metavar="KxK...",
+        help="Drafted tokens after each token, place by place, as 3x2x1, checked in one pass.",
+    ),
+]
+
+
+def takes(
+    **groups: Iterable[inspect.Parameter],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a verb the options of ``groups[NAME]`` in place of its parameter NAME.
+
+    The verb gets them back under NAME as a mapping, None for those that were not typed.
+    """
+    made = {name: [*parameters] for name, parameters in groups.items()}
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
+            parameters += made.get(name, [parameter])
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+
+        @wraps(verb)
+        def command(**values: Any) -> None:
+            typed: dict[str, dict[str, Any]] = {}
+            for name, options in made.items():
+                found = {one.name: values.pop(one.name) for one in options}
+                # A flag that was not typed is no choice.
+                typed[name] = {
+                    key: None if value is False else value for key, value in found.items()
+                }
+            verb(**values, **typed)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
+    """Build the policy on events from ``--strict`` and ``--allow EVENT=N``.
+
+    Raises:
+        UsageError: no count, or no such event.
+    """
+    limits: dict[str, int] = {}
+    for text in allow or []:
+        kind, separator, count = text.partition("=")
+        if not separator or not count.isdecimal():
+            raise UsageError(
+                f"--allow {text}: no count", "write --allow EVENT=N, e.g. --allow damping-raised=2"
+            )
+        limits[kind] = int(count)
+    return Policy(strict, limits)
+
+
+def percent(text: str, option: str) -> float:
+    """Parse ``2%`` or ``0.02`` to 0.02.
+
+    Raises:
+        UsageError: it is no share, or a number from 1 on without ``%``, which may mean either; ``option`` is named.
+    """
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise UsageError(f"{option} {text}: not a share", "write 2% or 0.02")
+    if value >= 1 and not text.endswith("%"):
+        raise UsageError(
+            f"{option} {text}: {value:g}% or {value:.0%}?", f"write {value:g}% or {value / 100:g}"
+        )
+    return value
+
+
+def serving_of(context: str | None, cache: str | None, engine: str | None = "any") -> Serving:
+    """Return how a result is to be served.
+
+    Args:
+        context: tokens, as they are typed.
+        cache: type of the cache.
+        engine: whose command asks for them; None where nobody would.
+
+    Raises:
+        UsageError: one of them is not understood, or there is no engine.
+    """
+    given = {"--context": context, "--cache": cache}
+    for option, text in given.items():
+        if text is not None and engine is None:
+            raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
+    if cache is not None:
+        kinds_of(cache)
+    tokens = None if context is None else quantities.tokens(context, "--context")
+    return Serving(tokens, cache)

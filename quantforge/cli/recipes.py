@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.completion import OF_CHOICES
 from quantforge.cli.console import Console
 from quantforge.errors import UsageError, nearest
 from quantforge.planning.recipe_options import builtin_recipes
@@ -18,7 +17,9 @@ def recipes(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Print this one.", metavar="[NAME]", autocompletion=OF_CHOICES["recipe"]
+            help="Print this one.",
+            metavar="[NAME]",
+            autocompletion=options.among(builtin_recipes()),
         ),
     ] = None,
     as_json: options.Json = False,

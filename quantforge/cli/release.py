@@ -10,8 +10,7 @@ import typer
 
 from quantforge.checkpoint.disk import append, check_new
 from quantforge.checkpoint.files import FILES
-from quantforge.cli import jobs as processes
-from quantforge.cli import options, ranks
+from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 from quantforge.planning import quantities
 from quantforge.results.significant import size
@@ -46,9 +45,13 @@ Summary = Annotated[
 ]
 Place = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="DIR",
-                 help="Directory to make or go on with (default: release of release.toml, x-release of x.toml)."),
-]  # fmt: skip
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="Directory to make or go on with (default: release of release.toml, x-release of x.toml).",
+    ),
+]
 _HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
@@ -81,16 +84,22 @@ def release(
 
     The same command goes on after any interruption. Exit 6 when a variant is beyond one of the file's gates.
     """
-    from quantforge.cli.request import build_policy
     from quantforge.settings import Settings
 
     console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
     settings = Settings(
-        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs), activations=activations,
-        offline=offline, overwrite=overwrite, provenance=provenance, sign=sign,
+        device=processes.own_device(device),
+        threads=processes.threads_of(threads, jobs),
+        activations=activations,
+        offline=offline,
+        overwrite=overwrite,
+        provenance=provenance,
+        sign=sign,
         join=join or jobs > 1 or under_torchrun(),
-        policy=build_policy(strict, allow), progress=console.show, note=console.note,
-    )  # fmt: skip
+        policy=options.build_policy(strict, allow),
+        progress=console.show,
+        note=console.note,
+    )
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     most = None if budget is None else int(quantities.memory(budget, "--budget"))
@@ -121,10 +130,16 @@ def _report(
 ) -> None:
     """Say what a release consists of, in the job's summary too."""
     rows = [
-        (one.name, one.format, one.method, size(one.weight_bytes),
-         f"{one.figures['kl_mean']:.4g}" if one.figures else "-", "; ".join(one.failed) or "kept")
+        (
+            one.name,
+            one.format,
+            one.method,
+            size(one.weight_bytes),
+            f"{one.figures['kl_mean']:.4g}" if one.figures else "-",
+            "; ".join(one.failed) or "kept",
+        )
         for one in made.variants
-    ]  # fmt: skip
+    ]
     if summary is not None:
         append(summary, _summary(rows, made).encode())
     if console.as_json:
@@ -168,20 +183,31 @@ def _show_plan(
     plans = {name: job.planned.plan for name, job in planned.variants.jobs.items()}
     missing = planned.variants.missing
     rows = [
-        {"name": name, "format": plan.format, "method": plan.method, "bytes": plan.output_bytes,
-         "made": name not in missing, "decisions": decisions(plan)}
+        {
+            "name": name,
+            "format": plan.format,
+            "method": plan.method,
+            "bytes": plan.output_bytes,
+            "made": name not in missing,
+            "decisions": decisions(plan),
+        }
         for name, plan in plans.items()
-    ]  # fmt: skip
+    ]
     if console.as_json:
         console.document(
             {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": planned.left_out}
         )
         return
     cells = [
-        (name, plan.format, plan.method, size(plan.output_bytes),
-         "to be made" if name in missing else "finished")
+        (
+            name,
+            plan.format,
+            plan.method,
+            size(plan.output_bytes),
+            "to be made" if name in missing else "finished",
+        )
         for name, plan in plans.items()
-    ]  # fmt: skip
+    ]
     console.table(("variant", "format", "method", "files", "state"), cells)
     for said in decisions_of(plans):
         console.note(said)

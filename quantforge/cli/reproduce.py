@@ -9,13 +9,12 @@ import typer
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.request import takes_choices
 
 EXAMPLE = "Example: quantforge reproduce demo-gptq-int4 --source demo"
 DIFFERENT = 5
 
 
-@takes_choices(text=("calibration",))
+@options.takes(text=choices.recipe_parameters(("calibration",)))
 def reproduce(
     path: Annotated[
         Path,
@@ -53,9 +52,14 @@ def reproduce(
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     settings = Settings(
-        device=device, threads=threads, offline=offline, imatrix=imatrix, adapter=adapter,
-        calibration=text["calibration"] or "", progress=console.show,
-    )  # fmt: skip
+        device=device,
+        threads=threads,
+        offline=offline,
+        imatrix=imatrix,
+        adapter=adapter,
+        calibration=text["calibration"] or "",
+        progress=console.show,
+    )
     with console.watch():
         from quantforge import verbs
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import draft_flags, options
+from quantforge.cli import options
 from quantforge.cli.console import Console
+from quantforge.serving.serve_options import DEFAULTS, ServeOptions
 from quantforge.settings import Settings
-from quantforge.verbs import serve_model
-from quantforge.verbs.serve_model import DEFAULTS, ListeningServer, ServeOptions
+
+if TYPE_CHECKING:
+    from quantforge.verbs import ListeningServer
 
 EXAMPLE = "Example: quantforge serve demo-gptq-int4"
 LOCAL = ("127.", "::1", "localhost")
@@ -23,32 +25,52 @@ Host = Annotated[
 ]
 Port = Annotated[int, typer.Option("--port", help="Port (0: a free one).")]
 ServedName = Annotated[
-    str, typer.Option("--served-name", metavar="NAME", help="What requests call the model (default: its name).")
-]  # fmt: skip
+    str,
+    typer.Option(
+        "--served-name", metavar="NAME", help="What requests call the model (default: its name)."
+    ),
+]
 Cache = Annotated[
     str,
-    typer.Option("--cache", metavar="KIND", autocompletion=completions,
-                 help=f"Quantized cache: {', '.join(WORDS[1:])}, or {FORM} (default: as wide as activations)."),
-]  # fmt: skip
+    typer.Option(
+        "--cache",
+        metavar="KIND",
+        autocompletion=completions,
+        help=f"Quantized cache: {', '.join(WORDS[1:])}, or {FORM} (default: as wide as activations).",
+    ),
+]
 CacheGib = Annotated[
     float, typer.Option("--cache-memory", metavar="GIB", help="Most memory of the cache.")
 ]
 Context = Annotated[
-    int | None, typer.Option("--context", metavar="N", min=1,
-                             help="Most tokens of a prompt and its completion (default: as many as the model sees)."),
-]  # fmt: skip
+    int | None,
+    typer.Option(
+        "--context",
+        metavar="N",
+        min=1,
+        help="Most tokens of a prompt and its completion (default: as many as the model sees).",
+    ),
+]
 Concurrent = Annotated[
     int, typer.Option("--concurrent", metavar="N", min=1, help="Completions computed at a time.")
-]  # fmt: skip
+]
 Waiting = Annotated[
-    int, typer.Option("--waiting", metavar="N", min=0, help="Completions that may wait; more are refused (429).")
-]  # fmt: skip
+    int,
+    typer.Option(
+        "--waiting", metavar="N", min=0, help="Completions that may wait; more are refused (429)."
+    ),
+]
 MaxBody = Annotated[
     int, typer.Option("--max-body", metavar="MIB", min=1, help="Largest request (413 beyond it).")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Most time from a request to the end of its completions.")
-]  # fmt: skip
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="Most time from a request to the end of its completions.",
+    ),
+]
 
 
 def serve(
@@ -63,9 +85,9 @@ def serve(
     waiting: Waiting = DEFAULTS["waiting"],
     max_body: MaxBody = DEFAULTS["max_body"],
     timeout: Timeout = DEFAULTS["timeout"],
-    draft: draft_flags.StepDraft = None,
-    draft_tokens: draft_flags.DraftTokens = DEFAULTS["draft_tokens"],
-    draft_tree: draft_flags.DraftTree = "",
+    draft: options.StepDraft = None,
+    draft_tokens: options.DraftTokens = DEFAULTS["draft_tokens"],
+    draft_tree: options.DraftTree = "",
     device: options.Device = "cpu",
     threads: options.Threads = None,
     input_bits: options.InputBits = 16,
@@ -108,6 +130,8 @@ def serve(
             f"{server.cache_tokens} in all; Ctrl-C stops"
         )
         console.flush()
+
+    from quantforge.verbs import serve_model
 
     serve_model.serve(model, settings, ready=ready, **given)
     console.note("stopped")

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.cli import choices, options, ranks
-from quantforge.cli import evaluate_options as wanted
-from quantforge.cli import jobs as processes
+from quantforge.cli import choices, evaluate, options, processes
 from quantforge.cli.console import Console
-from quantforge.cli.evaluate import check_reports, save_reports, show_tables
-from quantforge.cli.request import build_policy, takes_choices
-from quantforge.cli.run_log import from_here, shown
+from quantforge.cli.typed_paths import from_here, shown
 from quantforge.errors import UsageError
 from quantforge.evaluation.gates import write_summary
 from quantforge.settings import under_torchrun
@@ -27,14 +23,21 @@ EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq
 
 Varied = Annotated[
     list[str],
-    typer.Option("--over", metavar="CHOICE=VALUE,VALUE",
-                 help="What is varied: an option of quantize without its dashes (repeatable)."),
-]  # fmt: skip
+    typer.Option(
+        "--over",
+        metavar="CHOICE=VALUE,VALUE",
+        help="What is varied: an option of quantize without its dashes (repeatable).",
+    ),
+]
 Place = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="DIR",
-                 help="Directory of the results, new or to go on with (default: MODEL-sweep)."),
-]  # fmt: skip
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="Directory of the results, new or to go on with (default: MODEL-sweep).",
+    ),
+]
 ScoredLength = Annotated[
     int, typer.Option("--window-length", metavar="N", help="Tokens of a window.", min=2)
 ]
@@ -44,21 +47,21 @@ Replace = Annotated[
 ]
 
 
-@takes_choices(given=tuple(choices.RECIPE))
+@options.takes(given=choices.recipe_parameters(choices.RECIPE))
 def sweep(
     model: options.Model,
     *,
     over: Varied,
     output: Place = None,
     given: choices.Given,
-    text: wanted.Text = None,
-    windows: wanted.WindowCount = 80,
+    text: evaluate.Text = None,
+    windows: evaluate.WindowCount = 80,
     window_length: ScoredLength = 512,
     speed: Speed = False,
-    report: wanted.Reports = None,
-    summary: wanted.Summary = None,
+    report: evaluate.Reports = None,
+    summary: evaluate.Summary = None,
     overwrite: Replace = False,
-    wide: wanted.Wide = False,
+    wide: evaluate.Wide = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     jobs: options.Jobs = 1,
@@ -79,12 +82,18 @@ def sweep(
     from quantforge.settings import Settings
 
     console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
-    check_reports(report or [], summary, overwrite=overwrite)
+    evaluate.check_reports(report or [], summary, overwrite=overwrite)
     settings = Settings(
-        device=ranks.own_device(device), threads=processes.threads_of(threads, jobs),
-        join=join or jobs > 1 or under_torchrun(), activations=activations, offline=offline, overwrite=overwrite,
-        policy=build_policy(strict, allow), progress=console.show, note=console.note,
-    )  # fmt: skip
+        device=processes.own_device(device),
+        threads=processes.threads_of(threads, jobs),
+        join=join or jobs > 1 or under_torchrun(),
+        activations=activations,
+        offline=offline,
+        overwrite=overwrite,
+        policy=options.build_policy(strict, allow),
+        progress=console.show,
+        note=console.note,
+    )
     grid, out = _grid(over), output or _place(model)
     with console.watch(), processes.started(jobs, console.note) as failed:
         from quantforge import verbs
@@ -94,11 +103,15 @@ def sweep(
             make_results(model, grid, out, None, settings, given)
             return
         found = verbs.sweep(
-            model, grid, out, settings=settings, **given,
+            model,
+            grid,
+            out,
+            settings=settings,
+            **given,
             measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
-        )  # fmt: skip
+        )
     _show(console, found, failed, wide=wide)
-    save_reports(found.evaluation, report or [], overwrite=overwrite)
+    evaluate.save_reports(found.evaluation, report or [], overwrite=overwrite)
     write_summary(summary, found.evaluation)
     _tell_files(console, report, summary)
 
@@ -122,7 +135,7 @@ def _show(
             {"schema": "quantforge.sweep/1", **found.document(), "failed_processes": failed}
         )
     else:
-        show_tables(console, found.evaluation, wide=wide)
+        evaluate.show_tables(console, found.evaluation, wide=wide)
         _tell_results(console, found)
 
 

@@ -1,4 +1,4 @@
-"""Paths and options as they were typed: what is printed names no directory that the person has not named.
+"""Paths and options as a person types them: what is printed names no directory that the person has not named.
 
 Inside of a run places are resolved, so that a link in the way is seen. On the way out the working directory is taken
 off, what lies elsewhere is named by the word of the command line that led there, and the home directory is ``~``. A
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -46,6 +47,22 @@ def in_one_line(text: str) -> str:
         for name in _broken_names(tuple(sys.argv[1:])):
             text = text.replace(name, name.replace("\n", "\\n"))
     return text
+
+
+def shown(out: Path) -> str:
+    """Return a path as it is typed in a shell, with ``./`` before a relative one that does not lead upwards."""
+    return str(out) if out.is_absolute() or out.parts[:1] == ("..",) else f"./{out}"
+
+
+def from_here(path: Path) -> Path:
+    """Return a path as it is typed in the working directory: relative where it lies inside of that."""
+    here = Path(os.path.realpath(Path.cwd()))
+    return path.relative_to(here) if here in path.parents else path
+
+
+def typed_adapter(adapter: Path | str | None) -> str:
+    """Return the option that names an adapter, as further words of a command; "" for none."""
+    return "" if adapter is None else f" --adapter {shlex.quote(str(adapter))}"
 
 
 @lru_cache(maxsize=4)

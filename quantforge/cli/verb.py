@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 OTHERS = "Options"  # the group of options that name none
 
 
-def _sorted(command: Any, ctx: Any, args: list[str]) -> list[str]:
+def sort_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Give each option and argument of ``ctx`` its words, not converted; return the words that are left."""
+    bare = TyperCommand(command.name, add_help_option=False)
+    bare.parse_args(ctx, [])  # without options, tells ctx how options begin
     typed, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
     ctx.params = {str(one.name): typed.get(str(one.name)) for one in command.params}
     ctx.args = rest
-    ctx._opt_prefixes.add("-")  # by which the parser tells options from values
     return list(rest)
 
 
@@ -47,21 +48,13 @@ def _completed(command: Any, args: list[str]) -> list[str]:
     return found
 
 
-class Verbs(TyperGroup):
-    """``quantforge`` itself."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return what is left of the arguments."""
-        return _sorted(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
-
-
 class Verb(TyperCommand):
     """A command of ``quantforge``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return what is left of the arguments."""
         if ctx.resilient_parsing:
-            return _sorted(self, ctx, args)
+            return sort_words(self, ctx, args)
         return super().parse_args(ctx, _completed(self, args))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantforge.cli import options
-from quantforge.cli.completion import OF_CHOICES
 from quantforge.cli.console import Console
+from quantforge.formats.targets import TARGETS
 from quantforge.verification.findings import Severity
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def verify(
         typer.Option(
             "--for",
             metavar="ENGINE",
-            autocompletion=OF_CHOICES["engine"],
+            autocompletion=options.among(TARGETS),
             help="Check that this engine loads it.",
         ),
     ] = None,

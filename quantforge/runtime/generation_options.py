@@ -136,6 +136,7 @@ class Sampling:
         return replace(self, seed=(self.seed + number) % (MOST_SEED + 1))
 
 
+MAX_TOKENS = 256  # of an answer, where nobody says
 BEAM_RANGES = {
     "beams": Range("a whole number from 1 to 64", 1, 64, whole=True),
     "length_penalty": Range("a number from -10 to 10 (above 0 favours long texts)", -10, 10),

@@ -11,5 +11,6 @@ In this folder:
     metrics         Figures of a server in the text format of Prometheus (version 0.0.4)
     request_bodies  Bodies of requests as OpenAI's API has them: what each field may be, and which fields are refused
     routes          A served model and the routes of its HTTP interface: what each path answers
+    serve_options   Options of a server: where it listens, how much it computes at a time, and what it accepts
     server          The server: it listens, says where, and stops cleanly when it is asked to
 """

@@ -18,9 +18,8 @@ def torch_defaults() -> Iterator[None]:
         return
     import torch
 
-    kind, device, threads = (
-        torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
-    )  # fmt: skip
+    kind, device = torch.get_default_dtype(), torch.get_default_device()
+    threads = torch.get_num_threads()
     moved = device.type != "cpu"
     torch.set_default_dtype(torch.float32)
     if moved:

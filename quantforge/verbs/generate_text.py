@@ -15,7 +15,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
-from quantforge.runtime.generation_options import AnswerLimits, limits_from
+from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits, limits_from
 from quantforge.runtime.speculation.options import (
     DRAFT_TOKENS,
     FOR_ONE_TEXT,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from quantforge.runtime.tensor_shares import Share
     from quantforge.runtime.text_model import TextModel
 
-MAX_TOKENS = 256
 COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
 
 

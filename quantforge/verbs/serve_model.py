@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
-from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.arguments import check_arguments
 from quantforge.errors import RefusedError, UsageError
-from quantforge.runtime.generation_options import Range
-from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
+from quantforge.serving.serve_options import ServeOptions, complete, drafts_of
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.generate_text import check_drafts, loaded_to_answer, speculative_of
@@ -21,52 +18,6 @@ if TYPE_CHECKING:
     from quantforge.runtime.cache import CacheLayout
     from quantforge.runtime.load import Loaded
     from quantforge.serving.routes import ServedModel
-
-PACKAGES = ("pydantic", "starlette", "uvicorn")
-COUNT = Range("a whole number from 1 on", 1, whole=True)
-RANGES = {
-    "port": Range("a whole number from 0 to 65535 (0: a free one)", 0, 65535, whole=True),
-    "cache_gib": Range("a number of GiB above 0", 0, 1e6, above=True),
-    "context": COUNT,
-    "concurrent": COUNT,
-    "waiting": Range("a whole number from 0 on", whole=True),
-    "max_body": COUNT,
-    "timeout": Range("a number of seconds", 0, 1e9),
-}
-
-
-class ServeOptions(TypedDict, total=False):
-    """Where a server listens, how much it computes at a time, and what it accepts; see `DEFAULTS`."""
-
-    host: str
-    port: int  # 0 takes a free one
-    served_name: str  # by which requests ask for the model; its directory or file when left out
-    cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
-    cache_gib: float  # most memory of the cache
-    draft: str  # who drafts tokens that the model then checks together; nobody when left out
-    draft_tokens: int  # drafted tokens in a row, at most
-    draft_tree: str  # drafted tokens after each token, place by place
-    context: int  # most tokens of a prompt and its completion; what the model sees when left out
-    concurrent: int  # completions that are computed at a time
-    waiting: int  # completions that may wait; more are refused
-    max_body: int  # MiB of a request
-    timeout: float  # seconds from a request to the end of its completions
-
-
-DEFAULTS: ServeOptions = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "served_name": "",
-    "cache": "",
-    "cache_gib": 4.0,  # where all completions at their full length would take more
-    "draft": "",
-    "draft_tokens": DRAFT_TOKENS,
-    "draft_tree": "",
-    "concurrent": 16,
-    "waiting": 64,
-    "max_body": 4,
-    "timeout": 600.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +94,7 @@ def served_model(
     model: str | Path | Loaded, settings: Settings, options: ServeOptions
 ) -> ServedModel:
     """Return a model that is ready to be served, by options that `complete` has checked; errors as `serve`."""
-    drafts = _drafts(options)
+    drafts = drafts_of(options)
     check_drafts(model, drafts, settings, steps=True)
     loaded, name = loaded_to_answer(model, settings)
     for event in loaded.events:
@@ -208,28 +159,6 @@ def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
     return pages
 
 
-def _drafts(options: ServeOptions) -> DraftOptions:
-    return DraftOptions(options["draft"], options["draft_tokens"], options["draft_tree"])
-
-
 def _name(name: str) -> str:
     """Return the last part of a path, or a name of the hub without its revision."""
     return Path(name).resolve().name if Path(name).exists() else name.partition("@")[0]
-
-
-def complete(given: ServeOptions) -> ServeOptions:
-    """Return options with the defaults of those left out, after checks that need no model; errors as `serve`."""
-    options: ServeOptions = {**DEFAULTS, **given}
-    if options["cache"]:
-        kinds_of(options["cache"])
-    _drafts(options)
-    for name, value in options.items():
-        if name in RANGES:
-            RANGES[name].check(name, value)
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"serving needs {' and '.join(missing)}, not installed here",
-            "pip install 'quantforge[serve]'",
-        )
-    return options

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 
 import quantforge
 from quantforge.cli.app import app
@@ -33,7 +34,8 @@ SMALLER = {
 def examples() -> list[str]:
     """Return the commands of README, then those of the verbs, each once."""
     shown = re.findall(r"^    (quantforge .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    helped = [str(verb.epilog or "").removeprefix("Example: ") for verb in app.registered_commands]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    helped = [str(verb.epilog or "").removeprefix("Example: ") for verb in commands.values()]
     words = [" ".join(shlex.split(line, comments=True)) for line in shown]
     known = [line for line in helped if line and " ".join(shlex.split(line)) not in words]
     return [*shown, *known]

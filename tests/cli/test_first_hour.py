@@ -10,7 +10,7 @@ import pytest
 from quantforge.checkpoint.disk import no_space
 from quantforge.cli.meter import Clock
 from quantforge.cli.release import _place
-from quantforge.cli.run_log import shown
+from quantforge.cli.typed_paths import shown
 from quantforge.errors import InputError, nearest
 from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.mixture import MIXTURES

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import quantforge
-from quantforge.cli.answers import speed_of
+from quantforge.cli.generate import speed_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
@@ -255,7 +255,7 @@ def test_speeds_are_written_without_powers_of_ten() -> None:
 
 
 def test_a_speed_that_other_programs_slowed_down_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantforge.cli.answers.FULL_SHARE", 0.9)
+    monkeypatch.setattr("quantforge.cli.generate.FULL_SHARE", 0.9)
     figures = {
         "prompt_tokens_per_second": 1240.4,
         "tokens_per_second": 98765.4,

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli import doctor, plan_forecast, usage_errors
-from quantforge.cli.app import app
-from quantforge.cli.quantize import upload
+from quantforge.cli import doctor, shown_plan, usage_errors
+from quantforge.cli.app import VERBS
+from quantforge.cli.result import upload
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
 
 ROOT = Path(__file__).parents[2]
-VERBS = [str(command.name) for command in app.registered_commands]
 HEAVY = (
     "torch",
     "transformers",
@@ -150,6 +149,26 @@ for arguments, environment in json.loads(sys.stdin.read()):
     for arguments, environment, code, found, out in lines:
         assert (code, found) == (0, []), (arguments, environment)
         assert ("awq" if environment else "Usage: quantforge") in out
+
+
+@pytest.mark.parametrize(
+    ("words", "most"), [(["--help"], 45), (["quantize", "--help"], 90), (["generate", "-h"], 75)]
+)
+def test_help_imports_few_modules(words: list[str], most: int) -> None:
+    """Each takes time before a person reads the first line; those of other verbs are not imported."""
+    script = f"""
+import sys
+from quantforge.cli.app import main
+sys.argv = ["quantforge", *{words}]
+try:
+    main()
+except SystemExit:
+    print(sum(name.startswith("quantforge") for name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.splitlines()[-1]) <= most
 
 
 def test_help_shows_groups_defaults_and_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +311,7 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 1 << 40)  # it changes by itself
+    monkeypatch.setattr(shown_plan, "free_bytes", lambda _: 1 << 40)  # it changes by itself
     model, made, out = tiny("llama-wide"), tmp_path / "made", tmp_path / "out"
     if "MADE" in arguments:
         assert command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0
@@ -355,7 +374,7 @@ def test_a_misspelt_model_is_answered_with_its_neighbour_and_not_said_to_load(
 def test_the_page_of_the_command_line_has_a_row_for_every_verb() -> None:
     rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
     told = {verb for row in rows for verb in re.findall(r"`(\w+)", row)}
-    assert {command.name for command in app.registered_commands} - told == set()
+    assert VERBS.keys() - told == set()
 
 
 def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli.app import RESUMED
-from quantforge.cli.stopping import Stopped
+from quantforge.cli.app import RESUMED, Stopped
 from tests.runs import command
 
 

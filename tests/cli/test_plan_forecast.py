@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantforge import settings
-from quantforge.cli import plan_forecast
+from quantforge.cli import shown_plan
 from quantforge.verbs import output
 from tests import headers
 from tests.runs import ROWS, command
@@ -45,8 +45,8 @@ def test_a_plan_says_time_reads_and_disk_with_their_basis(llama, capsys):
 
 def test_what_the_machine_lacks_is_said_with_what_to_type(llama, capsys, monkeypatch):
     assert "beyond" not in command(capsys, "plan", llama, *GPTQ).out or os.environ.get("CI")
-    monkeypatch.setattr(plan_forecast, "free_bytes", lambda _: 10**9)
-    monkeypatch.setattr(plan_forecast, "memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(shown_plan, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(shown_plan, "memory_bytes", lambda: 10**9)
     told = command(capsys, "plan", llama, *GPTQ)
     assert told.code == 0
     lines = [line for line in told.out.splitlines() if line.startswith("beyond")]

@@ -16,9 +16,9 @@ import quantforge
 from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import AdapterOptions
+from quantforge.serving.serve_options import ServeOptions
 from quantforge.verbs.evaluate_models import MeasurementOptions
 from quantforge.verbs.generate_text import AnswerOptions
-from quantforge.verbs.serve_model import ServeOptions
 from tests.conftest import Tiny
 
 

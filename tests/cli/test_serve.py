@@ -14,6 +14,7 @@ import requests
 
 import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.serving import serve_options
 from quantforge.settings import Settings
 from quantforge.verbs import serve_model
 from tests.conftest import Tiny
@@ -81,7 +82,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
 
 
 def test_names_and_room() -> None:
-    options = serve_model.complete({"concurrent": 2, "context": 100, "cache_gib": 0.0005})
+    options = serve_options.complete({"concurrent": 2, "context": 100, "cache_gib": 0.0005})
     served = serve_model.served_model(str(DEMO), Settings(), options)
     assert (served.name, served.rows, served.room) == ("demo", 2, 100)
     assert served.cache_tokens % 32 == 0
@@ -93,7 +94,7 @@ def test_names_and_room() -> None:
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_model, "find_spec", lambda name: None if name == "uvicorn" else 1)
+    monkeypatch.setattr(serve_options, "find_spec", lambda name: None if name == "uvicorn" else 1)
     with pytest.raises(UsageError, match="uvicorn, not installed here") as found:
         serve_model.serve(str(DEMO))
     assert found.value.hint == "pip install 'quantforge[serve]'"

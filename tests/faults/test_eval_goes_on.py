@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge import __version__
-from quantforge.cli.stopping import Stopped
+from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import evaluate as evaluation
 from quantforge.evaluation import kept_rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli import ranks
+from quantforge.cli import processes
 from quantforge.cli.app import main
 from quantforge.errors import UsageError
 from quantforge.settings import under_torchrun
@@ -126,11 +126,11 @@ def test_the_example_of_a_job_array(model: Path, out: Path, tmp_path: Path) -> N
 
 
 def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (under_torchrun(), ranks.silent()) == (False, False)
+    assert (under_torchrun(), processes.silent()) == (False, False)
     for name, value in ((STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert ranks.silent()
-    assert [ranks.own_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
+    assert processes.silent()
+    assert [processes.own_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
         "cpu",
         "cuda:1",
         "cuda:3",
@@ -144,7 +144,7 @@ def test_what_ranks_do_not_share_is_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match="share nothing of 'eval'"):
-        ranks.check_ranks(["eval"])
+        processes.check_ranks(["eval"])
     refused = command(capsys, "inspect", model)
     assert refused.code == 2
     assert "torchrun is for quantize" in refused.err
@@ -193,7 +193,7 @@ def test_an_error_that_all_ranks_have_is_told_once(
         for name, value in (
             ("RANK", rank),
             ("LOCAL_RANK", rank),
-            (ranks.OWN_FILE, str(place / "error.json")),
+            (processes.OWN_FILE, str(place / "error.json")),
         ):
             monkeypatch.setenv(name, value)
         told += [
@@ -202,5 +202,5 @@ def test_an_error_that_all_ranks_have_is_told_once(
         ]
     assert [one.code for one in told] == [3, 2, 3, 2]
     assert [bool(one.err) for one in told] == [True, True, False, False]
-    monkeypatch.setenv(ranks.OWN_FILE, "error.json")  # of nobody else
+    monkeypatch.setenv(processes.OWN_FILE, "error.json")  # of nobody else
     assert command(capsys, "generate", out, "x").err

@@ -1,37 +1,105 @@
-"""Jobs: further processes of the command that is running, which share its work, say nothing, and end with it.
+"""Processes of one command, of which one speaks: those that torchrun starts, and those that ``--jobs`` adds.
 
-Each has a pipe of its parent as its stdin: where the parent has ended in whatever way, nothing can be read there. What
-fails in one of them is done by the others, the parent among them, which says it: with what that one said last.
+torchrun's are called ranks; they share the run (`--join`), or a model that answers, of which each holds a part.
+
+Those of ``--jobs`` (see `started`) share results that are to be made. Each has a pipe of its parent as its stdin: where
+the parent has ended in whatever way, nothing can be read there, and it ends too. What fails in one of them is done by
+the others, the parent among them, which says it: with what that one said last.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
 from typing import IO, TypedDict
 
-from quantforge.cli import ranks
+from quantforge.checkpoint.disk import create
 from quantforge.cli.console import Console
-from quantforge.errors import ResourceError
-from quantforge.settings import processors
+from quantforge.errors import ResourceError, UsageError
+from quantforge.settings import processors, under_torchrun
 
+OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
+VERBS = ("quantize", "release", "sweep", "generate")  # whose work ranks share
 # Modules are found where the parent finds them: not in the directory in which it is called.
 _PROGRAM = """
 import sys
 sys.path[:] = {!r}
-from quantforge.cli import jobs
+from quantforge.cli import processes
 from quantforge.__main__ import main
-jobs.TAKING_PART.set()
+processes.TAKING_PART.set()
 main()
 """
 _LAST = 2000  # bytes of what a process said that are looked at: its error and hint stand at the end
 TAKING_PART = threading.Event()  # set in a further process, for which the one that was typed speaks
+
+
+def silent() -> bool:
+    """Return whether another process speaks for this one."""
+    return TAKING_PART.is_set() or (under_torchrun() and os.environ["RANK"] != "0")
+
+
+def console(*, as_json: bool, quiet: bool, verbose: bool = False, machine: bool = False) -> Console:
+    """Return the console of this process, on which it says nothing but errors where another speaks for it."""
+    if silent():
+        return Console(quiet=True)
+    return Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=machine)
+
+
+# ---- torchrun
+
+
+def check_ranks(arguments: Sequence[str]) -> None:
+    """Refuse what the processes of torchrun would each do anew.
+
+    Raises:
+        UsageError: another verb than those that are shared.
+    """
+    if under_torchrun() and arguments[0] not in VERBS:
+        raise UsageError(
+            f"torchrun: its processes share nothing of '{arguments[0]}'",
+            f"torchrun is for {', '.join(VERBS)}",
+        )
+
+
+def own_device(asked: str) -> str:
+    """Return the device of this process: of several GPUs in a machine each rank has its own."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if under_torchrun() and asked == "cuda" else asked
+
+
+@contextmanager
+def one_speaks() -> Iterator[None]:
+    """Drop what processes write to stdout for which another one speaks."""
+    if not silent():
+        yield
+        return
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
+def said_already(text: str) -> bool:
+    """Return whether another rank on this machine has said the same; from now on this one has."""
+    if not under_torchrun() or OWN_FILE not in os.environ:
+        return False
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        os.close(create(Path(os.environ[OWN_FILE]).parents[1] / name))
+    except FileExistsError:
+        return True
+    except (OSError, IndexError):
+        pass
+    return False
+
+
+# ---- --jobs
 
 
 class FailedProcess(TypedDict):
@@ -39,18 +107,6 @@ class FailedProcess(TypedDict):
 
     exit_code: int
     said: str
-
-
-def silent() -> bool:
-    """Return whether another process speaks for this one."""
-    return TAKING_PART.is_set() or ranks.silent()
-
-
-def console(*, as_json: bool, quiet: bool, machine: bool) -> Console:
-    """Return the console of this process, on which it says nothing but errors where another speaks for it."""
-    if silent():
-        return Console(quiet=True)
-    return Console(as_json=as_json, quiet=quiet or as_json, machine=machine)
 
 
 def threads_of(threads: int | None, jobs: int) -> int | None:
