@@ -40,7 +40,7 @@ from decode_8b import random_model  # noqa: E402
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.cache import CacheShape, PagedCache  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding import DecoderEngine, tokens  # noqa: E402
+from quantforge.runtime.decoding import DecoderEngine, generate_tokens  # noqa: E402
 from quantforge.runtime.generation_options import Sampling  # noqa: E402
 from quantforge.runtime.linear import round_inputs  # noqa: E402
 from quantforge.runtime.serving.engine import EngineOptions, ServingEngine  # noqa: E402
@@ -243,7 +243,7 @@ def ladder(decoder: Decoder, rounds: int) -> dict[str, Any]:
     def alone(model: Decoder) -> float:
         began = time.perf_counter()
         for one in requests[:2]:
-            list(tokens(DecoderEngine(model), one.ids, 64, Sampling()))
+            list(generate_tokens(DecoderEngine(model), one.ids, 64, Sampling()))
         return 2 * 64 / (time.perf_counter() - began)
 
     steps: dict[str, Callable[[], float]] = {

@@ -21,7 +21,7 @@ from quantforge.evaluation.divergence import Estimate, compared_rows, final_hidd
 from quantforge.evaluation.head import Head
 from quantforge.evaluation.windows import positions_of
 from quantforge.formats.opening import open_model
-from quantforge.runtime.decoding import engine_of, tokens
+from quantforge.runtime.decoding import engine_of, generate_tokens
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import Loaded
 from quantforge.runtime.text_side import TextSide, text_side
@@ -108,7 +108,7 @@ class Answering:
         answers = []
         for prompt in self.prompts:
             chosen: list[int] = []
-            for token in tokens(engine, prompt, self.new_tokens, Sampling()):
+            for token in generate_tokens(engine, prompt, self.new_tokens, Sampling()):
                 chosen.append(token)
                 if token in self._ends:
                     break

@@ -25,7 +25,7 @@ from quantforge.evaluation.head import Head, check_head, summed
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.inner import inner
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.decoding import DecodingEngine, engine_of, tokens
+from quantforge.runtime.decoding import DecodingEngine, engine_of, generate_tokens
 from quantforge.runtime.generation_options import Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
 
@@ -167,7 +167,7 @@ class TaskModel(LM):  # type: ignore[misc]
             self._engine = engine_of(self._model, scales=self._scales)[0]
         found: list[int] = []
         text = ""
-        for token in tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):
+        for token in generate_tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):
             if token == self._tokenizer.eos_id:
                 break
             found.append(token)

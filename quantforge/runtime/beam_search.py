@@ -3,10 +3,10 @@
 As transformers defines it. In each step the log-probabilities of all tokens are added to the sums of their beams, and
 the best candidates are looked at, so many that enough are left when some end. Of the best ``beams``, those that end are
 finished, with the score sum / length^length_penalty (a length counts new tokens, the ending one included); the best
-others go on. A finished one gives way to a better one. The search is over after ``new_tokens`` steps, or before, by
+others continue. A finished one gives way to a better one. The search is over after ``new_tokens`` steps, or before, by
 ``early_stopping``:
 
-* ``False``: when the best that goes on, scored at its length, is no better than the worst of ``beams`` finished ones;
+* ``False``: when the best running beam, scored at its length, is no better than the worst of ``beams`` finished ones;
 * ``True``: when ``beams`` are finished, or as above;
 * ``"never"``: as ``False``, scored at the greatest length where a positive penalty favours length.
 
@@ -50,7 +50,7 @@ def beam_search(
     new_tokens: int,
     options: BeamOptions,
     stop: frozenset[int] = frozenset(),
-    told: Callable[[int], object] = lambda _: None,
+    on_step: Callable[[int], object] = lambda _: None,
 ) -> list[Beam]:
     """Return the finished continuations of a prompt, the best one first, at most ``options.beams``.
 
@@ -60,7 +60,7 @@ def beam_search(
         new_tokens: at most so many.
         options: the rule.
         stop: tokens that end a continuation.
-        told: is called at every step with the number of beams.
+        on_step: is called at every step with the number of beams.
 
     Raises:
         InputError: logits that are no numbers; a vocabulary with too few tokens for so many beams.
@@ -69,18 +69,18 @@ def beam_search(
     prompts = torch.tensor([list(ids)] * options.beams, device=engine.device)
     logits = engine.start(prompts, new_tokens).float()[:1]  # the beams are still the same
     while (parents := search.advance(logits)) is not None:
-        told(options.beams)
+        on_step(options.beams)
         length = len(ids) + search.length - 1
         engine.reorder(parents, search.same_up_to(parents, length))
         last = [beam.tokens[-1] for beam in search.running]
         logits = engine.step(torch.tensor(last, device=engine.device)).float()
-    told(options.beams)
+    on_step(options.beams)
     return search.finished
 
 
 @dataclass(slots=True)
 class _Search:
-    """State of a search: what goes on, what is finished, and up to where rows of the cache are the same."""
+    """State of a search: running and finished beams, and up to where rows of the cache are the same."""
 
     options: BeamOptions
     new_tokens: int
@@ -156,7 +156,7 @@ class _Search:
         return total / float(length**self.options.length_penalty)
 
     def _over(self) -> bool:
-        """Return whether nothing that goes on is expected to be better than what is finished."""
+        """Return whether no running beam is expected to be better than the finished ones."""
         if not self._full:
             return False
         late = self.options.early_stopping == "never" and self.options.length_penalty > 0

@@ -88,8 +88,8 @@ def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        behind = kwargs.get("past_key_values")
-        chosen = cache if behind is None else _Chain(cache, behind)
+        wrapped = kwargs.get("past_key_values")
+        chosen = cache if wrapped is None else _Chain(cache, wrapped)
         return args, {**kwargs, "past_key_values": chosen}
 
     return attention.register_forward_pre_hook(hook, with_kwargs=True)
@@ -105,19 +105,19 @@ def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[o
 class _Chain:
     """Two caches in turn: one that rounds, then one that really keeps what it is given."""
 
-    def __init__(self, first: Cache, behind: Any) -> None:
-        self._first, self._behind = first, behind
+    def __init__(self, first: Cache, second: Any) -> None:
+        self._first, self._second = first, second
 
     def update(
         self, keys: Tensor, values: Tensor, *rest: object, **named: object
     ) -> tuple[Tensor, Tensor]:
-        stored: tuple[Tensor, Tensor] = self._behind.update(
+        stored: tuple[Tensor, Tensor] = self._second.update(
             *self._first.update(keys, values), *rest, **named
         )
         return stored
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._behind, name)
+        return getattr(self._second, name)
 
 
 def read_scales(

@@ -7,7 +7,7 @@ A block computes, with residuals ``x``:
     h = norm?(x);  x += norm?((act(h W_gate) * (h W_up)) W_down)
 
 The families differ in data only (`quantforge.architectures.decoder_graph`): norms before each half, after it, or both,
-that multiply by ``1 + w`` (gemma), norms over the heads of q and k or over all of them (olmo2), before or behind the
+that multiply by ``1 + w`` (gemma), norms over the heads of q and k or over all of them (olmo2), before or after the
 rotation (hunyuan), biases, fused projections, soft caps, sliding windows, two rotary bases (gemma3), layers without
 rotary (smollm3, cohere2), neighbours rotated instead of halves (glm), both halves side by side (cohere), factors
 (granite). Norms that are not RMS and MLPs without gate are computed by the modules of transformers. Weights, rotary
@@ -133,8 +133,10 @@ class Decoder:
         self._final_cap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         self._gate = {"silu": silu_gate, "gelu_pytorch_tanh": gelu_gate}.get(activation)
-        beside = self._graph.side_by_side
-        self._side_by_side = bool(getattr(config, beside) if isinstance(beside, str) else beside)
+        parallel = self._graph.side_by_side
+        self._side_by_side = bool(
+            getattr(config, parallel) if isinstance(parallel, str) else parallel
+        )
         self._rotary = inner.rotary_emb
         self._scales = scales
         blocks: Any = model.get_submodule(family.blocks)

@@ -52,7 +52,7 @@ class DecodingEngine(Protocol):
         """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
 
     def reorder(self, parents: Sequence[int], same: int) -> None:
-        """Let each sequence go on from what another one has computed so far.
+        """Make each sequence continue from what another one has computed so far.
 
         Args:
             parents: for each sequence, the one that it becomes a copy of.
@@ -140,7 +140,7 @@ class TransformersEngine:
 
 
 @torch.inference_mode()
-def rows(
+def generate_rows(
     engine: DecodingEngine,
     ids: Sequence[int],
     new_tokens: int,
@@ -175,11 +175,11 @@ def rows(
         yield dict(zip(open_rows, chosen, strict=True))
 
 
-def tokens(
+def generate_tokens(
     engine: DecodingEngine, ids: Sequence[int], new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
-    """Yield up to ``new_tokens`` tokens behind the prompt ``ids``, each as soon as it is chosen; errors as `rows`."""
-    for chosen in rows(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
+    """Yield up to ``new_tokens`` tokens after a prompt, each as soon as it is chosen; errors as `generate_rows`."""
+    for chosen in generate_rows(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
         yield chosen[0].token
 
 

@@ -58,8 +58,8 @@ def kernel_weight(
     """
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     own = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
-    said = packer_of(scheme).stated(replace(tensor, parameters=own))
-    parameters = said.parameters
+    plain = packer_of(scheme).stated(replace(tensor, parameters=own))
+    parameters = plain.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = Problem(
         out_features=rows,
@@ -69,18 +69,18 @@ def kernel_weight(
         symmetric=not {"zeros", "mins"} & parameters.keys(),
         dtype=dtype,
         device=str(device),
-        grid=said.grid,
+        grid=plain.grid,
         tile_rows=tile_rows,
         activation=_activation(tensor),
         minima="mins" in parameters,
-        superblock=said.superblock,
-        lower=said.lower,
+        superblock=plain.superblock,
+        lower=plain.lower,
     )
     if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
         for name in {"scales", "zeros", "mins"} & parameters.keys():
             parameters[name] = parameters[name].expand(rows, -1)
     moved = {name: value.to(device) for name, value in parameters.items()}
-    return KernelWeight(problem, said.codes.to(device), moved)
+    return KernelWeight(problem, plain.codes.to(device), moved)
 
 
 def _activation(tensor: QuantizedTensor) -> str:

@@ -149,7 +149,7 @@ def load(
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
     names = _names_of(model, matched, checkpoint.config)
-    plain = decoded(model, names, layouts, matched.architecture)
+    plain = decoded_weights(model, names, layouts, matched.architecture)
     where = torch.device(device)
     cuts = cuts_of(model, matched, layouts, share)
     check_weights(*most_held(matched, layouts, stored, dtype, plain, cuts), free_bytes(where))
@@ -221,7 +221,7 @@ def _round_cache(
     return scales or None
 
 
-def decoded(
+def decoded_weights(
     model: nn.Module,
     names: Names,
     layouts: Mapping[str, ModuleLayout],
@@ -240,14 +240,14 @@ def decoded(
                 found[stored] = CONVERTED
             elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
                 found[stored] = ""
-            elif why := reason(model, name, architecture):
+            elif why := reason_to_decode(model, name, architecture):
                 found[stored] = why
             elif layouts[_module_of(stored)].scheme.weight.grid in LATTICES:
                 found[stored] = NO_KERNEL
     return found
 
 
-def reason(model: nn.Module, name: str, architecture: Architecture | None) -> str:
+def reason_to_decode(model: nn.Module, name: str, architecture: Architecture | None) -> str:
     """Return why a module cannot be replaced by a packed linear, "" where it can.
 
     Args:
@@ -324,7 +324,7 @@ class SkeletonFiller:
         Args:
             model: the skeleton.
             names: of which stored tensors its parameters are made.
-            plain: quantized weights that are decoded, and why (`decoded`).
+            plain: quantized weights that are decoded, and why (`decoded_weights`).
 
         Raises:
             RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.

@@ -141,8 +141,8 @@ def active_shares(model: PreTrainedModel) -> dict[str, float]:
         if isinstance(mixture, PackedExperts):  # the module that it replaced holds biases at most
             continue
         places = [mixture, *mixture.children(), model.config.get_text_config()]
-        said = (getattr(place, key, None) for place in places for key in _COUNTS)
-        count = next((value for value in said if type(value) is int and value > 0), None)
+        counts = (getattr(place, key, None) for place in places for key in _COUNTS)
+        count = next((value for value in counts if type(value) is int and value > 0), None)
         total = experts.num_experts
         found[name] = 1.0 if count is None else min(1.0, count / total)
     return found

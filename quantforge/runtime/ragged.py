@@ -2,7 +2,7 @@
 
 A ragged batch is spans of new tokens of some sequences, of different lengths, side by side as one list of tokens. What
 works on single tokens (products, norms, rotary) sees the list. Attention sees two groups. Every token of a short span
-is attended from as if it were the newest of its sequence, by the program that decodes: what lies behind it is beyond
+is attended from as if it were the newest of its sequence, by the program that decodes: what comes after it is beyond
 the length it is given. So a verified draft has the very numbers that it would have had one by one. A long span, or one
 whose tokens are a tree, is computed at once over the pages of its sequence.
 """

@@ -53,11 +53,11 @@ def width_of(angles: tuple[Tensor, Tensor]) -> int:
 
 def _growth(config: Any, positions: Tensor) -> Tensor | None:
     """Return the factor of queries ``[tokens, 1]`` that grows with their positions (ministral3), or None."""
-    stated = getattr(config, "rope_parameters", None) or {}
-    beta = stated.get("llama_4_scaling_beta")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    beta = parameters.get("llama_4_scaling_beta")
     if not beta:
         return None
-    steps = torch.floor(positions / stated["original_max_position_embeddings"])
+    steps = torch.floor(positions / parameters["original_max_position_embeddings"])
     factor: Tensor = 1 + float(beta) * torch.log(1 + steps)
     return factor[:, None]
 

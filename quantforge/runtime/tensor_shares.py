@@ -2,13 +2,13 @@
 
 Of attention each process holds some heads: rows of the projections to queries, keys and values, and the columns of the
 output projection that read them. Of an MLP it holds rows of gate and up, and the same columns of down. A block then
-needs two sums, behind the output projection and behind down; biases there are added once, to the sum. Norms, the
+needs two sums, after the output projection and after down; biases there are added once, to the sum. Norms, the
 embedding and the head are in every process. So is what attention keeps of its heads: a cache of these heads alone.
 
 A cut of columns lies between groups, so that no scale is cut. What is left is a matrix of its own: its codes and
 parameters are those of the whole, bit for bit.
 
-Every process is told the same tokens and computes the same logits, and so chooses the same next token.
+Every process gets the same tokens and computes the same logits, and so chooses the same next token.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of rows of a weight, or of its bias, one behind the other; or a run of columns.
+    """Runs of rows of a weight, or of its bias, one after the other; or a run of columns.
 
     Attributes:
         module: whose weight it is.

@@ -13,7 +13,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.events import Event
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.beam_search import beam_search
-from quantforge.runtime.decoding import DecodingEngine, engine_of, rows
+from quantforge.runtime.decoding import DecodingEngine, engine_of, generate_rows
 from quantforge.runtime.generated_text import (
     Generated,
     GeneratedText,
@@ -45,7 +45,7 @@ class TextModel:
         decoder: what computes it: ``own`` or ``transformers``.
         engine: computes it.
         side: its tokenizer and chat template.
-        speculative: who drafts tokens ahead, if anybody does.
+        speculative: the model with its drafter, for speculative decoding; None without.
         cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when empty.
         events: what loading has to tell.
     """
@@ -214,7 +214,9 @@ class LiveAnswer:
         limits, speculative = self._limits, self._model.speculative
         if speculative is None:
             samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
-            yield from rows(self._model.engine, self._ids, limits.max_tokens, samplers, ended)
+            yield from generate_rows(
+                self._model.engine, self._ids, limits.max_tokens, samplers, ended
+            )
             return
         text = SpeculativeText(
             speculative, self._ids, limits.max_tokens, limits.sampling, self._model.cache

@@ -52,15 +52,15 @@ def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
     with tokenizer_folder(path) as (folder, file), as_input_errors():
         tokenizer = load_tokenizer(folder, embedding_rows(config))
         template = find_chat_template(folder)
-        stated = _listed(text_config(config).get("eos_token_id"))
+        stop = _listed(text_config(config).get("eos_token_id"))
         if file is not None:
             keys = (file.value(f"tokenizer.ggml.{role}_token_id", int, -1) for role in ENDS)
-            stated += [number for number in keys if number >= 0]
+            stop += [number for number in keys if number >= 0]
         elif (place := folder / GENERATION).is_file():
             document = FILES.parse_object(FILES.read(place, SETTINGS, folder), place, SETTINGS)
-            stated = _listed(document.get("eos_token_id")) or stated
+            stop = _listed(document.get("eos_token_id")) or stop
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return TextSide(tokenizer, template, frozenset(stated + own), positions_in(config))
+    return TextSide(tokenizer, template, frozenset(stop + own), positions_in(config))
 
 
 def tokenizer_of(path: Path) -> TextTokenizer:

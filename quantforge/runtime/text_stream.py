@@ -1,7 +1,7 @@
 """Text of one completion while its tokens come: whole characters, up to a stop string. No torch.
 
 A token of byte-level BPE may end in the middle of a character, and a decoder may drop a space at the beginning of what
-it is given. So a piece of text is what some tokens add behind the ones before them, and it waits while its end is no
+it is given. So a piece of text is what some tokens add after the ones before them, and it waits while its end is no
 whole character (decoders write U+FFFD there).
 
 Stop strings are found wherever the pieces part. For each string its longest beginning that the text ends with is known
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 from quantforge_calibration.tokenizer import TextTokenizer
 
-BEFORE = 8  # tokens of the prompt that the first piece is decoded behind
+BEFORE = 8  # tokens of the prompt that the first piece is decoded after
 PARTIAL = "\ufffd"
 
 
 class TextStream:
-    """Text of tokens that come one by one behind a prompt.
+    """Text of tokens that come one by one after a prompt.
 
     Args:
         tokenizer: decodes them.
@@ -46,7 +46,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-BEFORE:])
-        self._first, self._told = 0, len(self._ids)
+        self._first, self._decoded_up_to = 0, len(self._ids)
         self._matcher = StopMatcher(stop, include=include)
         self.decoded = self.sure = 0
 
@@ -75,11 +75,11 @@ class TextStream:
         return sure
 
     def _piece(self, *, whole: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._first : self._told])
+        before = self._tokenizer.decode(self._ids[self._first : self._decoded_up_to])
         now = self._tokenizer.decode(self._ids[self._first :])
         if len(now) <= len(before) or (whole and now.endswith(PARTIAL)):
             return ""
-        self._first, self._told = self._told, len(self._ids)
+        self._first, self._decoded_up_to = self._decoded_up_to, len(self._ids)
         return now[len(before) :]
 
 

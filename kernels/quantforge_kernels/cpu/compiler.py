@@ -76,8 +76,8 @@ class Program:
     def __init__(self, module: ir.Module, name: str) -> None:
         text, machine = str(module), target_machine()
         versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
-        told = repr((versions, machine.triple, _processor(), text))
-        key = hashlib.sha256(told.encode()).hexdigest()
+        facts = repr((versions, machine.triple, _processor(), text))
+        key = hashlib.sha256(facts.encode()).hexdigest()
         code = program_cache.find(key)
         if code is None:
             while program_cache.LISTENERS:

@@ -120,7 +120,7 @@ class ServingEngine:
     Args:
         decoder: the model.
         options: its room and the tokens of a step.
-        speculative: who drafts tokens that steps check together, if anybody does.
+        speculative: the model with its drafter, whose tokens steps check together; None without.
 
     Attributes:
         cache: its keys and values.

@@ -3,7 +3,7 @@
 First come, first served: requests begin in the order in which they came, and none overtakes one that waits. Every
 step takes one token of each request that is past its prompt, oldest first, and gives what is left of the budget to
 prompts. When pages run out, the youngest request gives all of its own back and waits at the head of the queue, to be
-computed again from its tokens; a request takes pages from younger ones only. So the oldest always goes on, and since
+computed again from its tokens; a request takes pages from younger ones only. So the oldest always continues, and since
 no request is accepted that the whole cache would not hold, each is the oldest at some time and finishes.
 """
 

@@ -21,7 +21,7 @@ from quantforge.quantizers.rtn import quantized
 from quantforge.runtime.decoder import Decoder, decoder_family
 from quantforge.runtime.decoding import Step
 from quantforge.runtime.linear import PackedLinear
-from quantforge.runtime.load import reason
+from quantforge.runtime.load import reason_to_decode
 from quantforge.runtime.ragged import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.drafter import Drafter, cache_of_text
@@ -111,7 +111,9 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
     for name, module in list(blocks.named_modules()):
         if isinstance(module, PackedLinear):
             columns, held = module.problem.in_features, module.problem.bits
-        elif isinstance(module, nn.Linear) and not reason(draft, f"{family.blocks}.{name}", family):
+        elif isinstance(module, nn.Linear) and not reason_to_decode(
+            draft, f"{family.blocks}.{name}", family
+        ):
             columns, held = module.in_features, 16
         else:
             continue

@@ -180,8 +180,8 @@ def _rotary(heads: HeadDirectory, hidden: int, q_heads: int, width: int) -> Any:
 def _blocks(heads: HeadDirectory, layers: int) -> tuple[int, ...]:
     """Return the blocks whose inputs are read: those that are listed, or an early, a middle and a late one."""
     key, nested = "eagle_aux_hidden_state_layer_ids", heads.config.get("eagle_config")
-    stated = {**(nested if isinstance(nested, dict) else {}), **heads.config}.get(key)
-    blocks = (2, layers // 2, layers - 3) if stated is None else stated
+    listed = {**(nested if isinstance(nested, dict) else {}), **heads.config}.get(key)
+    blocks = (2, layers // 2, layers - 3) if listed is None else listed
     fits = isinstance(blocks, list | tuple) and len(blocks) == TAPS
     if not fits or not all(type(one) is int and 0 <= one < layers for one in blocks):
         raise heads.error(

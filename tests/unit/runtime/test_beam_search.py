@@ -88,12 +88,12 @@ def test_it_finds_what_transformers_finds(
 
 @pytest.mark.tokens
 def test_one_beam_is_greedy() -> None:
-    from quantforge.runtime.decoding import tokens
+    from quantforge.runtime.decoding import generate_tokens
     from quantforge.runtime.generation_options import Sampling
 
     engine = DecoderEngine(Decoder(demo()))
     (found,) = beam_search(engine, PROMPT, 40, BeamOptions())
-    assert list(found.tokens) == list(tokens(engine, PROMPT, 40, Sampling()))
+    assert list(found.tokens) == list(generate_tokens(engine, PROMPT, 40, Sampling()))
 
 
 @pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
@@ -157,7 +157,7 @@ def test_two_beams_find_what_the_greedy_one_misses() -> None:
     (one,) = beam_search(table, [0], 2, BeamOptions(1))
     assert one.tokens == (1, 0)
     steps: list[int] = []
-    best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0), told=steps.append)
+    best, second = beam_search(table, [0], 2, BeamOptions(2, 0.0), on_step=steps.append)
     assert steps == [2, 2]
     assert best == Beam((2, 0), pytest.approx(torch.tensor(0.36).log().item(), abs=1e-5))
     assert second.tokens == (1, 0)
