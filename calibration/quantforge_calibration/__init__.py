@@ -22,7 +22,7 @@ In this folder:
     row_processor    The processor of a model: token ids of a text with images, pixel values
     sampler          Rows of one length from documents of token ids, with an account of what was used
     source_error     The one error of this package, a source of text that cannot be used
-    sources          A SOURCE, as it is typed, and the documents behind it
+    sources          A SOURCE, as it is typed, and the documents that it names
     tokenizer        The tokenizer of a model directory, read with the ``tokenizers`` library alone
 """
 

@@ -157,7 +157,7 @@ def read_image(path: Path, where: str) -> Image:
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             with pillow.open(BytesIO(data), formats=FORMATS) as file:
                 return ImageOps.exif_transpose(file).convert("RGB")
-    except Exception as error:  # of a damaged file Pillow raises whatever its readers come upon
+    except Exception as error:  # Pillow raises errors of any kind for a damaged file
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "its format is not one of them" if unknown else error
         raise SourceError(

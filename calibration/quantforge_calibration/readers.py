@@ -119,10 +119,10 @@ class RowReader:
 
 
 def check_head(path: Path) -> None:
-    """Refuse what is no table of text by its first bytes, before gigabytes of it are digested.
+    """Refuse a file that is not a table of text, by its first bytes, before gigabytes of it are digested.
 
     Raises:
-        SourceError: compressed, no parquet where the name says so, or NUL bytes where text should be.
+        SourceError: compressed, not parquet though named so, or NUL bytes where text should be.
     """
     data = FILES.head(path, TABLE, HEAD_BYTES, None)
     _refuse_compressed(path, data)
@@ -146,7 +146,7 @@ def read_text(path: Path, max_bytes: int) -> str:
     if not whole:
         data = data[: data.rfind(b"\n", 0, max_bytes) + 1] or data[:max_bytes]
     try:
-        # Not final: a cut inside the last character of a line without end is no error.
+        # Not final: a cut inside the last character of a line without end is not an error.
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
     except UnicodeDecodeError as error:
         raise SourceError(

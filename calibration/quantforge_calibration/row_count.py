@@ -46,7 +46,7 @@ def check_rows(
     chat_template: bool = False,
     vocabulary: int | None = None,
 ) -> None:
-    """Refuse what `draw` would refuse of the local texts of a SOURCE; no more of them is read than tells it.
+    """Refuse what `draw` would refuse of the local texts of a SOURCE, reading no more of them than necessary.
 
     Args:
         text: the SOURCE; what of it the model writes or the hub has is left to `draw`.

@@ -40,7 +40,7 @@ TOKENS_PER_COLUMN = 8
 class DrawReport:
     """Figures of a sample and what it was made of; all are counts of ids or of rows.
 
-    ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail behind the last full
+    ``tokens_available`` is the joined stream, ``tokens_truncated`` its tail after the last full
     window, ``tokens_used`` the ids of the chosen windows; ids put at the beginning of rows are in
     none of them, nor are those of ``random_rows``, which are drawn at random.
     """
@@ -197,7 +197,7 @@ def with_random_rows(sample: Sample, share: float, tokenizer: TextTokenizer, see
 
     Args:
         sample: rows of text.
-        share: of its rows, from 0 to 1; a part of a row is none.
+        share: of its rows, from 0 to 1; rounded down to whole rows.
         tokenizer: of the model; its special and added tokens, and those past the embedding, are not drawn.
         seed: decides which tokens are drawn.
 

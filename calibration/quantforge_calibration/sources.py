@@ -1,4 +1,4 @@
-"""A SOURCE, as it is typed, and the documents behind it.
+"""A SOURCE, as it is typed, and the documents that it names.
 
 ====================  ==========================================================================
 ``builtin``           the text that ships with this package (``corpus/``)

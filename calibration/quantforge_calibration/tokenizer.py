@@ -9,7 +9,7 @@ is which id begins a text:
 * where the post-processor adds nothing, ``add_bos_token`` of ``tokenizer_config.json`` decides.
 
 The file can also hold a regular expression that takes for ever on some text, or what the library panics on. So a
-document is encoded on a thread of its own, which is left behind when its time is over: the library cannot be stopped.
+document is encoded on a thread of its own, which is abandoned when its time is over: the library cannot be stopped.
 A panic writes a trace with parts of the text to standard error by itself, which is closed to it (`quiet`), and is no
 ``Exception`` (`raised`).
 """
@@ -132,7 +132,8 @@ def load_tokenizer(model: Path, rows: int | None = None) -> TextTokenizer:
 
     Args:
         model: the directory.
-        rows: of the model's embedding. An end-of-text token past them is none: the model can neither read nor write it.
+        rows: of the model's embedding. An end-of-text token past them is ignored: the model can neither read nor write
+            it.
 
     Raises:
         SourceError: the file is missing or malformed, or ``tokenizer_config.json`` is; or the token that begins every
