@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from quantforge import __version__, verbs
-from quantforge.checkpoint.seal import Seal
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.execution import calibrated_block, relayout, rounding, unit_output
@@ -42,7 +42,7 @@ RUNS = {
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "digests": ((job, "taken"), (manifest, "finish")),
-    "digests of what is read": ((Seal, "read"),),
+    "digests of what is read": ((Checksums, "read"),),
     "checksums and finiteness": (
         (unit_output, "checksum"),
         (unit_output.UnitOutput, "check"),

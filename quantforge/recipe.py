@@ -129,7 +129,7 @@ class CalibrationOptions:
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
     experts: str = "routed"  # tokens that calibrate an expert: those sent to it | all
     min_expert_tokens: int = 128  # of an expert that saw fewer an event tells
-    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.cited_files`
+    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.local_paths`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -153,7 +153,7 @@ class AdapterOptions:
     """``[adapter]``: what is merged into the source before anything else looks at it; see `formats.sources.adapter`."""
 
     source: str = ""  # its directory; none when empty
-    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of its files, see `planning.cited_files`
+    sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of its files, see `planning.local_paths`
 
     def __post_init__(self) -> None:
         check_fields(self)

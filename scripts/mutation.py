@@ -87,7 +87,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_publish_file.py",
     ),
     "quantforge.checkpoint.output_names": ("faults/test_publish_file.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.seal": (
+    "quantforge.checkpoint.checksums": (
         "faults/test_source_changes.py::test_a_seal_knows_every_byte",
         "faults/test_source_changes.py::test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches",
         "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",

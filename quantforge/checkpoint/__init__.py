@@ -2,6 +2,7 @@
 
 In this folder:
 
+    checksums        Checksums of a file: whatever is read of it later is compared with what was digested
     disk             The system calls that put bytes on a disk, in one place, with one meaning for every failure
     fewer_parts      A checkpoint without some of its parts: experts of its mixtures
     files            The opener of this package (see `quantforge_files`), whose refusals are `InputError`
@@ -13,7 +14,6 @@ In this folder:
     previous_output  The result of an earlier run
     reader           A model directory as Hugging Face publishes it: configuration, tensors and the files around them
     safetensors      Safetensors files, read more strictly than the reference library does
-    seal             A file as it was when it was digested: whatever is read of it later is compared with that
     stage            All or nothing: a result is staged beside its place and appears there by one rename
     unstacked        Experts one by one: a checkpoint whose files hold all experts of a layer in one tensor
     writer           Weight files: which tensor lies where in them, a pure function of what they hold

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
-from quantforge.checkpoint.seal import Seal
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +71,9 @@ class PreparedCheckpoint(Checkpoint):
         """Return the checkpoint that was opened."""
         return self.inner.opened
 
-    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
-        return replace(self, inner=self.inner.sealed(seals))
+    def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
+        """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
+        return replace(self, inner=self.inner.with_checksums(checksums))
 
 
 def prepared_checkpoint(

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.checkpoint import safetensors
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.hub import models_within
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry, read_header
-from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import HeldTensor
 from quantforge_calibration.chat_templates import FOLDER
@@ -121,10 +121,11 @@ class Checkpoint:
         """Return the checkpoint as it was opened: itself, unless it is a view of another."""
         return self
 
-    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
+    def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
         """Return the same checkpoint, which compares what is read of its tensors with the digests of its files."""
         entries = {
-            name: replace(entry, seal=seals[entry.file]) for name, entry in self.entries.items()
+            name: replace(entry, checksums=checksums[entry.file])
+            for name, entry in self.entries.items()
         }
         return replace(self, entries=entries)
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.files import FILES, changed, parse_object, reopened
-from quantforge.checkpoint.seal import Seal
 from quantforge.errors import InputError
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
 from quantforge_files import Stamp, system
@@ -72,7 +72,7 @@ class TensorEntry:
     # of the file when its header was read
     stamp: Stamp | None = field(default=None, repr=False, compare=False)
     # of the file when it was digested
-    seal: Seal | None = field(default=None, repr=False, compare=False)
+    checksums: Checksums | None = field(default=None, repr=False, compare=False)
     # content of a small tensor that describes another
     data: bytes = field(default=b"", repr=False, compare=False)
 
@@ -159,7 +159,7 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
     data = torch.empty(end - start, dtype=torch.uint8)
     view = memoryview(data.numpy().data)
     with reopened(entry.file, entry.stamp, entry.name) as descriptor:
-        read = system.fill if entry.seal is None else entry.seal.read
+        read = system.fill if entry.checksums is None else entry.checksums.read
         if not read(descriptor, view, start):
             raise changed(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):

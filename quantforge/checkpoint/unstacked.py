@@ -45,7 +45,7 @@ class _LastRead:
     def _read(self, inner: Checkpoint, stack: str, expert: int) -> torch.Tensor:
         """Return one expert of a stack, ``[1, ...]``."""
         with self._lock:
-            if inner is not self._of:  # what was read without seals is not used with them
+            if inner is not self._of:  # what was read without checksums is not used with them
                 self._of = inner
                 self._found.clear()
             key = (stack, expert)

@@ -96,7 +96,7 @@ def calibrate(
         model: a directory with ``tokenizer.json``, or a GGUF file.
         options: source, rows, length, seed.
         plan: its widest quantized layer decides whether there are enough tokens.
-        place: the source with the paths that ``options`` do not say (see `quantforge.planning.cited_files`).
+        place: the source with the paths that ``options`` do not say (see `quantforge.planning.local_paths`).
         vocabulary: rows of the model's embedding.
         offline: never ask the hub for a dataset.
         own_rows: samples text from the model itself, for the source ``self``.

@@ -11,7 +11,6 @@ In this folder:
     capacity           Capacity: whether a planned result fits beside its cache, how fast it can decode at best
     cards              Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on
     choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
-    cited_files        Recipes that name what they read without saying where it lies
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
     effort             Method and effort: what a recipe leaves open, and what is set for it
@@ -20,6 +19,7 @@ In this folder:
     gradients          What takes gradients in a plan: guided statistics and tuning, for which models
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default
+    local_paths        Recipes that name what they read without saying where it lies
     naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
     needed_statistics  Statistics that calibration has to observe for a plan: of the method
     notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens

@@ -28,7 +28,7 @@ from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.previous_output import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.previous_output import SIGNATURE
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
-from quantforge.checkpoint.seal import Seal, seal
+from quantforge.checkpoint.checksums import Checksums, take_checksums
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
@@ -256,7 +256,7 @@ def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
 
 
-def seals_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Seal]:
+def checksums_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Checksums]:
     """Return the seal (size, digest) of each file of weights, by its path; ``workers`` files are read side by side."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     with ThreadPoolExecutor(workers) as pool:
@@ -265,13 +265,13 @@ def seals_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Seal]:
 
 
 def files_of_source(
-    checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None
+    checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return size and digest of every file of a model that is read, by its name inside of the model."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     weights = {
         str(path.relative_to(root)): {"bytes": known.size, "sha256": known.sha256}
-        for path, known in (seals or seals_of(checkpoint)).items()
+        for path, known in (checksums or checksums_of(checkpoint)).items()
     }
     return dict(sorted({**weights, **small_files(checkpoint)}.items()))
 

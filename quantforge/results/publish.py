@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.configuration import untied
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.output_names import MODELFILE, placed, projector_name
 from quantforge.checkpoint.previous_output import OF_DIRECTORY, SIGNATURE
 from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.seal import Seal
 from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter, index_json
 from quantforge.formats import format_of
@@ -26,7 +26,7 @@ from quantforge.formats.opening import open_model, side_data
 from quantforge.plans import FilePlan, Plan
 from quantforge.results import card, card_figures, manifest
 from quantforge.results.card import base_model
-from quantforge.results.manifest import files_of_source, seals_of
+from quantforge.results.manifest import checksums_of, files_of_source
 from quantforge.results.provenance import BILL, STATEMENT, provenance
 from quantforge.results.signing import signature, unsigned
 from quantforge.settings import Settings, workers_of
@@ -34,18 +34,20 @@ from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 
 
-def source_of(checkpoint: Checkpoint, seals: Mapping[Path, Seal] | None = None) -> dict[str, Any]:
+def source_of(
+    checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
+) -> dict[str, Any]:
     """Return the source for the manifest: its name, and the digest of every file that was read."""
     name, revision = source_name(checkpoint.path)
     return {
         "model": name,
         **({"revision": revision} if revision else {}),
         **checkpoint.facts,
-        "files": files_of_source(checkpoint, seals),
+        "files": files_of_source(checkpoint, checksums),
     }
 
 
-def taken(
+def digest_source(
     checkpoint: Checkpoint, before: Mapping[str, Any], settings: Settings
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
@@ -56,14 +58,14 @@ def taken(
     Raises:
         IntegrityError: it changed meanwhile.
     """
-    seals = seals_of(checkpoint, workers_of(settings))
-    source = source_of(checkpoint, seals)
+    checksums = checksums_of(checkpoint, workers_of(settings))
+    source = source_of(checkpoint, checksums)
     for name, entry in before.items():
         if source["files"].get(name) != entry:
             raise changed(checkpoint.path / name)
     if open_model(checkpoint.path) != checkpoint.opened:
         raise changed(checkpoint.path)
-    return checkpoint.sealed(seals), source
+    return checkpoint.with_checksums(checksums), source
 
 
 def stage_side_files(

@@ -45,7 +45,7 @@ from quantforge.planning.allocation import (
     solved,
     usual,
 )
-from quantforge.planning.cited_files import cited
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.size_target import (
@@ -60,7 +60,7 @@ from quantforge.planning.weight_traffic import expert_share
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.manifest import small_files
-from quantforge.results.publish import taken
+from quantforge.results.publish import digest_source
 from quantforge.results.significant import significant
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
@@ -168,7 +168,7 @@ def sized_recipe(
         likely, planned = search.likely()
         place = resolve(str(model), settings.offline)
         out = out or naming.place(planned.plan.name, place)
-        likely, own = cited(likely, settings)
+        likely, own = strip_local_paths(likely, settings)
         job = plan_job(open_model(place), likely, out, own)
         if not job.stage.begun:
             with job.stage:  # refuses what lies there, before anything is measured
@@ -346,7 +346,7 @@ def search_of(
     target = None
     if asked.target is not None:
         target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
-    read, own = cited(settled(recipe, out)[0], settings)
+    read, own = strip_local_paths(settled(recipe, out)[0], settings)
     key = read.format
     opened = open_model(resolve(str(model), settings.offline))
     source = heads_as_asked(source_of(opened, read, None, own), read)
@@ -412,7 +412,7 @@ def measured(
         torch.set_num_threads(settings.threads)
     with reproducible():
         with phase("reading", 0.05 * share, "calibration text"):
-            source, files = taken(search.source, search.before, settings)
+            source, files = digest_source(search.source, search.before, settings)
             calibrated = calibrated_for(source, plans[0], settings)
             assert calibrated is not None
             settings.policy.check(calibrated.events)

@@ -29,7 +29,7 @@ from quantforge.formats.format_choice import format_of_name, settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.cited_files import check_adapter_given, check_given, cited
+from quantforge.planning.local_paths import check_adapter_given, check_given, strip_local_paths
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.recipe_options import (
@@ -42,7 +42,7 @@ from quantforge.quantizers import PLAIN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.manifest import check_same, small_files
-from quantforge.results.publish import publish, stage_side_files, taken
+from quantforge.results.publish import publish, stage_side_files, digest_source
 from quantforge.settings import Settings, check_device, workers_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.imatrix import with_importance
@@ -130,7 +130,7 @@ def export(
         else:
             wanted = build_recipe(recipe, **options)
             wanted = replace(wanted, method=wanted.method or PLAIN)
-        wanted, settings = cited(*with_importance(model, wanted, settings, imatrix))
+        wanted, settings = strip_local_paths(*with_importance(model, wanted, settings, imatrix))
         chosen, notes = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
@@ -359,7 +359,7 @@ def _move(
         stage.clear()
         stage.check_space(plan.output_bytes + side_bytes(checkpoint, settings))
         try:
-            conversion.checkpoint, origin = taken(checkpoint, before, settings)
+            conversion.checkpoint, origin = digest_source(checkpoint, before, settings)
             with phase("reading", 0.4):
                 settle_tied(conversion.matched, conversion.checkpoint)
                 verdict = settle_all(

@@ -24,7 +24,7 @@ from quantforge.recipe import differences
 from quantforge.results import manifest
 from quantforge.results.card_figures import CARD
 from quantforge.results.provenance import STATEMENT
-from quantforge.results.publish import source_of
+from quantforge.results.publish import describe_source
 from quantforge.results.signing import signature_of
 from quantforge.settings import Settings
 from quantforge.verbs.job import Job, Outcome

@@ -12,7 +12,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.formats.format_choice import settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_plain_source
-from quantforge.planning.cited_files import cited
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import make_plan
 from quantforge.planning.source import single_experts
 from quantforge.quantizers import PLAIN
@@ -55,7 +55,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     from quantforge.formats.gguf.importance_file import write_imatrix
     from quantforge.numerics.threads import reproducible
 
-    recipe, settings = cited(recipe, settings)
+    recipe, settings = strip_local_paths(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
     wanted = replace(recipe, method=PLAIN, scales="search")
     checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted)

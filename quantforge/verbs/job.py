@@ -26,7 +26,7 @@ from quantforge.planning.source import changed, heads_as_asked, planned_source, 
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 from quantforge.results.manifest import small_files
-from quantforge.results.publish import taken
+from quantforge.results.publish import digest_source
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.output import note_memory, space, stage_for
 
@@ -65,7 +65,7 @@ class Job:
         settings: how it is made; they know where the files are that its recipe names.
         source: the model, with its experts as files are to hold them.
         checkpoint: the source as the recipe changes all of it.
-        before: small files of the checkpoint, see `taken`.
+        before: small files of the checkpoint, see `digest_source`.
         planned: the run.
     """
 
@@ -121,7 +121,7 @@ class Job:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         tell("digests of the source")
-        opened, source = taken(self.source, self.before, settings)
+        opened, source = digest_source(self.source, self.before, settings)
         opened = heads_as_asked(opened, planned.recipe)
         share, options = planned.recipe.prune_experts, planned.recipe.calibration
         if planned.plan.needs or share is not None:
@@ -147,9 +147,9 @@ def plan_job(
 
     Args:
         opened: the model.
-        recipe: what is wanted, as `cited` returns it.
+        recipe: what is wanted, as `strip_local_paths` returns it.
         out: where the result goes; where `naming` says if None.
-        settings: how it is made, as `cited` returns them.
+        settings: how it is made, as `strip_local_paths` returns them.
         events: that are known already.
     """
     source = source_of(opened, recipe, out, settings)

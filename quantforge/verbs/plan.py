@@ -16,8 +16,8 @@ from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.planning.capacity import capacity as of_plan
-from quantforge.planning.cited_files import cited
 from quantforge.planning.conversion import plan_export
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.source import planned_source, source_of
@@ -111,7 +111,7 @@ def planned_for(
     options: RecipeOptions,
 ) -> Planned:
     """Return the plan of a model with what it was made from; arguments and errors as `plan`."""
-    wanted, settings = cited(build_recipe(recipe, **options), settings)
+    wanted, settings = strip_local_paths(build_recipe(recipe, **options), settings)
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
     source = planned_source(source_of(opened, wanted, place, settings), wanted)

@@ -26,7 +26,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_shareable, claimed_units, units_of
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, quantized_source
-from quantforge.planning.cited_files import cited
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
@@ -130,7 +130,7 @@ def quantize_opened(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
     """Quantize an opened model; ``events`` are known already."""
-    recipe, settings = cited(recipe, settings)
+    recipe, settings = strip_local_paths(recipe, settings)
     job = plan_job(checkpoint, recipe, out, settings, *events)
     if settings.join:
         architecture = job.planned.matched.architecture

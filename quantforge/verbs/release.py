@@ -27,7 +27,7 @@ from quantforge.checkpoint.stage import check_folder
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
-from quantforge.planning.cited_files import common_adapter
+from quantforge.planning.local_paths import common_adapter
 from quantforge.planning.release_spec import REPORTS, ReleaseSpec, read_release
 from quantforge.results import manifest
 from quantforge.results.card import loading

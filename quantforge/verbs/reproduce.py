@@ -20,7 +20,7 @@ from quantforge.checkpoint.output_names import MODELFILE, present_names, project
 from quantforge.errors import InputError
 from quantforge.execution.progress import followed
 from quantforge.formats.opening import open_model
-from quantforge.planning.cited_files import check_adapter_given, check_given
+from quantforge.planning.local_paths import check_adapter_given, check_given
 from quantforge.recipe import from_toml
 from quantforge.results import manifest
 from quantforge.results.manifest import check_same

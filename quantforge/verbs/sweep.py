@@ -26,7 +26,7 @@ from quantforge.errors import (
 )
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.units import check_new_output
-from quantforge.planning.cited_files import common_adapter
+from quantforge.planning.local_paths import common_adapter
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe, place_of
 from quantforge.recipe import WORDS, Recipe
 from quantforge.settings import Settings

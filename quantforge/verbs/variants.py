@@ -33,7 +33,7 @@ from quantforge.execution.progress import phase, tell
 from quantforge.formats import format_of
 from quantforge.formats.format_choice import settled
 from quantforge.formats.opening import open_model
-from quantforge.planning.cited_files import cited
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import check_text
 from quantforge.plans import decisions_of
 from quantforge.recipe import Recipe
@@ -140,7 +140,7 @@ def _planned(
     place_of: Callable[[str, str], Path],
     settings: Settings,
 ) -> Job:
-    recipe, settings = cited(recipe, settings)
+    recipe, settings = strip_local_paths(recipe, settings)
     key = settled(recipe)[0].format
     about = format_of(key).ABOUT
     job = plan_job(source, recipe, place_of(f"{name}{about.suffix}", key), settings)

@@ -33,7 +33,7 @@ from quantforge.formats.opening import open_model, open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.model.running_form import running_form
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.cited_files import adapter_hint, check_adapter_given
+from quantforge.planning.local_paths import adapter_hint, check_adapter_given
 from quantforge.planning.source import one_by_one as split_experts
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms

@@ -16,11 +16,10 @@ import pytest
 from safetensors import safe_open
 
 from quantforge import verbs
-from quantforge.checkpoint import safetensors
-from quantforge.checkpoint import seal as seals
+from quantforge.checkpoint import checksums, safetensors
+from quantforge.checkpoint.checksums import Checksums, take_checksums
 from quantforge.checkpoint.files import changed
 from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.checkpoint.seal import Seal, seal
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import Progress
 from quantforge.formats.gguf.parsing import read_gguf
@@ -35,7 +34,7 @@ GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 def edit(path: Path, at: int, data: bytes | None = None) -> None:
     """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
-    seals._LAST.clear()
+    checksums._LAST.clear()
     found = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -206,7 +205,7 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
     assert known["read"] == 1
 
 
-# ---- seals
+# ---- checksums
 
 
 @pytest.mark.parametrize(
@@ -216,12 +215,12 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
 def test_a_seal_knows_every_byte(
     tmp_path: Path, size: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seals, "_CHUNKS", chunks)
-    monkeypatch.setattr(seals, "_READ", 10_000)
+    monkeypatch.setattr(checksums, "_CHUNKS", chunks)
+    monkeypatch.setattr(checksums, "_READ", 10_000)
     path = tmp_path / "file"
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     path.write_bytes(data)
-    known = seal(path, tmp_path)
+    known = take_checksums(path, tmp_path)
     assert known.sha256 == hashlib.sha256(data).hexdigest()
     places = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
     runs = [(start, end) for start in places for end in places if start <= end]
@@ -231,13 +230,13 @@ def test_a_seal_knows_every_byte(
     for start, end in runs:
         if start < end:
             path.write_bytes(data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
-            seals._LAST.clear()
+            checksums._LAST.clear()
             with path.open("rb") as file:
                 assert taken(known, file, start, end - start) is None
 
 
-def taken(known: Seal, file: BinaryIO, start: int, count: int) -> bytes | None:
-    """Return what is read with a seal; None where it is not what was digested."""
+def taken(known: Checksums, file: BinaryIO, start: int, count: int) -> bytes | None:
+    """Return what is read with checksums; None where it is not what was digested."""
     into = bytearray(count)
     return bytes(into) if known.read(file.fileno(), memoryview(into), start) else None
 
@@ -260,10 +259,10 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
 ) -> None:
     """Its states are few for any size; of a huge file they are more, so that a chunk is never large."""
     for name, value in (("_CHUNKS", 8), ("_LEAST", 16), ("_MOST", 200)):
-        monkeypatch.setattr(seals, name, value)
+        monkeypatch.setattr(checksums, name, value)
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
-    known = seal(path, tmp_path)
+    known = take_checksums(path, tmp_path)
     assert len(known._states) <= 9
     counts = reads(monkeypatch)
     with path.open("rb") as file:
@@ -272,7 +271,7 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
         assert taken(known, file, 995, 10) is None  # beyond the end
     assert sum(counts) <= 1000 / 7
     path.write_bytes(bytes(10_000))
-    assert seal(path, tmp_path)._chunk == 200
+    assert take_checksums(path, tmp_path)._chunk == 200
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 40])
@@ -287,24 +286,24 @@ def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
     large: int,
 ) -> None:
     for name, value in (("_CHUNKS", chunks), ("_LEAST", 16), ("_KEPT", kept), ("_LARGE", large)):
-        monkeypatch.setattr(seals, name, value)
+        monkeypatch.setattr(checksums, name, value)
     path, draw = tmp_path / "file", random.Random(0)
     data = draw.randbytes(5009)
     path.write_bytes(data)
-    known = seal(path, tmp_path)
+    known = take_checksums(path, tmp_path)
     counts = reads(monkeypatch)
     with path.open("rb") as file, ThreadPoolExecutor(workers) as pool:
         parts = pool.map(lambda start: taken(known, file, start, 10), range(0, 5000, 10))
         assert b"".join(part or b"" for part in parts) == data[:5000]
     assert sum(counts) <= 5009 * (1 if large > 1 else 1.5)  # rarely a chunk was given up meanwhile
-    assert len(seals._LAST) <= kept
+    assert len(checksums._LAST) <= kept
     with path.open("rb") as file:
         for _ in range(300):
             start, end = sorted(draw.sample(range(5010), 2))
             assert taken(known, file, start, end - start) == data[start:end]
-    seals._READER.submit(int).result()  # nothing is read meanwhile any more
+    checksums._READER.submit(int).result()  # nothing is read meanwhile any more
     path.write_bytes(data[:2500] + b"x" + data[2501:])
-    seals._LAST.clear()
+    checksums._LAST.clear()
     with path.open("rb") as file:
         assert taken(known, file, 2499, 3) is None
         assert taken(known, file, 2499, 3) is None  # nothing of it is kept
@@ -320,30 +319,32 @@ def test_a_file_that_ends_while_it_is_digested_is_noticed(
     monkeypatch.setattr(
         system, "fill", lambda file, view, start: start < 500 and fill(file, view[:500], start)
     )
-    monkeypatch.setattr(seals, "_READ", 500)
+    monkeypatch.setattr(checksums, "_READ", 500)
     with pytest.raises(IntegrityError, match="changed"):
-        seal(path, tmp_path)
+        take_checksums(path, tmp_path)
 
 
 def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: Path) -> None:
     source = copied(model, tmp_path / "m")
     opened = open_checkpoint(source)
     file = source / "model.safetensors"
-    sealed = opened.sealed({file: seal(file, source)})
+    checked = opened.with_checksums({file: take_checksums(file, source)})
     name = "model.layers.1.mlp.down_proj.weight"
-    entry = sealed.entries[name]
+    entry = checked.entries[name]
     with safe_open(file, "pt") as reference:
         expected = reference.get_tensor(name)
-    assert sealed.read(name).equal(expected)
-    assert sealed.read_rows(name, 3, 7).equal(expected[3:7])
+    assert checked.read(name).equal(expected)
+    assert checked.read_rows(name, 3, 7).equal(expected[3:7])
     edit(file, entry.start + 2 * entry.nbytes // entry.shape[0])  # in row 2
     for _ in range(2):
         with pytest.raises(IntegrityError, match="changed"):
-            sealed.read(name)
+            checked.read(name)
     with pytest.raises(IntegrityError, match="changed"):
-        sealed.read_rows(name, 2, 3)
-    assert safetensors.read_tensor(opened.entries[name]) is not None, "without a seal nobody knows"
+        checked.read_rows(name, 2, 3)
+    assert safetensors.read_tensor(opened.entries[name]) is not None, (
+        "without checksums nobody knows"
+    )
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises((IntegrityError, InputError)):
-        sealed.read(name)
+        checked.read(name)
     assert changed(file).exit_code == 5

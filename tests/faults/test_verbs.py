@@ -23,7 +23,7 @@ from quantforge.execution.progress import Progress
 from quantforge.model.hidden_states import OnDisk
 from quantforge.results import manifest
 from quantforge.results.provenance import BILL, STATEMENT
-from quantforge.results.publish import source_of
+from quantforge.results.publish import describe_source
 from quantforge.settings import Settings
 from quantforge.verbs.export import loaded_format
 from tests.conftest import Tiny
@@ -179,14 +179,14 @@ def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
 ) -> None:
     source = copied(model, out.with_name("m"))
     module = import_module("quantforge.verbs.job")
-    taken = module.taken
+    real = module.digest_source
 
     def then_edited(*arguments: Any) -> Any:
-        found = taken(*arguments)
+        found = real(*arguments)
         (source / "tokenizer_config.json").write_text("{}")
         return found
 
-    monkeypatch.setattr(module, "taken", then_edited)
+    monkeypatch.setattr(module, "digest_source", then_edited)
     with pytest.raises(IntegrityError, match="tokenizer_config"):
         quantize(source, out, recipe(scales="absmax"))
     assert not out.exists()

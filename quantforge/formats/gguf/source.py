@@ -19,7 +19,7 @@ from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.llama_cpp import Family
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
-from quantforge.checkpoint.seal import Seal
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf import KEY, QUANTIZATION, halves
 from quantforge.formats.gguf.container import TYPES
@@ -76,10 +76,10 @@ class GgufCheckpoint(Checkpoint):
         """Return the tensors with their types in the file: a block type stands for its elements."""
         return tuple(_held(entry, self.places[name]) for name, entry in self.entries.items())
 
-    def sealed(self, seals: Mapping[Path, Seal]) -> Self:
-        """Return the checkpoint with seals on its files (as `Checkpoint`)."""
+    def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
+        """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
         places = {
-            name: replace(place, entry=replace(place.entry, seal=seals[place.entry.file]))
+            name: replace(place, entry=replace(place.entry, checksums=checksums[place.entry.file]))
             for name, place in self.places.items()
         }
         return replace(self, places=places)

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from quantforge.checkpoint.checksums import take_checksums
 from quantforge.checkpoint.files import FILES, parse_object
 from quantforge.checkpoint.safetensors import TensorEntry, read_header
-from quantforge.checkpoint.seal import seal
 from quantforge.errors import InputError
 from quantforge.formats import patterns
 from quantforge_files import roles
@@ -130,9 +130,9 @@ def open_adapter(path: Path) -> Adapter:
     check_config(path / CONFIG, config)
     # Looked at before gigabytes are digested, and taken as it is afterwards.
     _sorted(path, config, read_header(path / WEIGHTS, path))
-    known = seal(path / WEIGHTS, path)
+    known = take_checksums(path / WEIGHTS, path)
     found = read_header(path / WEIGHTS, path)
-    entries = {name: replace(entry, seal=known) for name, entry in found.items()}
+    entries = {name: replace(entry, checksums=known) for name, entry in found.items()}
     changes, replaced = _sorted(path, config, entries)
     return Adapter(
         path,

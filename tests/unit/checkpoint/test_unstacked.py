@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantforge.checkpoint.checksums import take_checksums
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.checkpoint.seal import seal
 from quantforge.checkpoint.unstacked import KEPT, unstacked
 from tests.conftest import Tiny
 
@@ -106,8 +106,8 @@ def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> No
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     before, norm = view.read(name), "model.norm.weight"
     files = {entry.file for entry in view.inner.entries.values()}  # type: ignore[attr-defined]
-    again = view.sealed({file: seal(file, file.parent) for file in files})
-    assert again.inner.entries[norm].seal is not None
+    again = view.with_checksums({file: take_checksums(file, file.parent) for file in files})
+    assert again.inner.entries[norm].checksums is not None
     assert torch.equal(again.read(name), before)
     assert again.entries == view.entries
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantforge import verbs
-from quantforge.checkpoint import seal
+from quantforge.checkpoint import checksums
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.opening import open_plain_source
@@ -442,7 +442,7 @@ def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: 
     import os
 
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    seal._LAST.clear()  # what is in memory is what was digested
+    checksums._LAST.clear()  # what is in memory is what was digested
     with pytest.raises(IntegrityError, match="changed while it was being read"):
         source.read("model.layers.1.self_attn.q_proj.weight")
 
@@ -590,13 +590,13 @@ def test_what_is_no_adapter_is_refused_before_it_is_digested(
     model = tiny("llama")
     place = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
     digested: list[Path] = []
-    seal = opening.seal
+    real = opening.take_checksums
 
     def noted(path: Path, inside: Path | None) -> Any:
         digested.append(path)
-        return seal(path, inside)
+        return real(path, inside)
 
-    monkeypatch.setattr(opening, "seal", noted)
+    monkeypatch.setattr(opening, "take_checksums", noted)
     opening.open_adapter(place)
     assert digested == [place / opening.WEIGHTS]
     os.truncate(place / opening.WEIGHTS, 1 << 40)

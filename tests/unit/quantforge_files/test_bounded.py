@@ -24,7 +24,7 @@ from quantforge.errors import QuantForgeError
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
-from quantforge.planning.cited_files import cited
+from quantforge.planning.local_paths import strip_local_paths
 from quantforge.recipe import CalibrationOptions, Recipe, read_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
@@ -263,7 +263,7 @@ def test_sparse_texts_and_importance_are_refused_before_they_are_digested(
         source = str(tmp_path / name) if name != "d.dat" else f"imatrix:{name}"
         settings = Settings(imatrix=tmp_path / name) if name == "d.dat" else Settings()
         recipe = Recipe(method="gptq", calibration=CalibrationOptions(source=source))
-        assert what in bounded(partial(cited, recipe, settings))
+        assert what in bounded(partial(strip_local_paths, recipe, settings))
 
 
 @pytest.mark.parametrize("name", ["x.dat", "x.gguf"])
@@ -273,7 +273,7 @@ def test_what_follows_an_importance_matrix_is_refused_before_it_is_digested(
     path = tmp_path / name
     write_imatrix(path, Imatrix({"w": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
     recipe = Recipe(method="rtn", calibration=CalibrationOptions(source=f"imatrix:{name}"))
-    whole = partial(cited, recipe, Settings(imatrix=path))
+    whole = partial(strip_local_paths, recipe, Settings(imatrix=path))
     assert whole()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)
     os.truncate(path, 8 << 30)
     assert "bytes after the last" in bounded(whole)

@@ -1,8 +1,8 @@
 """Recipes that name what they read without saying where it lies: what is published holds names and digests.
 
-A person types paths; `cited` moves them to the settings of the run and leaves in the recipe the name of each file and
-the SHA-256 of its content. A recipe that states digests already (out of a manifest) is only run on that very text: it
-is looked for under its name, or where the settings say.
+A person types paths; `strip_local_paths` moves them to the settings of the run and leaves in the recipe the name of
+each file and the SHA-256 of its content. A recipe that states digests already (out of a manifest) is only run on that
+very text: it is looked for under its name, or where the settings say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantforge_files import roles
 _WITHOUT_FILES = frozenset({"builtin", "self", NO_DATA})
 
 
-def cited(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
+def strip_local_paths(recipe: Recipe, settings: Settings) -> tuple[Recipe, Settings]:
     """Return a recipe that may be published, and settings that say where its text is.
 
     Raises:

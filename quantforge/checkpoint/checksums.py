@@ -1,4 +1,4 @@
-"""A file as it was when it was digested: whatever is read of it later is compared with that, down to the last byte.
+"""Checksums of a file: whatever is read of it later is compared with what was digested, down to the last byte.
 
 The time and size of a file say nothing of its bytes: whoever writes into it can set its time back. So the pass that
 takes the SHA-256 of a file, for the manifest and the fingerprint of a run, keeps the state of the digest at every
@@ -36,8 +36,8 @@ _READ = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """Knowledge of a file: its size, its SHA-256, and the state of the digest before every chunk."""
+class Checksums:
+    """Size of a file, its SHA-256, and the state of the digest before every chunk."""
 
     size: int
     sha256: str
@@ -126,7 +126,7 @@ def _place(sha256: str, chunk: int) -> _InMemory:
     return kept
 
 
-def seal(path: Path, inside: Path | None) -> Seal:
+def take_checksums(path: Path, inside: Path | None) -> Checksums:
     """Digest a file.
 
     Raises:
@@ -146,4 +146,4 @@ def seal(path: Path, inside: Path | None) -> Seal:
                     raise changed(path)
                 state.update(part)
             states.append(state.copy())
-    return Seal(size, state.hexdigest(), chunk, tuple(states))
+    return Checksums(size, state.hexdigest(), chunk, tuple(states))
