@@ -103,7 +103,7 @@ def manifest(
     Args:
         plan: that was carried out.
         recipe: as TOML; empty of an export.
-        inputs: the source, see `quantforge.results.publish.source_of`.
+        inputs: the source, see `quantforge.results.publish.describe_source`.
         calibration: the calibration text, None where none was read.
         events: all of the run.
         figures: by name of a tensor; those that are not finite are left out.

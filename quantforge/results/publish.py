@@ -34,7 +34,7 @@ from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 
 
-def source_of(
+def describe_source(
     checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
 ) -> dict[str, Any]:
     """Return the source for the manifest: its name, and the digest of every file that was read."""
@@ -59,7 +59,7 @@ def digest_source(
         IntegrityError: it changed meanwhile.
     """
     checksums = checksums_of(checkpoint, workers_of(settings))
-    source = source_of(checkpoint, checksums)
+    source = describe_source(checkpoint, checksums)
     for name, entry in before.items():
         if source["files"].get(name) != entry:
             raise changed(checkpoint.path / name)

@@ -47,7 +47,7 @@ def finished(job: Job) -> Outcome | None:
         return None
     if _missing_extras(document, stage.out, settings):
         return None
-    source, recipe = source_of(job.checkpoint), job.planned.recipe.to_toml()
+    source, recipe = describe_source(job.checkpoint), job.planned.recipe.to_toml()
     if (document.get("recipe"), document.get("source")) != (recipe, source):
         return None
     if settings.join:

@@ -269,9 +269,9 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
 def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: Path) -> None:
     place = tmp_path / "models--org--name/snapshots" / ("a1" * 20)
     place.parent.mkdir(parents=True)
-    found = source_of(open_checkpoint(copied(model, place)))
+    found = describe_source(open_checkpoint(copied(model, place)))
     assert (found["model"], found["revision"]) == ("org/name", "a1" * 20)
-    assert "revision" not in source_of(open_checkpoint(model))
+    assert "revision" not in describe_source(open_checkpoint(model))
     assert set(found["files"]) == {path.name for path in place.iterdir()}
 
 
