@@ -150,9 +150,13 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
     chosen = {REMOVED_EXPERTS: as_text(removed)} if decided else {}
     facts = {KEPT_EXPERTS: f"{count} of {experts} in each layer", **chosen}
     return prepared_checkpoint(
-        source, computed, config=_counting(source, matched, count), added=added, left_out=left_out,
+        source,
+        computed,
+        config=_counting(source, matched, count),
+        added=added,
+        left_out=left_out,
         facts=facts,
-    )  # fmt: skip
+    )
 
 
 def as_text(removed: Removed) -> str:
@@ -240,8 +244,14 @@ def _rows(name: str, decided: bool, source: Checkpoint, first: int, last: int) -
 
 
 def _chosen(
-    name: str, axis: int, kept: tuple[int, ...], decided: bool, source: Checkpoint, first: int, last: int
-) -> Tensor:  # fmt: skip
+    name: str,
+    axis: int,
+    kept: tuple[int, ...],
+    decided: bool,
+    source: Checkpoint,
+    first: int,
+    last: int,
+) -> Tensor:
     import torch
 
     _check(name, decided)
@@ -262,6 +272,9 @@ def fewer_heads(source: Checkpoint) -> Checkpoint:
         raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
     size = sum(tensor.stored.nbytes for tensor in heads)
     return prepared_checkpoint(
-        source, {}, config=without_heads(source.config), left_out={tensor.stored.name for tensor in heads},
+        source,
+        {},
+        config=without_heads(source.config),
+        left_out={tensor.stored.name for tensor in heads},
         facts={DROPPED_HEADS: f"{len(heads)} tensors that predict further tokens, {size:,} bytes"},
-    )  # fmt: skip
+    )

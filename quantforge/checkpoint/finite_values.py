@@ -16,8 +16,13 @@ _BOUNDS = ("_min", "_max")  # end their names
 
 
 def scan_finite(
-    name: str, tensor: torch.Tensor, file: Path | None = None, *, first: int = 0, rows: int | None = None
-) -> None:  # fmt: skip
+    name: str,
+    tensor: torch.Tensor,
+    file: Path | None = None,
+    *,
+    first: int = 0,
+    rows: int | None = None,
+) -> None:
     """Refuse a tensor (or what was read of its ``rows``, from ``first`` on) with a NaN or an infinity, without a copy.
 
     A single number that is a bound, as of inputs that a linear of a tower clips, may be infinite: it bounds nothing.

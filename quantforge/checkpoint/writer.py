@@ -127,7 +127,7 @@ class WeightsWriter:
 
     def __init__(
         self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the files, or take those that are there.
 
         Args:

@@ -117,9 +117,13 @@ def plans_of(
         _refuse_few([*plans], left_out, engine)
     first = next(iter(plans.values()))
     refuse_guide(
-        1, (ERROR_FEEDBACK,), first.plan.tensors, first.matched,
-        "allocate", "one width for all: quantforge quantize MODEL --bits 4",
-    )  # fmt: skip
+        1,
+        (ERROR_FEEDBACK,),
+        first.plan.tensors,
+        first.matched,
+        "allocate",
+        "one width for all: quantforge quantize MODEL --bits 4",
+    )
     tables = {name: guided(one.plan.tensors, one.matched) for name, one in plans.items()}
     for name, table in tables.items():
         if table.keys() != tables[next(iter(tables))].keys():
@@ -281,9 +285,14 @@ class Allocation:
         }
         front = tuple(self._figures(one)[::2] for one in curve(options))
         return {
-            "bits": bits, "nats": nats, "groups": self.groups, "shares": self._shares(point),
-            "chosen": tuple(one.scheme for one in point.chosen), "uniform": uniform, "front": front,
-        }  # fmt: skip
+            "bits": bits,
+            "nats": nats,
+            "groups": self.groups,
+            "shares": self._shares(point),
+            "chosen": tuple(one.scheme for one in point.chosen),
+            "uniform": uniform,
+            "front": front,
+        }
 
     def rules_of(self, point: Point) -> tuple[str, tuple[Rule, ...]]:
         """Return the scheme that most weights get, and rules for the other linears."""

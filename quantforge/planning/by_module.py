@@ -248,10 +248,18 @@ class _ModuleDraft:
             matrix = (second, first) if tensor.transposed else (first, second)
             written = self.form.stored(stored.name.removesuffix(".weight"), layer, matrix)
         plan = TensorPlan(
-            stored.name, stored.dtype, stored.shape, Action.QUANTIZE if layer else Action.KEEP, decision.rule, layer,
-            stored=written, part=tensor.block, shared=tensor.shared, transposed=tensor.transposed,
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            Action.QUANTIZE if layer else Action.KEEP,
+            decision.rule,
+            layer,
+            stored=written,
+            part=tensor.block,
+            shared=tensor.shared,
+            transposed=tensor.transposed,
             expert=tensor.expert,
-        )  # fmt: skip
+        )
         linear = tensor.block >= 0 and tensor.role is Role.LINEAR
         return self._with_zeros(plan) if linear and layer is None and not asked(plan) else plan
 
@@ -295,10 +303,18 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
             f"--kv-cache {kv_scales.TENSOR} has a scale per layer",
         )
     return [
-        TensorPlan(item.name, item.dtype, item.shape, Action.MEASURE, f"--kv-cache {kind}", stored=(item,), part=block)
+        TensorPlan(
+            item.name,
+            item.dtype,
+            item.shape,
+            Action.MEASURE,
+            f"--kv-cache {kind}",
+            stored=(item,),
+            part=block,
+        )
         for block, name in sorted(attention.items())
         for item in kv_scales.announced(name, kind, dimensions.kv_heads)
-    ]  # fmt: skip
+    ]
 
 
 def _key_heads(matched: Matched, sizes: Dimensions) -> list[int]:

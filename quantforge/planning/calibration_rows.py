@@ -103,9 +103,13 @@ def check_source(
     try:
         with tokenizer_folder(model) as (folder, _):
             check_rows(
-                place or options.source, folder, options.samples, options.length,
-                chat_template=options.chat_template, vocabulary=vocabulary,
-            )  # fmt: skip
+                place or options.source,
+                folder,
+                options.samples,
+                options.length,
+                chat_template=options.chat_template,
+                vocabulary=vocabulary,
+            )
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 

@@ -103,9 +103,10 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
         here = name_here(pattern, sorted(names))
         raise InputError(
             f"pattern '{pattern}' matches no layer",
-            f"that is a name of llama.cpp's files: here it is {here}" if here
+            f"that is a name of llama.cpp's files: here it is {here}"
+            if here
             else nearest(pattern.removeprefix("re:"), names | leaves),
-        )  # fmt: skip
+        )
     return _INNER if choice.scheme and roles & _INNER else frozenset(roles)
 
 

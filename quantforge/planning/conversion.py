@@ -317,12 +317,19 @@ def _relaid(
         used |= kv_scales.found(checkpoint.config, headers).stored
     kept = [
         TensorPlan(
-            item.name, item.dtype, item.shape, Action.KEEP, "kept", part=_part(item.name),
-            stored=(replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,),
+            item.name,
+            item.dtype,
+            item.shape,
+            Action.KEEP,
+            "kept",
+            part=_part(item.name),
+            stored=(
+                replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,
+            ),
         )
         for name, item in headers.items()
         if name not in used
-    ]  # fmt: skip
+    ]
     tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
     return Draft(tensors, ())
 
@@ -411,10 +418,19 @@ def _layers(
         if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
             fit = Fit(Verdict.READ, "an index says the group of each column")
         plan = TensorPlan(
-            name, checkpoint.dtype, shape, Action.QUANTIZE, "re-laid out", wanted,
-            stored=stored, part=part, transposed=transposed,
-            scattered=indexed and layout.scattered is True and _keeps_index(layout, wanted, stored, target),
-        )  # fmt: skip
+            name,
+            checkpoint.dtype,
+            shape,
+            Action.QUANTIZE,
+            "re-laid out",
+            wanted,
+            stored=stored,
+            part=part,
+            transposed=transposed,
+            scattered=indexed
+            and layout.scattered is True
+            and _keeps_index(layout, wanted, stored, target),
+        )
         yield ConvertedLayer(layout, wanted, fit, plan)
 
 

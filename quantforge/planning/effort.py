@@ -137,9 +137,12 @@ class Asked(NamedTuple):
     def refuse(self, recipe: Recipe) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
         refuse_guide(
-            recipe.guide or 0, self.words, self.tensors, self.matched,
+            recipe.guide or 0,
+            self.words,
+            self.tensors,
+            self.matched,
             everyone=recipe.calibration.experts == "all",
-        )  # fmt: skip
+        )
         refuse_tune(
             recipe.tune or 0,
             self.words,

@@ -48,9 +48,10 @@ def compare_importance(
     known = check_form(path, values_of(rounded.values(), named))
     _refuse_another(path, known, matched, {named[name].name for name in rounded})
     lacking = [
-        tensor for name, tensor in rounded.items()
+        tensor
+        for name, tensor in rounded.items()
         if tensor.part >= 0 and named[name].name not in known
-    ]  # fmt: skip
+    ]
     blocks = sum(tensor.part >= 0 for tensor in rounded.values())
     _refuse_needy(path, lacking, blocks, named)
     events, notes = [], []
@@ -89,8 +90,9 @@ def _refuse_another(path: Path, known: Set[str], matched: Matched, wanted: Set[s
     if layers > matched.blocks and not matched.heads:
         raise InputError(
             f"--imatrix {path}: it has the importance of {layers} layers, the model has {matched.blocks}",
-            _OTHER, file=str(path),
-        )  # fmt: skip
+            _OTHER,
+            file=str(path),
+        )
     if not wanted & known:
         raise InputError(
             f"--imatrix {path}: nothing of it concerns this model", _OTHER, file=str(path)
@@ -107,8 +109,9 @@ def _refuse_needy(
             f"--imatrix {path}: no importance for {len(needy)} of {blocks} matrices whose types need it"
             f" ({', '.join(sorted({_type(one) for one in needy}))}): {_listed(needy, named)}",
             "an importance of this very model: without --imatrix the calibration text gives one",
-            tensor=needy[0].name, file=str(path),
-        )  # fmt: skip
+            tensor=needy[0].name,
+            file=str(path),
+        )
 
 
 def _type(tensor: TensorPlan) -> str:

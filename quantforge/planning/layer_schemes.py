@@ -123,8 +123,9 @@ class LayerSchemes(Terms[LayerScheme | None]):
         if tensor.stored.dtype not in QUANTIZABLE:
             raise InputError(
                 f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
-                f"quantizable: {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
-            )  # fmt: skip
+                f"quantizable: {', '.join(QUANTIZABLE)}",
+                tensor=tensor.stored.name,
+            )
         matrix = _matrix(tensor)
         self._asked.setdefault(form, []).append(matrix)
         reason = ""

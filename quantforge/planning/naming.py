@@ -41,9 +41,13 @@ _PLAIN_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 
 
 def derived(
-    checkpoint: Checkpoint, method: str | None, key: str, tensors: Iterable[TensorPlan], label: str = "",
+    checkpoint: Checkpoint,
+    method: str | None,
+    key: str,
+    tensors: Iterable[TensorPlan],
+    label: str = "",
     zeros: Sparsity | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """Return the name of a result.
 
     Args:

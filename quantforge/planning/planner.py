@@ -131,10 +131,16 @@ def make_plan(
 
     # What the run takes.
     run = RunSizes(
-        recipe.calibration, observation.words, recipe.awq.rows, needs,
-        settings.activations == "memory", workers_of(settings),
-        recipe.guide or 0, recipe.tune or 0, source_transforms(recipe.method),
-    )  # fmt: skip
+        recipe.calibration,
+        observation.words,
+        recipe.awq.rows,
+        needs,
+        settings.activations == "memory",
+        workers_of(settings),
+        recipe.guide or 0,
+        recipe.tune or 0,
+        source_transforms(recipe.method),
+    )
     substitutions = (
         *draft.substitutions,
         *_family_events(matched, checkpoint),

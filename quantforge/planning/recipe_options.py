@@ -239,8 +239,14 @@ def described_recipes() -> dict[str, BuiltinRecipe]:
     """Return the built-in recipes by name, those of one engine together, from few bits to many."""
     found = {name: _described(name, path) for name, path in builtin_recipes().items()}
     order = sorted(
-        found, key=lambda name: (found[name].engine != _SEVERAL, found[name].engine, found[name].bits, name)
-    )  # fmt: skip
+        found,
+        key=lambda name: (
+            found[name].engine != _SEVERAL,
+            found[name].engine,
+            found[name].bits,
+            name,
+        ),
+    )
     return {name: found[name] for name in order}
 
 

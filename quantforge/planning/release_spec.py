@@ -77,8 +77,9 @@ class QualityGates:
         rows = ((getattr(self, name), figures.get(key), text) for name, key, text in _LIMITS)
         return tuple(
             "not measured" if value is None else text.format(value, limit)
-            for limit, value, text in rows if limit is not None and (value is None or not value <= limit)
-        )  # fmt: skip
+            for limit, value, text in rows
+            if limit is not None and (value is None or not value <= limit)
+        )
 
     def checked(self, origin: str) -> QualityGates:
         """Return itself; raise `InputError` for a limit that is no number, or whose unit nobody knows."""

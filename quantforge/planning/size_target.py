@@ -116,9 +116,12 @@ class MemoryUse:
         load = self.load
         parts = ("weights", "cache", "working", "spare", "left")
         return {
-            "context": load.context, "batch": load.batch, "cache": load.cache, "devices": load.devices,
+            "context": load.context,
+            "batch": load.batch,
+            "cache": load.cache,
+            "devices": load.devices,
             **{f"{name}_bytes": round(getattr(self, name)) for name in parts},
-        }  # fmt: skip
+        }
 
 
 def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeTarget:
@@ -196,10 +199,15 @@ def scale_of(target: SizeTarget, planned: Planned) -> Scale:
         )
 
     return Scale(
-        target, target.nbytes, (found.needed() - own / load.devices) / MARGIN, MARGIN * load.devices,
-        lambda x, up: f"{_typed(x, up)}@{'' if load.batch == 1 else f'{load.batch}x'}{load.context}",
+        target,
+        target.nbytes,
+        (found.needed() - own / load.devices) / MARGIN,
+        MARGIN * load.devices,
+        lambda x, up: (
+            f"{_typed(x, up)}@{'' if load.batch == 1 else f'{load.batch}x'}{load.context}"
+        ),
         smallest,
-    )  # fmt: skip
+    )
 
 
 def memory_use(target: SizeTarget, planned: Planned) -> MemoryUse | None:

@@ -48,27 +48,46 @@ def model_card(
     """
     about = format_of(plan.format).ABOUT
     fields = front_matter(
-        base, about.library, [plan.format], carried_fields(source_card), tuned=bool(stated_adapters(document)),
-    )  # fmt: skip
+        base,
+        about.library,
+        [plan.format],
+        carried_fields(source_card),
+        tuned=bool(stated_adapters(document)),
+    )
     lines = [
-        "---", fields, EMPTY_INDEX, "---", "",
-        f"# {title(plan, document)}", "",
-        *_summary(plan, document, base), "",
-        EMPTY_FIGURES, "",
-        "## Loading", "",
-        *_engines(plan), "",
+        "---",
+        fields,
+        EMPTY_INDEX,
+        "---",
+        "",
+        f"# {title(plan, document)}",
+        "",
+        *_summary(plan, document, base),
+        "",
+        EMPTY_FIGURES,
+        "",
+        "## Loading",
+        "",
+        *_engines(plan),
+        "",
         LOADING.begin,
         loading(plan, HERE, chat=chat),
-        LOADING.end, "",
-        "## What was done", "",
+        LOADING.end,
+        "",
+        "## What was done",
+        "",
         *steps(document),
         *_calibration(document),
-        *_experts(plan, document), "",
-        *_schemes(plan), "",
-        "## Events", "",
+        *_experts(plan, document),
+        "",
+        *_schemes(plan),
+        "",
+        "## Events",
+        "",
         *events(document),
-        *_recipe(document), "",
-    ]  # fmt: skip
+        *_recipe(document),
+        "",
+    ]
     return "\n".join(lines).encode()
 
 

@@ -152,9 +152,7 @@ def lineage(result: Path) -> dict[str, Any]:
     return {key: said[key] for key in _PASSED_ON if key in said}
 
 
-def finish(
-    document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1
-) -> bytes:  # fmt: skip
+def finish(document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1) -> bytes:
     """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
 
     A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.

@@ -84,35 +84,46 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
         "type": "machine-learning-model",
         "bom-ref": "model",
         "name": name,
-        "pedigree": {"ancestors": [{
-            "type": "machine-learning-model",
-            "name": source["model"],
-            **({"version": source["revision"]} if "revision" in source else {}),
-            "components": _files(source["files"]),
-        }]},
+        "pedigree": {
+            "ancestors": [
+                {
+                    "type": "machine-learning-model",
+                    "name": source["model"],
+                    **({"version": source["revision"]} if "revision" in source else {}),
+                    "components": _files(source["files"]),
+                }
+            ]
+        },
         "components": _files(outputs),
-        "modelCard": {"modelParameters": {
-            "modelArchitecture": document["model_type"],
-            "approach": {"type": "self-supervised"},
-        }},
+        "modelCard": {
+            "modelParameters": {
+                "modelArchitecture": document["model_type"],
+                "approach": {"type": "self-supervised"},
+            }
+        },
         "properties": [
             {"name": f"quantforge:{key}", "value": str(document[key])}
             for key in ("method", "format", "bits_per_weight")
         ],
-    }  # fmt: skip
+    }
     body = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
             "component": model,
-            "tools": {"components": [
-                {"type": "application", "name": "quantforge", "version": __version__},
-                *({"type": "library", "name": key, "version": document["versions"][key]} for key in DECIDING),
-            ]},
+            "tools": {
+                "components": [
+                    {"type": "application", "name": "quantforge", "version": __version__},
+                    *(
+                        {"type": "library", "name": key, "version": document["versions"][key]}
+                        for key in DECIDING
+                    ),
+                ]
+            },
         },
         "components": _calibration(document["calibration"]),
-    }  # fmt: skip
+    }
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return {**body, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, digest).urn}
 
@@ -135,10 +146,12 @@ def _files(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _calibration(described: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     if described is None:
         return []
-    return [{
-        "type": "data",
-        "bom-ref": "calibration",
-        "name": "calibration rows",
-        "hashes": [{"alg": "SHA-256", "content": described["digest"]}],
-        "data": [{"type": "dataset", "name": name} for name in described["sources"]],
-    }]  # fmt: skip
+    return [
+        {
+            "type": "data",
+            "bom-ref": "calibration",
+            "name": "calibration rows",
+            "hashes": [{"alg": "SHA-256", "content": described["digest"]}],
+            "data": [{"type": "dataset", "name": name} for name in described["sources"]],
+        }
+    ]

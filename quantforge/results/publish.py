@@ -151,9 +151,7 @@ def publish(
     _finish(stage, document, settings, one_file=False)
 
 
-def _finish(
-    stage: Stage, document: dict[str, Any], settings: Settings, *, one_file: bool
-) -> None:  # fmt: skip
+def _finish(stage: Stage, document: dict[str, Any], settings: Settings, *, one_file: bool) -> None:
     """Write the manifest and the signature, and publish."""
     key, workers = settings.sign, workers_of(settings)
     stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))

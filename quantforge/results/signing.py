@@ -114,8 +114,9 @@ def _difference(result: Path, signed: dict[str, str]) -> str:
     }
     parts = [
         f"{what}: {', '.join(sorted(names)[:_SHOWN])}" + (" ..." if len(names) > _SHOWN else "")
-        for what, names in told.items() if names
-    ]  # fmt: skip
+        for what, names in told.items()
+        if names
+    ]
     return f"the files are not those that were signed ({'; '.join(parts)})" if parts else ""
 
 
