@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
+from quantforge.checkpoint.checksums import Checksums, take_checksums
 from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.output_names import SIDE, present_names, recorded_name, side_of
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
 from quantforge.checkpoint.previous_output import MANIFEST as NAME_OF_DIRECTORY
 from quantforge.checkpoint.previous_output import SIGNATURE
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
-from quantforge.checkpoint.checksums import Checksums, take_checksums
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
@@ -255,10 +255,10 @@ def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def checksums_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Checksums]:
-    """Return the seal (size, digest) of each file of weights, by its path; ``workers`` files are read side by side."""
+    """Return the checksums of each file of weights, by its path; ``workers`` files are read side by side."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(partial(seal, inside=root), checkpoint.shards)
+        found = pool.map(partial(take_checksums, inside=root), checkpoint.shards)
         return dict(zip(checkpoint.shards, found, strict=True))
 
 

@@ -29,9 +29,9 @@ from quantforge.formats.format_choice import format_of_name, settled
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.local_paths import check_adapter_given, check_given, strip_local_paths
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
 from quantforge.planning.coverage import Coverage
+from quantforge.planning.local_paths import check_adapter_given, check_given, strip_local_paths
 from quantforge.planning.recipe_options import (
     ExportOptions,
     RecipeOptions,
@@ -42,7 +42,7 @@ from quantforge.quantizers import PLAIN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.manifest import check_same, small_files
-from quantforge.results.publish import publish, stage_side_files, digest_source
+from quantforge.results.publish import digest_source, publish, stage_side_files
 from quantforge.settings import Settings, check_device, workers_of
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.imatrix import with_importance

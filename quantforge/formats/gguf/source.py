@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.llama_cpp import Family
+from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
-from quantforge.checkpoint.checksums import Checksums
 from quantforge.errors import InputError, NotReadError
 from quantforge.formats.gguf import KEY, QUANTIZATION, halves
 from quantforge.formats.gguf.container import TYPES
