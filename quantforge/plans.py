@@ -200,7 +200,7 @@ class Plan:
     late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
     guide: int = 0  # strips of rows with a guided Hessian of their own; 0: plain ones
-    tune: int = 0  # epochs in which scales and gains are learned behind the blocks
+    tune: int = 0  # epochs in which scales, norms and codes are learned after rounding; 0: none
     untie: bool = False  # the tied head is stored on its own
     name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
     work: RunWork | None = None  # of a run that quantizes

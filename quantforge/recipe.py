@@ -176,7 +176,7 @@ class Rule:
 class Recipe:
     """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
 
-    method: str = ""  # "": what measured best (`planning.method_choice`)
+    method: str = ""  # "": what measured best (`planning.effort.chosen_method`)
     effort: str = "medium"  # low | medium | high: what is left at its default for time or quality (`planning.effort`)
     bits: int | None = None
     scheme: str | None = None

@@ -204,7 +204,7 @@ class CalibratedBlock:
     def work(
         self, part: BlockPart, observed: Observed, do_expert: DoExpert, *, advance: bool
     ) -> Record:
-        """Transform, round and write a block that was observed; return its record. Errors as `Run.execute`.
+        """Transform, round and write a block that was observed; return its record. Errors as `execute.execute`.
 
         Args:
             part: the block, with the hidden states that reach it, or that it returns.

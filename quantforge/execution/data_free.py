@@ -43,7 +43,7 @@ class DataFree:
         self.rounding = rounding
 
     def work(self, unit: Unit) -> Record:
-        """Copy what a unit keeps and round the rest to nearest; return its record. Errors as `Run.execute`."""
+        """Copy what a unit keeps and round the rest to nearest; return its record. Errors as `execute.execute`."""
         if unit.name == HEAD:
             return self.head(unit, Statistics())
         record: Record = {}

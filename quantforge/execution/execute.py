@@ -3,6 +3,8 @@
 Methods without data read, round and write, tensor after tensor. For methods that look at data, calibration rows pass
 the blocks of the source, and while they are in front of a block it is observed, transformed, rounded and written. The
 next block reads what the source's block computes, not what the quantized one does: so one pass observes and advances.
+If the plan tunes, which ``--effort medium`` sets for gptq at few bits, scales, norms and codes of a block are then
+learned on the same rows and overwrite what rounding wrote (`quantforge.execution.tuning`).
 Several runs of one source may share the pass (`execute`), if each reads a block only before it changes that.
 
 A unit of work is done when its bytes are on the disk and the journal says so, with their checksums; the same command

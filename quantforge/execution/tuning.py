@@ -1,4 +1,4 @@
-"""Tuning of a run: units after its blocks, which learn on calibration rows and overwrite what was written.
+"""Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows, and overwrite what was written.
 
 A run of its own tunes a block as soon as it is rounded, while the rows are there; else the rows pass the source once
 more when all blocks are done. The results are the same, to the bit.

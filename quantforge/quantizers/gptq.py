@@ -25,6 +25,8 @@ of tiles, the whole matrix, or all matrices under one scale. Terms of an error o
 decide nearly every row (`Factor.below`). Where float32 could be wrong, both errors are computed again in float64: under
 a Hessian without full rank they cancel.
 
+What this writes is not the end where the plan tunes: `quantforge.quantizers.tuning` then learns scales and codes.
+
 A column that was 0 throughout calibration is coupled to no other: it is rounded to nearest, not set to 0. If no damping
 makes the Hessian positive definite, all matrices are rounded to nearest, and an event is recorded.
 """

@@ -5,15 +5,16 @@ used, and its gradient is computed as if it were not (straight-through). `tuning
 Held-out rows decide which epoch is kept, or whether the model stays as it was.
 
 *One block at a time.* The input of a block is the output of the tuned blocks before it. Its target is the output of the
-source's block in the source model, so that it compensates for what was lost before it. The loss is the squared error,
-equal for all tokens. A step runs one row through the block forward and backward. One block is in memory at a time, with
-two sets of hidden states of all rows: outputs of the source's block, and inputs of the result's block.
+source's block in the source model, so that it compensates for what was lost before it. Codes are always learned with
+the scales. The loss is the squared error, equal for all tokens. A step runs one row through the block forward and
+backward. One block is in memory at a time, with two sets of hidden states of all rows: outputs of the source's block,
+and inputs of the result's block.
 
 *The whole model.* The loss is the divergence of the result from its source at every position of some rows, in nats.
-Codes are learned if there are two epochs or more; in one there are too few steps to tell a gradient from its noise. A
-step runs a few rows forward through all blocks and back again. The forward pass keeps only the inputs of each block;
-the backward pass computes each block once more with gradients. The weights of linears are in floating point in one
-block at a time; the other blocks hold codes and scales.
+Here codes are learned only if two epochs or more train the whole model; in one there are too few steps to tell a
+gradient from its noise. A step runs a few rows forward through all blocks and back again. The forward pass keeps only
+the inputs of each block; the backward pass computes each block once more with gradients. The weights of linears are in
+floating point in one block at a time; the other blocks hold codes and scales.
 
 One expert of a block is in floating point at a time. A step without tokens for an expert changes neither the expert nor
 Adam's moments for it.
