@@ -346,7 +346,7 @@ def _move(
 
     Args:
         conversion: which.
-        before: as of `taken`.
+        before: as of `manifest.small_files`.
         out: the result; where `naming` says when left out.
         settings: how to run.
         allow_inexact: accept rounding.
