@@ -375,7 +375,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _digests(documents: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `finish`."""
+    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `release`."""
     found = {}
     for out, document in documents.items():
         root = out if out.is_dir() else out.parent

@@ -95,7 +95,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     ("place", "name", "number"),
     [
         further(release_module, "_lay_out", signal.SIGCONT), (variants, "carry_out", signal.SIGKILL),
-        (UnitOutput, "finish", signal.SIGKILL), (release_module, "finish", signal.SIGCONT),
+        (UnitOutput, "finish", signal.SIGKILL), (release_module, "_finish", signal.SIGCONT),
     ],
 )  # fmt: skip
 def test_who_waits_for_a_release_says_who_was_stopped(
@@ -139,13 +139,13 @@ def test_nothing_is_said_of_one_that_works(
     said.touch()
 
     def work() -> None:
-        finish = release_module.finish
+        finish = release_module._finish
 
         def slowly(*given: Any) -> Any:
             time.sleep(3)
             return finish(*given)
 
-        release_module.finish = slowly  # type: ignore[assignment]
+        release_module._finish = slowly  # type: ignore[assignment]
         note = lambda text: said.open("a").write(f"{text}\\n")  # noqa: E731
         release(spec, out, Settings(join=True, note=note))
 

@@ -45,7 +45,7 @@ def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
         plan=SimpleNamespace(rounder="rtn", tensors=(one, other)), recipe=Recipe(), matched=None
     )
     inputs = SimpleNamespace(
-        planned=planned, settings=Settings(device="meta"), checkpoint=None,
+        planned=planned, settings=SimpleNamespace(device="meta"), checkpoint=None,
         importance={"a": torch.ones(32)},
     )  # fmt: skip
     rounding = MatrixRounding(inputs, SimpleNamespace())
