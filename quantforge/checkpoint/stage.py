@@ -330,7 +330,7 @@ class FileStage(Stage):
     ``DIR``, one file after another: first what stands beside the weights, then the weights (the first of numbered
     files last, because that is the one that is opened), and the manifest ``name.gguf.quantforge.json`` at the
     end. A rename replaces an earlier file in one step; its manifest is removed before, so that no manifest ever
-    stands beside a file that it does not describe. A kill in between leaves the old file, or the new one, whole
+    describes another file than the one next to it. A kill in between leaves the old file, or the new one, whole
     and loadable, at worst without its manifest. Before the first rename the stage durably lists the names to
     come, and the files of the earlier result with their sizes: the next run on this output finds the list and
     makes what is missing of the removals and renames.

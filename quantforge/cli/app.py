@@ -275,7 +275,7 @@ def _fail(console: Console, arguments: list[str], error: Exception) -> NoReturn:
         _end(console, arguments, error.__cause__)
     typed = _as_ours(error, arguments)
     if typed is None:
-        console.note(f"bug: {error!r}\nThis is ours to mend. The traceback is in {_saved()}")
+        console.note(f"bug: {error!r}\nThis is a bug in QuantForge. The traceback is in {_saved()}")
     elif not said_already(str(typed)):
         console.error(typed)
     for note in getattr(error, "__notes__", ()):

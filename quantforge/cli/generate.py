@@ -499,7 +499,7 @@ def _collect(console: Console, answer: LiveAnswer) -> Generated:
 
 
 def _parting(first: Generated, other: Generated) -> str:
-    """Return where an answer parts from the first model's, in tokens."""
+    """Return after how many tokens an answer differs from the first model's, as text."""
     same = 0
     for one, two in zip(first.tokens, other.tokens, strict=False):
         if one != two:
@@ -507,7 +507,7 @@ def _parting(first: Generated, other: Generated) -> str:
         same += 1
     if first.tokens == other.tokens:
         return f"; the same answer as {first.model}"
-    return f"; parts from {first.model} after {same} tokens"
+    return f"; differs from {first.model} after {same} tokens"
 
 
 def _side_by_side(found: Sequence[Generated]) -> None:

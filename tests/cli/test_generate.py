@@ -222,7 +222,7 @@ def test_several_models_answer_the_same_prompt(capsys, tmp_path: Path) -> None:
     assert heads == [f"== {DEMO}", f"== {DEMO}", f"== {worse}"]
     assert "the same answer as" in result.err
     assert result.err.count("loading ") == 3
-    assert "parts from" in result.err
+    assert "differs from" in result.err
     answers = json.loads(command(capsys, *asked, "--json").out)["answers"]
     assert answers[0]["tokens"] == answers[1]["tokens"] != answers[2]["tokens"]
 
