@@ -29,8 +29,8 @@ from torch import Tensor
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.cache_kinds import PLAIN
 from quantforge.errors import RefusedError
-from quantforge.evaluation.divergence import Estimate, compared_rows, finite, forward_tokens
-from quantforge.evaluation.head import Head, summed
+from quantforge.evaluation.divergence import Estimate, compare_rows, finite, forward_tokens
+from quantforge.evaluation.head import checked_head
 from quantforge.evaluation.windows import Windows, cut, positions_of
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model
@@ -186,7 +186,7 @@ class _WithCaches:
     def __init__(self, loaded: Loaded, trial: CacheTrial) -> None:
         self._decoder = Decoder(loaded.model, join=False)
         self._scales = loaded.kv_scales
-        self._head = Head(loaded.model)
+        self._head = checked_head(loaded.model, trial.windows.ids)
         self._trial = trial
         self._chunk = forward_tokens(self._decoder.device)
 
@@ -198,8 +198,7 @@ class _WithCaches:
             whole = self._hidden(ids, PLAIN)[:-1]
             for kind in kinds:
                 rows = self._hidden(ids, kind)[:-1]
-                kl = compared_rows((self._head, rows), (self._head, whole), targets)[1]
-                found[kind][number] = kl
+                found[kind][number] = compare_rows(self._head, rows, self._head, whole, targets)[1]
             tell("windows of caches", number + 1, len(windows.ids))
         return {kind: finite(kl, f"KL divergence of cache {kind}") for kind, kl in found.items()}
 
@@ -235,8 +234,7 @@ class _WithCaches:
 
     def _key(self, ids: Tensor, kind: str) -> Tensor:
         rows, key = self._hidden(ids, kind)[-KEY - 1 : -1], ids[-KEY:].to(self._decoder.device)
-        sums = summed(self._head, rows, key, places=True)
-        assert sums.best is not None
+        sums = self._head.sums(rows, key, find_best=True)
         return torch.stack((-sums.nll.mean(), (sums.best == key).double().mean())).cpu()
 
     def _hidden(self, ids: Tensor, kind: str) -> Tensor:

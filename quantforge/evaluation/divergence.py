@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.evaluation.head import Head, Sums, check_head, summed
+from quantforge.evaluation.head import DivergenceSums, Head, checked_head
 from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
@@ -48,7 +48,6 @@ from quantforge.runtime.linear import decoded_once
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHECKED_TOKENS = 8
 FORWARD_TOKENS = {"cpu": 512, "cuda": 4096}  # enough to keep the arithmetic busy
 
 
@@ -146,10 +145,9 @@ def score_reference(
 
     Raises:
         InputError: an NLL is NaN or infinite.
-        RefusedError: its head is not understood (see `check_head`).
+        RefusedError: its head is not understood (see `checked_head`).
     """
-    head = Head(model)
-    check_head(model, head, windows.ids[:1, :CHECKED_TOKENS].to(model.device))
+    head = checked_head(model, windows.ids)
     targets = windows.targets
     nll = torch.empty(targets.shape)
     count, length = targets.shape
@@ -160,12 +158,13 @@ def score_reference(
         else InMemory(count, length, width)
     )
     for first, hidden in final_hidden(model, windows.ids):
+        last = first + len(hidden)
         states.write(first, hidden.float())
-        rows, wanted = hidden.flatten(0, 1), targets[first : first + len(hidden)].flatten()
-        batch_nll = nll[first : first + len(hidden)].view(-1)
+        rows, following = hidden.flatten(0, 1), targets[first:last].flatten()
         for chunk in head.chunks(len(rows)):
-            batch_nll[chunk] = summed(head, rows[chunk], wanted[chunk].to(rows.device)).nll.float()
-        tell("windows of the text", first + len(hidden), len(nll))
+            sums = head.sums(rows[chunk], following[chunk].to(rows.device))
+            nll[first:last].view(-1)[chunk] = sums.nll.float()
+        tell("windows of the text", last, len(nll))
     return Reference(states, head, ModelScores(finite(nll, "the reference's NLL")))
 
 
@@ -179,80 +178,60 @@ def score(
 
     Raises:
         InputError: its vocabulary is another, or an NLL or a KL divergence is NaN or infinite.
-        RefusedError: its head is not understood (see `check_head`).
+        RefusedError: its head is not understood (see `checked_head`).
     """
-    head = Head(model)
+    head = checked_head(model, windows.ids)
     if head.vocabulary != reference.head.vocabulary:
         raise InputError(
             f"a vocabulary of {head.vocabulary}, the reference has {reference.head.vocabulary}",
             "compare a model with the one that it was made from",
         )
-    check_head(model, head, windows.ids[:1, :CHECKED_TOKENS].to(model.device))
     targets = windows.targets
     nll, kl = torch.empty(targets.shape), torch.empty(targets.shape)
     agrees = torch.empty(targets.shape, dtype=torch.bool)
     for first, hidden in final_hidden(model, windows.ids):
         last = first + len(hidden)
-        rows, wanted = hidden.flatten(0, 1), targets[first:last].flatten()
-        theirs = reference.states.read(first, last).flatten(0, 1)
-        scores = compared_rows((head, rows), (reference.head, theirs), wanted)
-        for values, new in zip((nll, kl, agrees), scores, strict=True):
-            values[first:last].view(-1).copy_(new)
+        rows = compare_rows(
+            head,
+            hidden.flatten(0, 1),
+            reference.head,
+            reference.states.read(first, last).flatten(0, 1),
+            targets[first:last].flatten(),
+        )
+        nll[first:last], kl[first:last], agrees[first:last] = (
+            values.view(len(hidden), -1) for values in rows
+        )
         tell("windows of the text", last, len(nll))
     return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
 
 
-def compared_rows(
-    model: tuple[Head, Tensor], reference: tuple[Head, Tensor], targets: Tensor
+def compare_rows(
+    head: Head, hidden: Tensor, reference_head: Head, reference_hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return NLL and KL divergence, float32, and whether the most likely tokens agree, each ``[rows]``.
+    """Compare what a model predicts with what its reference predicts, row by row.
 
     Args:
-        model: its head, and its hidden states ``[rows, hidden]``, as many as there are.
-        reference: likewise; on any device.
-        targets: ``[rows]``, likewise.
+        head: the model's.
+        hidden: its final hidden states ``[rows, hidden]``, as many as there are.
+        reference_head: the reference's.
+        reference_hidden: likewise; on any device.
+        targets: the tokens that follow, ``[rows]``; on any device.
+
+    Returns:
+        NLL of the model and KL divergence, float32, and whether the most likely tokens agree, each ``[rows]``.
     """
-    (head, rows), (other, theirs) = model, reference
-    nll, kl = torch.empty(len(rows)), torch.empty(len(rows))
-    agrees = torch.empty(len(rows), dtype=torch.bool)
-    for chunk in _cutter(head, other).chunks(len(rows)):
-        ours, its, divergence = compared(
-            (head, rows[chunk]),
-            (other, theirs[chunk].to(rows.device)),
-            targets[chunk].to(rows.device),
-        )
-        nll[chunk], kl[chunk] = ours.nll.float().cpu(), divergence.float().cpu()
-        assert ours.best is not None
-        assert its.best is not None
-        agrees[chunk] = (ours.best == its.best).cpu()
+    nll, kl = torch.empty(len(hidden)), torch.empty(len(hidden))
+    agrees = torch.empty(len(hidden), dtype=torch.bool)
+    cuts = reference_head if head.cuttable else head  # what one cannot cut, neither of them cuts
+    for chunk in cuts.chunks(len(hidden)):
+        rows = hidden[chunk]
+        reference_rows = reference_hidden[chunk].to(rows.device)
+        sums = DivergenceSums(targets[chunk].to(rows.device))
+        for part in cuts.parts(len(rows)):
+            sums.add(head.logits(rows, part), reference_head.logits(reference_rows, part), part)
+        nll[chunk], kl[chunk] = sums.model.nll.float().cpu(), sums.kl.float().cpu()
+        agrees[chunk] = (sums.model.best == sums.reference.best).cpu()
     return nll, kl, agrees
-
-
-def compared(
-    model: tuple[Head, Tensor], reference: tuple[Head, Tensor], targets: Tensor
-) -> tuple[Sums, Sums, Tensor]:
-    """Take the sums of both, and the KL divergence, float64 ``[rows]``.
-
-    Args:
-        model: its head, and its hidden states ``[rows, hidden]``, rows of one chunk.
-        reference: likewise.
-        targets: ``[rows]``.
-    """
-    sums = Sums.of(targets, True), Sums.of(targets, True)
-    apart = sums[0].total.clone()  # sum of exp(a - peak) (a - b)
-    for part in _cutter(model[0], reference[0]).parts(len(targets)):
-        ours, theirs = (head.logits(states, part) for head, states in (model, reference))
-        difference = theirs - ours
-        sums[0].add(ours, part)
-        shrink = sums[1].add(theirs, part)
-        apart = apart * shrink + difference.mul_(theirs).sum(-1).double()
-    mean = apart / sums[1].total
-    return sums[0], sums[1], mean - sums[1].log_sum + sums[0].log_sum
-
-
-def _cutter(head: Head, other: Head) -> Head:
-    """Return the head whose cuts of the vocabulary both heads can compute: that of one that is not cut, if any."""
-    return other if head.cuttable else head
 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -4,6 +4,9 @@ The reference is scored first, and leaves memory; its final hidden states and it
 is compared with it token by token (`divergence`). Quality is computed in float32: rounding of activations would only
 blur what quantized weights do. Speed and memory are measured in bfloat16, as an engine would run, in a pass of its own
 (`speed`), so that nothing of the evaluation counts as memory of the model. Each model gives one row of figures.
+
+Perplexity, divergence and the errors of blocks are always measured. What an option asks for has a file of its own:
+answers to prompts (`generated`), caches (`cache_quality`), tasks (`tasks`), speed (`speed`), llama.cpp (`llama_cpp`).
 """
 
 from __future__ import annotations
@@ -20,8 +23,13 @@ import torch
 
 from quantforge.evaluation.block_errors import block_errors, block_states
 from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
-from quantforge.evaluation.divergence import ModelScores, score, score_reference
-from quantforge.evaluation.generated import Answering, OwnText, Prompts, answering_of
+from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
+from quantforge.evaluation.generated import (
+    Prompts,
+    ReferenceAnswers,
+    TokenizedPrompts,
+    tokenized,
+)
 from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
@@ -46,6 +54,7 @@ from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 
 SCHEMA = "quantforge.eval/1"
+QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 _MEASURED = (  # None where there is no figure: of the reference, or without speed
@@ -68,9 +77,7 @@ class EvaluationOptions:
         windows: at most this many are scored.
         length: tokens of a window.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: type in which quality is computed.
         speed: measure speed and memory as well.
-        speed_dtype: type in which they are measured.
         caches: kinds of KV caches (see `quantforge.architectures.cache_kinds`) whose quality is measured too, against a
             cache of 16 bits; speed is measured with the first, or the model's own when there are none.
         activations: directory for the reference's hidden states; in memory when None.
@@ -88,9 +95,7 @@ class EvaluationOptions:
     windows: int = 80
     length: int = LENGTH
     device: str = "cpu"
-    dtype: torch.dtype = torch.float32
     speed: bool = True
-    speed_dtype: torch.dtype = torch.bfloat16
     caches: tuple[str, ...] = ()
     activations: Path | None = None
     engine: str = ""
@@ -184,14 +189,14 @@ def evaluate(
     paths = (reference, *models)
     for path in paths:
         check_comparable(path, reference, options.text, windows)
-    answering = None if options.prompts is None else answering_of(paths, options.prompts)
+    prompts = None if options.prompts is None else tokenized(paths, options.prompts)
     trial = trial_of(paths, options.text, options.caches, options.windows * options.length)
     kept = kept or KeptRows()
     rows = [*kept.rows]
     tell("read bandwidth of this machine")
     bandwidth = read_bandwidth(options.device) if options.speed else math.nan
     if len(rows) < len(paths):
-        rows += _measured(paths, windows, answering, trial, options, bandwidth, kept)
+        rows += _missing_rows(paths, windows, prompts, trial, options, bandwidth, kept)
     return Evaluation(
         _protocol(windows, options),
         tuple(rows),
@@ -201,40 +206,48 @@ def evaluate(
     )
 
 
-def _measured(
+def _missing_rows(
     paths: Sequence[Path],
     windows: Windows,
-    answering: Answering | None,
+    prompts: TokenizedPrompts | None,
     trial: CacheTrial | None,
     options: EvaluationOptions,
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row for each model that has none yet, one model in memory at a time."""
-    reference: _KeptReference | None = None
+    """Yield a row for each model that has none yet, one model in memory at a time.
+
+    The reference is scored even where its row is kept: the others are compared with it.
+    """
     done = len(kept.rows)
+    reference: Reference | None = None
     try:
         for number, path in enumerate(paths):
             if 0 < number < done:
                 continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
-                    source = None if number else open_plain_source(path, options.adapter)
-                    bits = options.input_bits if number else EXACT
-                    loaded = load(path, options.device, options.dtype, source, input_bits=bits)
-                    corrected = options.correction if number else None
-                    if corrected is not None:
-                        loaded = with_low_rank(loaded, open_correction(corrected))
-                    if bits < EXACT:
-                        for event in loaded.events:
-                            options.note(f"{path.name}: {event.detail}")
+                    loaded = _load(path, options, is_reference=not number)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
+                    row = _of_files(loaded)
                     if reference is None:
-                        reference = _KeptReference(loaded, windows, options.activations, answering)
-                        row = reference.row
+                        reference = score_reference(loaded.model, windows, options.activations)
+                        row |= _of_quality(reference.scores)
+                        tell("error of each block")
+                        blocks = block_states(loaded.model, windows.ids[0])
+                        if prompts is not None:
+                            tell("answers to the prompts")
+                            answers = ReferenceAnswers(prompts, loaded)
+                            row["generated"] = answers.to_json()
                     else:
-                        row = reference.compare(loaded)
-                if number < done:  # the reference, whose row is kept: it was scored to compare with
+                        scores = score(loaded.model, windows, reference)
+                        row |= _of_quality(scores, reference.scores)
+                        tell("error of each block")
+                        row["block_errors"] = block_errors(loaded.model, blocks)
+                        if prompts is not None:
+                            tell("answers to the prompts")
+                            row["generated"] = answers.compare(loaded)
+                if number < done:
                     del loaded
                     continue
                 if trial is not None:
@@ -244,15 +257,15 @@ def _measured(
                     row["tasks"] = _scores_of_tasks(path, loaded, options.tasks)
                 del loaded  # before the next one comes in
                 # Only now, when everything that is loaded once and for all has been loaded.
-                if options.speed and corrected is None:
+                if options.speed and not (number and options.correction):
                     with phase(f"speed of {path.name}", 0.9):
                         row |= measure_as_deployed(
                             path,
                             windows,
                             bandwidth,
                             device=options.device,
-                            dtype=options.speed_dtype,
-                            input_bits=bits,
+                            dtype=SPEED_DTYPE,
+                            input_bits=options.input_bits if number else EXACT,
                             cache=options.caches[0] if options.caches else "",
                         )
                 if options.engine and path.is_file():
@@ -265,45 +278,18 @@ def _measured(
             reference.close()
 
 
-class _KeptReference:
-    """What models are compared with once the reference's weights have left memory.
-
-    Attributes:
-        row: figures of the reference itself.
-    """
-
-    def __init__(
-        self,
-        loaded: Loaded,
-        windows: Windows,
-        activations: Path | None,
-        answering: Answering | None,
-    ) -> None:
-        self._windows = windows
-        self._scored = score_reference(loaded.model, windows, activations)
-        tell("error of each block")
-        self._blocks = block_states(loaded.model, windows.ids[0])
-        self._own_text: OwnText | None = None
-        self.row = _of_files(loaded) | _of_quality(self._scored.scores)
-        if answering is not None:
-            tell("answers to the prompts")
-            self._own_text = OwnText(answering, loaded)
-            self.row["generated"] = self._own_text.row()
-
-    def compare(self, loaded: Loaded) -> dict[str, Any]:
-        """Return the figures of a model; errors as `score`."""
-        scores = score(loaded.model, self._windows, self._scored)
-        row = _of_files(loaded) | _of_quality(scores, self._scored.scores)
-        tell("error of each block")
-        row["block_errors"] = block_errors(loaded.model, self._blocks)
-        if self._own_text is not None:
-            tell("answers to the prompts")
-            row["generated"] = self._own_text.compare(loaded)
-        return row
-
-    def close(self) -> None:
-        """Release the hidden states."""
-        self._scored.close()
+def _load(path: Path, options: EvaluationOptions, *, is_reference: bool) -> Loaded:
+    """Load a model to score it: the reference with its adapter merged, another one with what is put on it."""
+    if is_reference:
+        source = open_plain_source(path, options.adapter)
+        return load(path, options.device, QUALITY_DTYPE, source)
+    loaded = load(path, options.device, QUALITY_DTYPE, input_bits=options.input_bits)
+    if options.correction is not None:
+        loaded = with_low_rank(loaded, open_correction(options.correction))
+    if options.input_bits < EXACT:
+        for event in loaded.events:
+            options.note(f"{path.name}: {event.detail}")
+    return loaded
 
 
 def _scores_of_tasks(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
@@ -388,8 +374,8 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> EvaluationProtoco
         length=options.length,
         bos=windows.bos,
         tokens_scored=windows.targets.numel(),
-        dtype=in_words(options.dtype),
-        speed_dtype=in_words(options.speed_dtype) if options.speed else "",
+        dtype=in_words(QUALITY_DTYPE),
+        speed_dtype=in_words(SPEED_DTYPE) if options.speed else "",
         device=options.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,

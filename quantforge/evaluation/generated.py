@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.evaluation.divergence import Estimate, compared_rows, final_hidden, finite
-from quantforge.evaluation.head import Head
+from quantforge.evaluation.divergence import Estimate, compare_rows, final_hidden, finite
+from quantforge.evaluation.head import checked_head
 from quantforge.evaluation.windows import positions_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.decoding import engine_of, generate_tokens
@@ -69,7 +69,7 @@ class Answer:
         return {"text": self.text, "tokens": len(self.ids), "ended": self.ended}
 
 
-class Answering:
+class TokenizedPrompts:
     """Prompts in the tokens of one reference, and the tokens that end an answer.
 
     Args:
@@ -80,7 +80,7 @@ class Answering:
     def __init__(self, prompts: Prompts, side: TextSide) -> None:
         tokenizer = side.tokenizer
         begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        self.prompts = [
+        self.ids = [
             begin + tokenizer.encode(text, f"--generated: prompt {number}")
             for number, text in enumerate(prompts.texts, 1)
         ]
@@ -94,7 +94,7 @@ class Answering:
         Raises:
             InputError: a prompt is empty, or too long together with its answer.
         """
-        for number, prompt in enumerate(self.prompts, 1):
+        for number, prompt in enumerate(self.ids, 1):
             if not 0 < len(prompt) <= positions - self.new_tokens:
                 raise InputError(
                     f"--generated: prompt {number} has {len(prompt)} tokens, {self.new_tokens} are "
@@ -106,7 +106,7 @@ class Answering:
         """Return the greedy answer of a model to every prompt."""
         engine, _ = engine_of(loaded.model, scales=loaded.kv_scales)
         answers = []
-        for prompt in self.prompts:
+        for prompt in self.ids:
             chosen: list[int] = []
             for token in generate_tokens(engine, prompt, self.new_tokens, Sampling()):
                 chosen.append(token)
@@ -117,27 +117,27 @@ class Answering:
         return answers
 
 
-def answering_of(paths: Sequence[Path], prompts: Prompts) -> Answering:
-    """Return prompts in the tokens of the first model; errors as `Answering.check`, for every model."""
-    answering = Answering(prompts, text_side(paths[0], open_model(paths[0]).config))
+def tokenized(paths: Sequence[Path], prompts: Prompts) -> TokenizedPrompts:
+    """Return prompts in the tokens of the first model; errors as `TokenizedPrompts.check`, for every model."""
+    found = TokenizedPrompts(prompts, text_side(paths[0], open_model(paths[0]).config))
     for path in paths:
-        answering.check(positions_of(path))
-    return answering
+        found.check(positions_of(path))
+    return found
 
 
-class OwnText:
+class ReferenceAnswers:
     """Answers of the reference, with the hidden states that predict their tokens, kept for all other models."""
 
-    def __init__(self, answering: Answering, loaded: Loaded) -> None:
-        self._answering = answering
-        self._head = Head(loaded.model)
-        self._answers = answering.answers(loaded)
+    def __init__(self, prompts: TokenizedPrompts, loaded: Loaded) -> None:
+        self._prompts = prompts
+        self._head = checked_head(loaded.model, torch.tensor(prompts.ids[:1]))
+        self._answers = prompts.answers(loaded)
         self._states = [
             _states(loaded, prompt, answer).float().cpu()
-            for prompt, answer in zip(answering.prompts, self._answers, strict=True)
+            for prompt, answer in zip(prompts.ids, self._answers, strict=True)
         ]
 
-    def row(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the figures of the reference: its answers."""
         return {"answers": [answer.to_json() for answer in self._answers]}
 
@@ -148,18 +148,20 @@ class OwnText:
         Raises:
             InputError: its divergence is NaN or infinite.
         """
-        head, means, agreeing = Head(loaded.model), list[Tensor](), list[Tensor]()
+        head = checked_head(loaded.model, torch.tensor(self._prompts.ids[:1]))
+        means: list[Tensor] = []
+        agreeing: list[Tensor] = []
         for prompt, answer, states in zip(
-            self._answering.prompts, self._answers, self._states, strict=True
+            self._prompts.ids, self._answers, self._states, strict=True
         ):
-            ours = _states(loaded, prompt, answer)
+            rows = _states(loaded, prompt, answer)
             targets = torch.tensor(answer.ids)
-            _, kl, agrees = compared_rows((head, ours), (self._head, states), targets)
+            _, kl, agrees = compare_rows(head, rows, self._head, states, targets)
             means.append(finite(kl[None], "KL divergence of generated text").double().mean())
             agreeing.append(agrees)
         return summary(
             [answer.ids for answer in self._answers],
-            self._answering.answers(loaded),
+            self._prompts.answers(loaded),
             torch.stack(means),
             torch.cat(agreeing),
         )

@@ -7,14 +7,14 @@ vocabulary, which can be taken part by part. With ``m`` the largest logit so far
     S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
 
 and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
-models (`divergence`) needs one more such sum. To cut the vocabulary rather than the hidden states reads
+models needs one more such sum (`DivergenceSums`). To cut the vocabulary rather than the hidden states reads
 each weight of the head once for many rows of them. What is summed within a part is float32, what is
 summed over parts float64.
 
 Where a kernel keeps the rows of the head in another order, the hidden states are cut after all.
 
 The head of most families is one matrix, a scale and a cap. Where that does not give the model's own logits
-(`check_head`), the model's own code makes them: see `ModelEnding`.
+(`checked_head`), the model's own code makes them: see `ModelEnding`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,16 +39,67 @@ if TYPE_CHECKING:
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
 MOST_ROWS = 2048
 LEAST_ROWS = 64  # fewer and the product with the head is bound by reading it
+CHECKED_TOKENS = 8
+
+
+@torch.inference_mode()
+def checked_head(model: PreTrainedModel, ids: Tensor) -> Head:
+    """Return the head of a model, whose logits equal the model's own on a few tokens.
+
+    A family may state a scale or a cap that its class for several modalities does not apply: what fits counts. Where
+    nothing does, there is more between the states and the output layer, and the model's own code computes it.
+
+    Args:
+        model: whose head it is.
+        ids: token ids ``[windows, length]``, of which the first `CHECKED_TOKENS` are compared.
+
+    Raises:
+        RefusedError: the logits differ by more than rounding in any case.
+    """
+    ids = ids[:1, :CHECKED_TOKENS].to(model.device)
+    own = model(ids, use_cache=False).logits[0].float()
+    hidden = inner(model)(ids, use_cache=False).last_hidden_state[0]
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
+
+    def fits(head: Head) -> bool:
+        logits = head.logits(hidden)
+        same_shape = own.shape == logits.shape
+        return same_shape and torch.allclose(own, logits, tolerance, tolerance, True)
+
+    for scaled, capped in ((True, True), (True, False), (False, True), (False, False)):
+        head = Head(model, scaled=scaled, capped=capped)
+        if fits(head):
+            return head
+    # Errors of a class that asks its decoder for more than states.
+    with suppress(AttributeError, TypeError, ValueError):
+        head = Head(model, ending=ModelEnding(model))
+        if fits(head):
+            return head
+    raise RefusedError(
+        f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
+        "to its final hidden states",
+        "this family cannot be evaluated yet",
+    )
 
 
 class Head:
-    """Maker of logits from final hidden states.
+    """Maker of logits from final hidden states; see `checked_head`.
 
     Args:
         model: whose head it is; only the output layer is kept.
+        scaled: multiply the logits as the configuration says.
+        capped: cap them as the configuration says.
+        ending: makes the logits in place of the output layer, of the whole vocabulary at a time.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        scaled: bool = True,
+        capped: bool = True,
+        ending: ModelEnding | None = None,
+    ) -> None:
         config: Any = model.config.get_text_config()
         output = head_of(model)
         if output is None:
@@ -58,16 +108,18 @@ class Head:
                 "this family cannot be evaluated yet",
             )
         self._output: nn.Module = output
-        caps = (getattr(config, key, None) for key in FINAL_CAPS)
+        self._ending = ending
+        self._scale = 1.0
+        if scaled:
+            self._scale *= getattr(config, "logit_scale", None) or 1.0
+            self._scale *= getattr(config, "output_multiplier", None) or 1.0
+            self._scale /= getattr(config, "logits_scaling", None) or 1.0
+        caps = (getattr(config, key, None) for key in FINAL_CAPS if capped)
         self._cap: float | None = next(filter(None, caps), None)
-        self._scale: float = getattr(config, "logit_scale", None) or 1.0
-        self._scale *= getattr(config, "output_multiplier", None) or 1.0
-        self._scale /= getattr(config, "logits_scaling", None) or 1.0
         self._dtype: torch.dtype = model.dtype
         self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
         self.vocabulary = int(config.vocab_size)
-        self.cuttable = self._weight(slice(0, 1)) is not None
-        self._ending: ModelEnding | None = None
+        self.cuttable = ending is None and self._weight(slice(0, 1)) is not None
 
     def logits(self, hidden: Tensor, part: slice | None = None) -> Tensor:
         """Return logits ``[rows, part]`` in float32 for hidden states ``[rows, hidden]``.
@@ -98,16 +150,6 @@ class Head:
         weight = getattr(self._output, "weight", None)
         return weight[part] if isinstance(weight, Tensor) else None
 
-    def ended_by(self, model: PreTrainedModel) -> None:
-        """Let the model's own code make the logits from now on, of the whole vocabulary at a time."""
-        self._ending, self.cuttable = ModelEnding(model), False
-
-    def plainer(self) -> Iterator[None]:
-        """Yield while this head computes without the cap, then without the scale, then without both."""
-        scale, cap = self._scale, self._cap
-        for self._scale, self._cap in ((scale, None), (1.0, cap), (1.0, None)):
-            yield
-
     def chunks(self, rows: int) -> Iterator[slice]:
         """Cut rows of hidden states, so that the logits of a chunk and a part stay small."""
         step = MOST_ROWS
@@ -121,92 +163,97 @@ class Head:
         ends = range(0, self.vocabulary, step)
         return (slice(first, min(first + step, self.vocabulary)) for first in ends)
 
+    def sums(self, hidden: Tensor, targets: Tensor, *, find_best: bool = False) -> LogitSums:
+        """Return the sums over the vocabulary for hidden states ``[rows, hidden]``, the rows of one of `chunks`."""
+        sums = LogitSums(targets, find_best=find_best)
+        for part in self.parts(len(hidden)):
+            sums.add(self.logits(hidden, part), part)
+        return sums
 
-@dataclass(slots=True)
-class Sums:
-    """Sums over the vocabulary of one model, for some rows; `add` the parts in turn."""
 
-    targets: Tensor  # [rows]
-    peak: Tensor
-    total: Tensor  # float64
-    wanted: Tensor  # the logit of the target
-    best: Tensor | None  # the place of the peak, if it is asked for
+class LogitSums:
+    """Sums over the vocabulary of one model's logits for some rows; `add` the parts in turn.
 
-    @classmethod
-    def of(cls, targets: Tensor, places: bool = False) -> Sums:
-        """Begin sums for ``targets`` ``[rows]``; with ``places``, which costs more, find the most likely tokens too."""
-        floats = torch.full(targets.shape, -math.inf, device=targets.device)
-        best = targets.clone() if places else None
-        return cls(targets, floats, floats.double().zero_(), floats.clone(), best)
+    Args:
+        targets: the tokens that follow, ``[rows]``.
+        find_best: also find the most likely tokens, which costs more.
 
-    def add(self, logits: Tensor, part: slice) -> Tensor:
-        """Add a part; return what the totals before it are multiplied by.
+    Attributes:
+        best: the most likely tokens ``[rows]``, if they are asked for.
+        total: sum of ``exp(logit - peak)``, float64 ``[rows]``; ``peak`` is the largest logit so far.
+    """
 
-        ``logits`` ``[rows, part]`` are overwritten by ``exp(logits - peak)``.
+    def __init__(self, targets: Tensor, *, find_best: bool = False) -> None:
+        self._targets = targets
+        self._find_best = find_best
+        self._peak = torch.full(targets.shape, -math.inf, device=targets.device)
+        self._target_logits = self._peak.clone()
+        self.total = self._peak.double().zero_()
+        self.best = targets.clone()
+
+    def add(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Add the logits ``[rows, part]`` of a part, whose memory is used for the weights.
+
+        Returns:
+            The weights ``exp(logit - peak)`` of the part, and by what sums of earlier parts are multiplied, since
+            the peak may have risen: float64 ``[rows]``.
         """
-        if self.best is None:
-            high = logits.amax(-1)
-        else:
+        if self._find_best:
             high, place = logits.max(-1)
-            self.best = torch.where(high > self.peak, place + part.start, self.best)
-        peak = torch.maximum(self.peak, high)  # NaN stays: a row with one has no figure
-        inside = (self.targets >= part.start) & (self.targets < part.stop)
-        at = (self.targets - part.start).clamp(0, logits.shape[1] - 1)
-        self.wanted = torch.where(inside, logits.gather(1, at[:, None])[:, 0], self.wanted)
-        shrink = (self.peak - peak).double().exp()
-        self.total = self.total * shrink + logits.sub_(peak[:, None]).exp_().sum(-1).double()
-        self.peak = peak
-        return shrink
+            self.best = torch.where(high > self._peak, place + part.start, self.best)
+        else:
+            high = logits.amax(-1)
+        peak = torch.maximum(self._peak, high)  # NaN stays: a row with one has no figure
+        inside = (self._targets >= part.start) & (self._targets < part.stop)
+        at = (self._targets - part.start).clamp(0, logits.shape[1] - 1)
+        own = logits.gather(1, at[:, None])[:, 0]
+        self._target_logits = torch.where(inside, own, self._target_logits)
+        shrink = (self._peak - peak).double().exp()
+        weights = logits.sub_(peak[:, None]).exp_()
+        self.total = self.total * shrink + weights.sum(-1).double()
+        self._peak = peak
+        return weights, shrink
 
     @property
     def log_sum(self) -> Tensor:
         """Return the log-sum-exp, float64 ``[rows]``."""
-        return self.peak.double() + self.total.log()
+        return self._peak.double() + self.total.log()
 
     @property
     def nll(self) -> Tensor:
         """Return ``-log p(target)``, float64 ``[rows]``."""
-        return self.log_sum - self.wanted.double()
+        return self.log_sum - self._target_logits.double()
 
 
-def summed(head: Head, hidden: Tensor, targets: Tensor, places: bool = False) -> Sums:
-    """Take the sums of one model for hidden states ``[rows, hidden]``, rows of one chunk."""
-    sums = Sums.of(targets, places)
-    for part in head.parts(len(hidden)):
-        sums.add(head.logits(hidden, part), part)
-    return sums
+class DivergenceSums:
+    """Sums over the vocabulary that give the KL divergence of a model from its reference; `add` the parts in turn.
 
+    Args:
+        targets: the tokens that follow, ``[rows]``.
 
-def check_head(model: PreTrainedModel, head: Head, ids: Tensor) -> None:
-    """Compare the head with the model's own logits on a few tokens ``[1, n]``.
-
-    A family may state a scale or a cap that its class for several modalities does not apply: what fits counts. Where
-    nothing does, there is more between the states and the output layer, and the model's own code computes it.
-
-    Raises:
-        RefusedError: they differ by more than rounding, with and without these.
+    Attributes:
+        model: sums of the model.
+        reference: sums of the reference.
     """
-    own = model(ids, use_cache=False).logits[0].float()
-    hidden = inner(model)(ids, use_cache=False).last_hidden_state[0]
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
 
-    def fits() -> bool:
-        ours = head.logits(hidden)
-        return own.shape == ours.shape and torch.allclose(own, ours, tolerance, tolerance, True)
+    def __init__(self, targets: Tensor) -> None:
+        self.model = LogitSums(targets, find_best=True)
+        self.reference = LogitSums(targets, find_best=True)
+        self._difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
 
-    if fits() or any(fits() for _ in head.plainer()):
-        return
-    with suppress(
-        AttributeError, TypeError, ValueError
-    ):  # of a class that asks its decoder for more than states
-        head.ended_by(model)
-        if fits():
-            return
-    raise RefusedError(
-        f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
-        "to its final hidden states",
-        "this family cannot be evaluated yet",
-    )
+    def add(self, model: Tensor, reference: Tensor, part: slice) -> None:
+        """Add the logits ``[rows, part]`` of both for a part, whose memory is used for what is summed."""
+        difference = reference - model
+        self.model.add(model, part)
+        weights, shrink = self.reference.add(reference, part)
+        summed = difference.mul_(weights).sum(-1).double()
+        self._difference = self._difference * shrink + summed
+
+    @property
+    def kl(self) -> Tensor:
+        """Return the KL divergence, float64 ``[rows]``."""
+        mean = self._difference / self.reference.total
+        return mean - self.reference.log_sum + self.model.log_sum
 
 
 class ModelEnding:

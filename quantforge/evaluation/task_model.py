@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.divergence import forward_tokens
-from quantforge.evaluation.head import Head, check_head, summed
+from quantforge.evaluation.head import CHECKED_TOKENS, checked_head
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.inner import inner
 from quantforge.runtime.cache import LayerScales
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NEW_TOKENS = 256
-CHECKED_TOKENS = 8
 _T = TypeVar("_T")
 
 
@@ -96,7 +95,7 @@ class TaskModel(LM):  # type: ignore[misc]
 
     Raises:
         InputError: the tokenizer has no token to begin with.
-        RefusedError: the model's head is not understood (see `check_head`).
+        RefusedError: the model's head is not understood (see `checked_head`).
     """
 
     def __init__(
@@ -119,11 +118,8 @@ class TaskModel(LM):  # type: ignore[misc]
         self._tokenizer = tokenizer
         self._positions = positions
         self._scales = scales
-        self._head = Head(model)
+        self._head = checked_head(model, torch.full((1, min(CHECKED_TOKENS, positions)), begin))
         self._engine: DecodingEngine | None = None
-        ids = torch.full((1, min(CHECKED_TOKENS, positions)), begin, device=model.device)
-        with torch.inference_mode():
-            check_head(model, self._head, ids)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return what `continuations` does for requests of the library."""
@@ -217,7 +213,7 @@ class TaskModel(LM):  # type: ignore[misc]
     def _likelihood(self, hidden: Tensor, targets: Tensor) -> tuple[float, bool]:
         total, greedy = 0.0, True
         for chunk in self._head.chunks(len(targets)):
-            sums = summed(self._head, hidden[chunk], targets[chunk], places=True)
+            sums = self._head.sums(hidden[chunk], targets[chunk], find_best=True)
             nll = sums.nll
             if not bool(nll.isfinite().all()):
                 raise InputError(
@@ -225,7 +221,6 @@ class TaskModel(LM):  # type: ignore[misc]
                     "the weights are damaged, or activations overflow this type",
                 )
             total -= nll.sum().item()
-            assert sums.best is not None
             greedy &= bool((sums.best == targets[chunk]).all())
         return total, greedy
 

@@ -122,7 +122,7 @@ def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
     assert Head(model).cuttable
     assert not Uncut(model).cuttable
     if whose == "the model's":
-        monkeypatch.setattr(divergence, "Head", Uncut)
+        monkeypatch.setattr(head, "Head", Uncut)
     else:
         whole.head = Uncut(model)
     found = score(model, windows, whole)
@@ -154,7 +154,7 @@ def test_sums_over_parts_are_those_of_the_whole():
     torch.manual_seed(0)
     logits = torch.randn(6, 50) * torch.tensor([0.1, 1, 5, 30, 80, 3])[:, None]
     targets = torch.tensor([0, 7, 49, 20, 33, 12])
-    sums = head.Sums.of(targets, places=True)
+    sums = head.LogitSums(targets, find_best=True)
     for first in range(0, 50, 7):
         part = slice(first, min(first + 7, 50))
         sums.add(logits[:, part].clone(), part)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.evaluation.head import Head, check_head
+from quantforge.evaluation.head import Head, checked_head
 from quantforge.model.inner import blocks_of, inner
 from quantforge.runtime.load import load
 from scripts import tiny_families
@@ -19,23 +19,18 @@ def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
     tmp_path: Path,
 ) -> None:
     model = load(tiny_families.write("modernbert-decoder", tmp_path / "m")).model
-    head = Head(model)
     with torch.inference_mode():
         hidden = inner(model)(IDS).last_hidden_state[0]
         own = model(IDS).logits[0]
-        assert not torch.allclose(head.logits(hidden), own, atol=1e-2)
-        check_head(model, head, IDS)
+        assert not torch.allclose(Head(model).logits(hidden), own, atol=1e-2)
+        head = checked_head(model, IDS)
         torch.testing.assert_close(head.logits(hidden), own)
         assert torch.equal(model(IDS).logits[0], own)  # the model itself is as it was
     assert list(head.parts(5)) == [slice(0, head.vocabulary)]
 
 
 def test_a_head_that_is_one_matrix_is_still_cut() -> None:
-    model = tiny_families.build("llama").float()
-    head = Head(model)
-    with torch.inference_mode():
-        check_head(model, head, IDS)
-    assert head.cuttable
+    assert checked_head(tiny_families.build("llama").float(), IDS).cuttable
 
 
 @pytest.mark.parametrize(
