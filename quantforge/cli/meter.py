@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
-from quantforge.execution.progress import Progress
-from quantforge.execution.units import SHOWN
+from quantforge.execution.progress import Progress, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich
@@ -46,8 +45,7 @@ def duration(seconds: float) -> str:
 
 def step_of(report: Progress) -> str:
     """Return what is done now, or the part that was finished, in words for people."""
-    said = report.step or report.part
-    return SHOWN.get(said, said)
+    return in_words(report.step or report.part)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,7 @@ from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import shown
 from quantforge.errors import UsageError
-from quantforge.execution.progress import Progress
-from quantforge.execution.units import SHOWN
+from quantforge.execution.progress import Progress, in_words
 from quantforge.plans import Plan, decisions
 from quantforge.results.significant import size
 from quantforge.settings import under_torchrun
@@ -160,9 +159,8 @@ class RunLog:
         if not progress.part:
             return
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
-        said = SHOWN.get(progress.part, progress.part)
         self._console.detail(
-            f"{said}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
+            f"{in_words(progress.part)}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}

@@ -46,6 +46,18 @@ class Progress:
 
 
 Listener = Callable[[Progress], None]
+# Parts of a run (see `quantforge.execution.units`) whose names in the journal are not words for people.
+_WORDS = {
+    "outer": "outside of the blocks",
+    "guide": "weights of tokens",
+    "head": "after the blocks",
+    "tune": "tuning",
+}
+
+
+def in_words(part: str) -> str:
+    """Return the name of a part or a step in words for people."""
+    return _WORDS.get(part, part)
 
 
 def ignore(_: Progress) -> None:

@@ -14,10 +14,6 @@ from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.quantizers.tuning import whole_epochs
 
 OUTER, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
-# As people read them; a step of a part names itself.
-SHOWN = {
-    OUTER: "outside of the blocks", GUIDE: "weights of tokens", HEAD: "after the blocks", TUNE: "tuning",
-}  # fmt: skip
 COPYING = 0.02  # of the time that rounding takes
 
 
