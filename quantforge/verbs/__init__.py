@@ -13,7 +13,7 @@ In this folder:
     evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
     export           Export: a model in another format, as a proven re-layout or a refusal
     finished_result  A result that lies at the place of a job already, made by this very command before it was killed
-    folder_cards     Card of a folder of results that are one file each, made of their manifests and headers
+    folder_cards     The card of a folder of results that are one file each: what they are, which to take
     generate_text    Generate: a model of any format that is read continues a text or answers a conversation
     imatrix          Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
     inspect          Contents of a model directory, a safetensors file or a GGUF file, from headers alone

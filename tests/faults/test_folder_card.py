@@ -7,9 +7,9 @@ import json
 import pytest
 
 from quantforge.errors import InputError
-from quantforge.evaluation.folder_card import FILES_PART, FolderFile, files_part, shown_file
 from quantforge.results.significant import size
 from quantforge.verbs import evaluate, evaluate_models, release
+from quantforge.verbs.folder_cards import FILES_PART, FolderFile, files_part, shown_file
 from tests.faults.test_release import Q8, written
 from tests.runs import quantize, recipe
 
@@ -138,12 +138,11 @@ def test_which_one_is_what_fits_and_is_closest():
 
 
 def test_the_examples_load_a_file_that_is_advised_and_measured():
-    def file(name, bits, kl, needed=1.0):
-        nbytes = int(bits * 1e9)
-        return FolderFile(name, "gptq", bits, nbytes, None if needed is None else nbytes * 1.1, kl)
+    def file(name, bits, kl, size=1e9):
+        return FolderFile(name, "gptq", bits, int(bits * size), bits * size * 1.1, kl)
 
     small, bad, good = file("2", 2.5, 0.5), file("5", 5.0, 0.9), file("6", 6.5, 0.01)
     assert shown_file([small, bad, good]).name == "6"  # the one of 5 bits is advised to nobody
     assert shown_file([small, file("5", 5.0, None), good]).name == "6"  # not measured
     assert shown_file([file("2", 2.5, None), file("5", 5.0, None)]).name == "5"
-    assert shown_file([file("4", 4.0, None, None), file("8", 8.5, None, None)]).name == "8"
+    assert shown_file([file("4", 4.0, None, 1e12), file("8", 8.5, None, 1e12)]).name == "8"
