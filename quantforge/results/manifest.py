@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,7 @@ from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import KINDS, Event
 from quantforge.plans import Action, Plan
+from quantforge.recipe import AdapterOptions, Recipe, from_toml
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
@@ -245,6 +246,30 @@ def read(result: Path) -> dict[str, Any] | None:
     if called not in {"", side_of(result, "").name}:
         data |= {"outputs": present_names(data["outputs"], result, called), CALLED: called}
     return data
+
+
+def with_lineage(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a manifest and those of the results that it was made from, the last result first."""
+    while isinstance(document, Mapping):
+        yield document
+        document = document.get("lineage")
+
+
+def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
+    """Yield the recipes of a manifest and its lineage, in the same order; errors as `from_toml`."""
+    for item in with_lineage(document):
+        if text := item.get("recipe"):
+            yield from_toml(text, "the recipe of its manifest")
+
+
+def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
+    """Return the adapter that was merged into a result, as the recipes of its manifest and its lineage declare.
+
+    Returns:
+        the last adapter; empty options if the recipes name none; None if there is no recipe.
+    """
+    found = [recipe.adapter for recipe in recipes(document)]
+    return next((one for one in found if one.source), found[0] if found else None)
 
 
 def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:

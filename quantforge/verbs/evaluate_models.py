@@ -207,10 +207,8 @@ def _note_other_adapter(
 
 def _other_adapter(reference: Path, model: Path, adapter: Path | None) -> str:
     """Return a message where a model was made with another adapter than its reference has, else ""."""
-    from quantforge.verification.opening import declared_adapter  # imports torch
-
     try:
-        made, has = (declared_adapter(manifest.read(path)) for path in (model, reference))
+        made, has = (manifest.declared_adapter(manifest.read(path)) for path in (model, reference))
     except InputError:  # `verify` tells what is wrong with a manifest
         return ""
     if made is None or (adapter is None and not made.source):

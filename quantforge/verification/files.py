@@ -26,7 +26,7 @@ from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge.results.signing import check_signature, signature_of
 from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
-from quantforge.verification.opening import Artifact, chain
+from quantforge.verification.opening import Artifact
 
 _WEIGHTS = (".safetensors", ".gguf")
 _DIGITS = 12  # of a digest in a message
@@ -165,7 +165,7 @@ def check_source(
             f"{text}; {name} has as many bytes of tensors in other files ({len(given.shards)}, not"
             f" {len(split.weights)}): they may be the same tensors, which digests of files cannot tell",
         )
-    elif [*chain(document)][-1] == {}:  # an export of a result that had no manifest
+    elif [*manifest.with_lineage(document)][-1] == {}:  # an export of a result that had no manifest
         report.skip(f"{text}, and no manifest says what that was made from", "source")
     else:
         report.add(
@@ -182,7 +182,7 @@ def check_source(
 def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
     """Return the sources whose digests a manifest and its lineage record."""
     found = []
-    for item in chain(document):
+    for item in manifest.with_lineage(document):
         source = item.get("source", {})
         files = {name: entry for name, entry in source.get("files", {}).items() if len(entry) == 2}
         if files:

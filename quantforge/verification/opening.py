@@ -10,7 +10,7 @@ heads removed, an adapter merged. The manifest of the result declares that, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,6 @@ from quantforge.planning.local_paths import adapter_hint, check_adapter_given
 from quantforge.planning.source import one_by_one as split_experts
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
-from quantforge.recipe import AdapterOptions, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
@@ -68,7 +67,7 @@ class DeclaredChanges:
         Raises:
             InputError: the list of removed experts is malformed.
         """
-        documents = [*chain(document)]
+        documents = [*manifest.with_lineage(document)]
         facts: dict[str, Any] = {}
         transforms: list[str] = []
         for item in reversed(documents):  # from the first result to the last
@@ -192,7 +191,7 @@ def open_source(
         InputError: as `open_model` and `match_quantized`.
     """
     document = manifest.read(path)
-    before, merged = DeclaredChanges.of(document), declared_adapter(document)
+    before, merged = DeclaredChanges.of(document), manifest.declared_adapter(document)
     checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
     stored, layouts = _headers(checkpoint)
     matched = match_quantized(checkpoint, layouts, stored, derive=derive)
@@ -211,34 +210,14 @@ def open_source(
     return Original(view, matched)
 
 
-def chain(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a manifest and those of its lineage, from the last result to the first."""
-    while isinstance(document, Mapping):
-        yield document
-        document = document.get("lineage")
-
-
-def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
-    """Yield the recipe of a manifest and those of its lineage, in the same order."""
-    for item in chain(document):
-        if text := item.get("recipe"):
-            yield from_toml(text, "the recipe of its manifest")
-
-
 def folds_factors(document: Mapping[str, Any] | None) -> bool:
     """Return whether a method that a manifest or its lineage names folds factors into weights (AWQ, SmoothQuant)."""
-    words = [word for item in chain(document) for word in (item.get("method") or "").split("+")]
+    words = [
+        word
+        for item in manifest.with_lineage(document)
+        for word in (item.get("method") or "").split("+")
+    ]
     return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
-
-
-def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
-    """Return the adapter that was merged into a result, as the recipes of its manifest and its lineage declare.
-
-    Returns:
-        the last adapter; empty options if the recipes name none; None if there is no recipe.
-    """
-    found = [recipe.adapter for recipe in recipes(document)]
-    return next((one for one in found if one.source), found[0] if found else None)
 
 
 def check_adapter(
@@ -256,7 +235,7 @@ def check_adapter(
             text = f"--adapter {adapter}: is merged into a source, and none is named"
             raise UsageError(text, "name the source too: --source MODEL")
         return
-    declared = declared_adapter(document)
+    declared = manifest.declared_adapter(document)
     if declared is None:
         return
     check_adapter_given(declared, adapter)

@@ -14,6 +14,7 @@ from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import PLAIN, is_sparse
+from quantforge.results import manifest
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report, Severity
@@ -22,12 +23,10 @@ from quantforge.verification.opening import (
     Artifact,
     DeclaredChanges,
     Original,
-    chain,
     check_adapter,
     folds_factors,
     open_artifact,
     open_source,
-    recipes,
 )
 from quantforge.verification.side_files import check_foreign, check_side_files
 from quantforge.verification.structure import check_structure
@@ -114,7 +113,7 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.skip("not asked for (--no-forward)", "logits")
     elif blocking:
         report.skip(f"not run after these errors: {', '.join(sorted(blocking))}", "logits")
-    tuned = any(recipe.tune for recipe in recipes(document))
+    tuned = any(recipe.tune for recipe in manifest.recipes(document))
     method = str((document or {}).get("method") or "")
     checks = TensorChecks(
         report,
@@ -142,9 +141,15 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
 
 def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
-    if document is None or document.get("method") != PLAIN or len([*chain(document)]) > 1:
+    if (
+        document is None
+        or document.get("method") != PLAIN
+        or len([*manifest.with_lineage(document)]) > 1
+    ):
         return False
-    return all(recipe.scales == "absmax" and not recipe.tune for recipe in recipes(document))
+    return all(
+        recipe.scales == "absmax" and not recipe.tune for recipe in manifest.recipes(document)
+    )
 
 
 def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
