@@ -41,7 +41,7 @@ from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.execution import claims
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -441,7 +441,7 @@ class Neighbours:
 
     def _eval(self) -> None:
         options = Evaluating(TEXT, "a text", windows=2, length=32, speed=False)
-        evaluate(self._model, [self._root / "near"], options)
+        compare_models(self._model, [self._root / "near"], options)
 
 
 def without(found: dict[str, str], name: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ SCHEMA = "quantforge.eval/1"
 QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-_MEASURED = (  # None where there is no figure: of the reference, or without speed
+FIGURES = (  # None where there is no figure: of the reference, or without speed
     "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
     "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
@@ -108,38 +108,28 @@ class EvaluationOptions:
     note: Callable[[str], None] = field(default=lambda _: None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """Day (ISO 8601, UTC) of an evaluation, without the hour, which would change reports; and versions of libraries."""
-
-    date: str
-    versions: Mapping[str, str]
-
-    @classmethod
-    def now(cls) -> Made:
-        """Return today and what is installed; the day of ``SOURCE_DATE_EPOCH`` where that is set."""
-        epoch = os.environ.get(EPOCH, "")
-        moment = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
-        return cls(moment.date().isoformat(), manifest.versions())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return both as plain data."""
-        return {"date": self.date, "versions": dict(self.versions)}
+def _today() -> str:
+    """Return the day (ISO 8601, UTC), without the hour, which would change reports; ``SOURCE_DATE_EPOCH`` where set."""
+    epoch = os.environ.get(EPOCH, "")
+    moment = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
+    return moment.date().isoformat()
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The result: the protocol, and one row of plain data per model, the reference first.
 
-    ``caches`` records how caches were tried, if they were; ``options`` are those of the run, if they are known.
+    ``caches`` records how caches were tried, if they were; ``options`` are those of the run, if they are known;
+    ``versions`` are those of libraries.
     """
 
     protocol: EvaluationProtocol
     rows: tuple[Mapping[str, Any], ...]
     prompts: Prompts | None = None
-    made: Made = field(default_factory=Made.now)
     options: EvaluationOptions | None = None
     caches: Mapping[str, Any] | None = None
+    date: str = field(default_factory=_today)
+    versions: Mapping[str, str] = field(default_factory=manifest.versions)
 
     @property
     def verdict(self) -> Verdict:
@@ -150,7 +140,8 @@ class Evaluation:
         """Return the document ``quantforge.eval/1``."""
         return {
             "schema": SCHEMA,
-            **self.made.to_json(),
+            "date": self.date,
+            "versions": dict(self.versions),
             "protocol": self.protocol.to_json(),
             "generated": None if self.prompts is None else self.prompts.to_json(),
             "caches": self.caches,
@@ -160,7 +151,7 @@ class Evaluation:
 
 
 @as_input_errors()
-def evaluate(
+def compare_models(
     reference: Path,
     models: Sequence[Path],
     options: EvaluationOptions,
@@ -316,7 +307,7 @@ def _of_files(loaded: Loaded) -> dict[str, Any]:
         "kernels": dict(loaded.kernels),
         "made_by": _made_by(history),
         "events": [*history.get("events", ()), *(event.to_json() for event in loaded.events)],
-        **dict.fromkeys(_MEASURED),
+        **dict.fromkeys(FIGURES),
     }
 
 

@@ -132,7 +132,7 @@ def measure_as_deployed(
         device: where it runs.
         dtype: in which.
         input_bits: to which products of packed weights round their inputs.
-        cache: as of `measure`.
+        cache: as of `measure_speed`.
 
     Returns:
         Figures of a row of the report.
@@ -144,7 +144,7 @@ def measure_as_deployed(
     tell("loading as an engine would")
     with PeakMemory(device) as peak:
         loaded = load(path, device, dtype, input_bits=input_bits)
-        speed = measure(loaded, prompt, bandwidth, cache)
+        speed = measure_speed(loaded, prompt, bandwidth, cache)
     return {
         "read_bytes_per_token": loaded.read_bytes,
         "held_bytes": loaded.held_bytes,
@@ -162,7 +162,7 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 
 @torch.inference_mode()
-def measure(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -> Speed:
+def measure_speed(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -> Speed:
     """Measure a model on a prompt ``[1, tokens]``; takes some seconds.
 
     Args:

@@ -22,7 +22,7 @@ from quantforge.results import manifest
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.folder_cards import check_card_of, write_measured
+from quantforge.verbs.folder_cards import check_card_of, write_card_of
 from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
 
 if TYPE_CHECKING:
@@ -103,18 +103,18 @@ def evaluate(
         tell("libraries")
         import torch
 
-        from quantforge.evaluation.evaluate import evaluate as measure
+        from quantforge.evaluation.evaluate import compare_models
         from quantforge.evaluation.kept_rows import keeping
         from quantforge.numerics.allocator import return_freed_memory
 
-        measurement = _measurement(paths[0], options, tasks, settings)
+        resolved = _evaluation_options(paths[0], options, tasks, settings)
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(paths, measurement) as kept:
-            evaluation = measure(paths[0], paths[1:], measurement, kept)
+        with keeping(paths, resolved) as kept:
+            evaluation = compare_models(paths[0], paths[1:], resolved, kept)
             if card:
-                write_measured(Path(card), evaluation, opened[0], settings.base_model)
+                write_card_of(Path(card), evaluation, opened[0], settings.base_model)
         return evaluation
 
 
@@ -244,7 +244,7 @@ def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
     return tasks
 
 
-def _measurement(
+def _evaluation_options(
     reference: Path, options: MeasurementOptions, tasks: Tasks | None, settings: Settings
 ) -> EvaluationOptions:
     """Have tasks checked, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""

@@ -87,7 +87,7 @@ def check_folder_card(folder: Path) -> None:
         _replaced(folder / CARD, folder, "")
 
 
-def write_measured(folder: Path, found: Evaluation, source: Checkpoint, base: str) -> None:
+def write_card_of(folder: Path, found: Evaluation, source: Checkpoint, base: str) -> None:
     """Put measured figures into the card of a folder; of a folder of files it is made or renewed first."""
     from quantforge.evaluation.card_section import index, section
 

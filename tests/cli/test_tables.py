@@ -16,7 +16,7 @@ import pytest
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
-from quantforge.evaluation.evaluate import _MEASURED, Evaluation
+from quantforge.evaluation.evaluate import FIGURES, Evaluation
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes
@@ -29,7 +29,7 @@ WIDTHS = (80, 120, 160)
 
 
 def row(name, scheme, nbytes, bits, **figures):
-    return dict.fromkeys(_MEASURED) | {
+    return dict.fromkeys(FIGURES) | {
         "path": f"models/{name}", "format": "gguf" if "_" in scheme else "compressed-tensors", "scheme": scheme,
         "weight_bytes": nbytes, "bits_per_weight": bits, "bits_per_weight_total": bits + 1, "kv_cache": "none",
         "read_bytes_per_token": nbytes, "held_bytes": nbytes, "kernels": {"llvm-int": 0.75, "dense": 0.25},

@@ -205,7 +205,7 @@ def full(*_, **__):
     [
         ("quantforge.cli.evaluate.save", ("--report", "r.json")),
         ("quantforge.evaluation.gates.append", ("--summary", "s.md")),
-        ("quantforge.verbs.evaluate_models.write_measured", ("--card", "bits4")),
+        ("quantforge.verbs.evaluate_models.write_card_of", ("--card", "bits4")),
     ],
 )
 def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(

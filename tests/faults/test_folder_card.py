@@ -86,7 +86,7 @@ def test_bits_that_are_no_number_are_absent(model, folder, bits):
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     model, folder, monkeypatch
 ):
-    monkeypatch.setattr(evaluate_models, "_measurement", None)
+    monkeypatch.setattr(evaluate_models, "_evaluation_options", None)
     card = folder / "README.md"
     for text in ("# Mine\n", f"{FILES_PART.begin}\n"):
         card.write_text(text)

@@ -9,7 +9,7 @@ import pytest
 
 from quantforge import verbs
 from quantforge.errors import InputError
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.task_model import TaskModel
 from quantforge.formats.gguf.parsing import read_gguf
@@ -73,9 +73,9 @@ def calibrated(model, text, out, *, run):
 ENTRANCES = {
     "generate": (lambda m, t, out: verbs.generate(m, NAMED, raw=True), "the prompt: "),
     "chat": (lambda m, t, out: verbs.generate(m, NAMED), "the prompt in the model's chat template: "),
-    "eval": (lambda m, t, out: evaluate(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
+    "eval": (lambda m, t, out: compare_models(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
     "eval --generated": (
-        lambda m, t, out: evaluate(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
+        lambda m, t, out: compare_models(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
         "--generated: prompt 2: "),
     "tasks": (
         lambda m, t, out: evaluate_tasks(m, [("a", "b"), (NAMED, " b")]),

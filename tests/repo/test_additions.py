@@ -11,7 +11,7 @@ import torch
 from quantforge import verbs
 from quantforge.architectures import MODEL_TYPES
 from quantforge.errors import UsageError
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
@@ -40,7 +40,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.plan.method == "halving"
     assert len(halving.SEEN) == 8  # shared inputs of two blocks
     assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
-    rows = evaluate(model, [tmp_path / "q"], options()).rows
+    rows = compare_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     for text in ("awq+halving", "halving+rtn"):
         if text.startswith("awq"):
@@ -78,7 +78,7 @@ def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
     quantize(hyperclovax, tmp_path / "q", wanted)
     assert verify(tmp_path / "q", VerificationOptions(hyperclovax)).findings == []
-    rows = evaluate(hyperclovax, [tmp_path / "q"], options()).rows
+    rows = compare_models(hyperclovax, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
 
 
@@ -98,7 +98,7 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (lying / "config.json").write_text(config.replace('"left_out": []', '"left_out": ["up_proj"]'))
     found = verify(lying, VerificationOptions(engine="other", forward=False)).findings
     assert {"ignore-list", "engine"} <= {item.check for item in found}
-    rows = evaluate(model, [tmp_path / "q"], options()).rows
+    rows = compare_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     other = recipe(format="compressed-tensors")
     verbs.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
@@ -118,6 +118,6 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         quantize(model, tmp_path / method, wanted)
         assert verify(tmp_path / method, VerificationOptions(model)).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]
-    plain, compensated = evaluate(model, places, options()).rows[1:]
+    plain, compensated = compare_models(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2
     assert 0 < compensated["kl_mean"] < 0.2

@@ -101,7 +101,8 @@ def page(evaluation: Evaluation) -> str:
     return _rendered(
         TEMPLATE,
         title=f"{verdict.names[0]}: {compared}",
-        made=evaluation.made,
+        date=evaluation.date,
+        versions=evaluation.versions,
         verdict=verdict,
         notes=notes(evaluation, titles(tables(evaluation, None, wide=True))),
         sections=[(title, charts) for title, charts in _sections(rows, verdict) if charts],

@@ -21,7 +21,7 @@ from quantforge.evaluation.cache_quality import (
     trial_of,
     try_caches,
 )
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.evaluation.windows import Windows
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
@@ -180,21 +180,21 @@ def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
 
 def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
     changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
-    found = evaluate(source, [source], changed)
+    found = compare_models(source, [source], changed)
     assert [row["kind"] for row in found.rows[1]["caches"]] == ["16bit", "int8", "k=int8,v=int4"]
     assert found.rows[0]["caches"] == found.rows[1]["caches"]
     document = json.loads(json.dumps(found.to_json()))
     assert document["caches"]["length"] == 128
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
     jsonschema.validate(document, schema)
-    assert evaluate(source, [], options()).to_json()["caches"] is None
+    assert compare_models(source, [], options()).to_json()["caches"] is None
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
 def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, monkeypatch):
     monkeypatch.setattr("quantforge.evaluation.evaluate.load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(RefusedError, match="own decoder"):
-        evaluate(tiny(family), [], options(caches=("int8",)))
+        compare_models(tiny(family), [], options(caches=("int8",)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quantforge.evaluation.divergence import (
     score,
     score_reference,
 )
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.evaluation.head import Head
 from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk
@@ -36,7 +36,7 @@ def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
     windows = windows_of(tiny(family))
     with torch.inference_mode():
         losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
-    row = evaluate(tiny(family), [], options()).rows[0]
+    row = compare_models(tiny(family), [], options()).rows[0]
     assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
 

@@ -9,7 +9,7 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.evaluate import evaluate
+from quantforge.evaluation.evaluate import compare_models
 from quantforge.evaluation.generated import Answer, Prompts, parting, summary
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
@@ -33,7 +33,7 @@ def models(tiny, tmp_path_factory):
 @pytest.mark.tokens
 def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
-    _, itself, row = evaluate(source, [source, rounded], options(prompts=ASKED)).rows
+    _, itself, row = compare_models(source, [source, rounded], options(prompts=ASKED)).rows
     assert itself["generated"]["kl_mean"] == 0
     assert itself["generated"]["parted"] == 0
     assert itself["generated"]["length_ratio"] == 1
@@ -90,7 +90,7 @@ def test_answers_that_part_are_told_from_those_that_end_early():
 def test_prompts_that_leave_no_room_are_refused_before_the_work(models):
     prompts = Prompts("long", ("short", "the weights " * 60), 64)
     with pytest.raises(InputError, match=r"prompt 2 has \d+ tokens, 64 are generated"):
-        evaluate(models[0], [], options(prompts=prompts))
+        compare_models(models[0], [], options(prompts=prompts))
 
 
 def test_prompts_are_paragraphs_or_records(tmp_path):

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from quantforge.evaluation.columns import ABSENT
-from quantforge.evaluation.evaluate import QUANTILES, Evaluation, EvaluationOptions, Made
+from quantforge.evaluation.evaluate import QUANTILES, Evaluation, EvaluationOptions
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (
@@ -92,7 +92,6 @@ def evaluation() -> Evaluation:
         "a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1
     )
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
-    made = Made("2026-01-02", {"quantforge": "0.1.0"})
     tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
     options = EvaluationOptions(
         "",
@@ -103,7 +102,9 @@ def evaluation() -> Evaluation:
         tasks=tasks,
     )
     rows = tuple(row(index) for index in range(5))
-    return Evaluation(protocol, rows, prompts, made, options, TRIAL)
+    return Evaluation(
+        protocol, rows, prompts, options, TRIAL, "2026-01-02", {"quantforge": "0.1.0"}
+    )
 
 
 @pytest.fixture(scope="module")
