@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.checkpoint.disk import check_new, save
+from quantforge.checkpoint.disk import append, check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError, UsageError
-from quantforge.evaluation.gates import check_gates, check_held, write_summary
 from quantforge.evaluation.tasks import YAML
 from quantforge.settings import Settings
 
@@ -181,7 +180,11 @@ def evaluate(
         if max_ppl_increase is None
         else options.percent(max_ppl_increase, "--max-ppl-increase")
     )
-    check_held(models or (), limit, max_kl)
+    if not models and (limit is not None or max_kl is not None):
+        raise UsageError(
+            "a quality gate holds models to a limit, and only the reference is given",
+            "name the models behind it: quantforge eval REFERENCE MODEL...",
+        )
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
     if allow_code and any(name.endswith(YAML) for name in names or ()):
         console.note("--allow-code: the task files may run code as you")
@@ -206,7 +209,7 @@ def evaluate(
             windows=windows,
             length=length,
             speed=speed,
-            **({} if cache is None else {"cache": cache}),
+            cache=() if cache is None else cache,
             engine=engine,
             tasks=names,
             task_limit=task_limit,
@@ -222,7 +225,12 @@ def evaluate(
     else:
         show_tables(console, found, wide=wide)
     save_reports(found, report or [], overwrite=overwrite)
-    _hold(found, limit, max_kl, summary)
+    failed = failed_gates(found, limit, max_kl)
+    write_summary(summary, found, failed)
+    if failed:
+        raise GateError(
+            failed, "use more bits, smaller groups or another method, or raise the limit"
+        )
 
 
 def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
@@ -269,13 +277,44 @@ def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool)
         save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
 
 
-def _hold(
-    found: Evaluation, max_ppl_increase: float | None, max_kl: float | None, summary: Path | None
-) -> None:
-    """Hold the models to the limits; the job's summary is written before they end the command."""
-    try:
-        check_gates(found, max_ppl_increase, max_kl)
-    except GateError as error:
-        write_summary(summary, found, error.message)
-        raise
-    write_summary(summary, found)
+def failed_gates(
+    found: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
+) -> str:
+    """Return a message that lists every model that is beyond a limit, with its figure; "" where there is none.
+
+    Args:
+        found: the evaluation.
+        max_ppl_increase: relative to the reference, e.g. 0.02.
+        max_kl: mean KL divergence in nats per token.
+    """
+    limits = (
+        ("perplexity_increase", max_ppl_increase, "perplexity increased by {:.2%}, at most {:.2%}"),
+        ("kl_mean", max_kl, "KL divergence {:.4g}, at most {:.4g}"),
+    )
+    failed = [
+        f"{row['path']}: {text.format(row[key], limit)}"
+        for row in found.rows[1:]
+        for key, limit, text in limits
+        if limit is not None and row[key] > limit
+    ]
+    return f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}" if failed else ""
+
+
+def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> None:
+    """Add table and verdict of an evaluation to the summary of a CI's job, as GitHub-flavoured Markdown.
+
+    A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on GitHub).
+
+    Args:
+        path: of the summary; nothing is written where it is None.
+        found: whose tables are added.
+        failed: what gates refuse, in words.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    if path is not None:
+        from quantforge.evaluation.report import render  # with torch
+
+        verdict = f"**Failed:** {failed}\n\n" if failed else ""
+        append(path, f"## Evaluation\n\n{verdict}{render(found, 'markdown')}\n".encode())

@@ -13,7 +13,6 @@ from quantforge.cli import choices, evaluate, options, processes
 from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import from_here, shown
 from quantforge.errors import UsageError
-from quantforge.evaluation.gates import write_summary
 from quantforge.settings import under_torchrun
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def sweep(
         )
     _show(console, found, failed, wide=wide)
     evaluate.save_reports(found.evaluation, report or [], overwrite=overwrite)
-    write_summary(summary, found.evaluation)
+    evaluate.write_summary(summary, found.evaluation)
     _tell_files(console, report, summary)
 
 

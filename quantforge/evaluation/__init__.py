@@ -10,7 +10,6 @@ In this folder:
     columns         Columns of a table of text, and as many of them as a width holds
     divergence      Perplexity of a model, and its exact KL divergence from a reference, token by token
     evaluate        `eval`: a reference and its descendants, measured under one protocol, one model in memory at a time
-    gates           Quality gates: limits that every model of an evaluation has to keep
     generated       Text that the reference writes itself: how a model scores along it, and where its own answer differs
     head            The last step of a language model, a part of the vocabulary at a time
     kept_rows       Rows of an interrupted evaluation, kept in the user's cache until the same evaluation completes

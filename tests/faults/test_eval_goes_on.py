@@ -204,7 +204,7 @@ def full(*_, **__):
     ("last", "options"),
     [
         ("quantforge.cli.evaluate.save", ("--report", "r.json")),
-        ("quantforge.evaluation.gates.append", ("--summary", "s.md")),
+        ("quantforge.cli.evaluate.append", ("--summary", "s.md")),
         ("quantforge.verbs.evaluate_models.write_card_of", ("--card", "bits4")),
     ],
 )
