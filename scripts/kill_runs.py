@@ -47,7 +47,6 @@ from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
-from quantforge.verification.verify import VerificationOptions as Verifying
 from quantforge.verification.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -435,7 +434,7 @@ class Neighbours:
 
     def _verify(self) -> None:
         for name in self._read:
-            found = verify(self._root / name, Verifying(self._model, forward=False)).findings
+            found = verify(self._root / name, self._model, forward=False).findings
             if found:
                 raise SystemExit(f"{name}: {found[0]}")
 

@@ -68,8 +68,15 @@ def verify(
     if public is not None:
         FILES.read(public, KEY, None)
     return_freed_memory()
-    from quantforge.verification.verify import VerificationOptions
     from quantforge.verification.verify import verify as check
 
     with followed(progress), phase("verifying", 1.0):
-        return check(place, VerificationOptions(original, engine, forward, device, public, merged))
+        return check(
+            place,
+            original,
+            engine=engine,
+            forward=forward,
+            device=device,
+            key=public,
+            adapter=merged,
+        )

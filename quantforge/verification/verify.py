@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,80 +35,75 @@ from quantforge.verification.tensors import TensorChecks
 _BLOCK_FORWARD = {"unreadable", "incomplete", "ignore-list"}
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationOptions:
-    """Options of a verification: what is used beside the artifact.
+@torch.no_grad()
+def verify(
+    path: Path,
+    source: Path | None = None,
+    *,
+    engine: str | None = None,
+    forward: bool = True,
+    device: str = "cpu",
+    key: Path | None = None,
+    adapter: Path | None = None,
+) -> Report:
+    """Verify an artifact of any format that is read; what is wrong with it is in the report.
 
-    Attributes:
+    Args:
+        path: the artifact.
         source: the model that it was made from.
         engine: the inference engine that must load it, as ``quantforge formats`` names it.
         forward: run the model once.
         device: where it runs.
         key: the public key of whoever signed it.
         adapter: what was merged into the source.
-    """
-
-    source: Path | None = None
-    engine: str | None = None
-    forward: bool = True
-    device: str = "cpu"
-    key: Path | None = None
-    adapter: Path | None = None
-
-
-@torch.no_grad()
-def verify(path: Path, options: VerificationOptions | None = None) -> Report:
-    """Verify an artifact of any format that is read; what is wrong with it is in the report.
 
     Raises:
         InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
         IntegrityError: the adapter is not the one that the manifest states, or it states none.
         UsageError: an adapter without a source, an engine that nobody knows, or no library for signatures.
     """
-    options = options or VerificationOptions()
     if not path.exists():
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
-    report = Report(path, options.source)
+    report = Report(path, source)
     tell("files and digests")
     document = check_manifest(report)
     declared = DeclaredChanges.of(document)
-    check_adapter(document, options.source, options.adapter)
-    check_signed(report, options.key)
+    check_adapter(document, source, adapter)
+    check_signed(report, key)
     # Without a manifest, factors may have been folded: they are searched for.
     folded = not document or folds_factors(document)
-    derive = options.source is not None and folded
-    artifact = open_artifact(report, derive=derive or options.forward)
+    derive = source is not None and folded
+    artifact = open_artifact(report, derive=derive or forward)
     if artifact is None:
-        if options.source:  # the source, and the vision tower of a GGUF file, are checked even then
-            original = open_source(options.source, declared, options.adapter, derive=derive)
-            check_tower(report, original)
+        if source:  # the source, and the vision tower of a GGUF file, are checked even then
+            check_tower(report, open_source(source, declared, adapter, derive=derive))
         return report
-    source = None
-    if options.source:
-        match = check_source(report, artifact, document, options.source)
+    original = None
+    if source:
+        match = check_source(report, artifact, document, source)
         if match is SourceMatch.SWAPPED:
             return report
         if match is SourceMatch.COMPARABLE:
             single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
-            source = open_source(
-                options.source,
+            original = open_source(
+                source,
                 declared,
-                options.adapter,
+                adapter,
                 one_by_one=single,
                 derive=derive or single,
             )
     else:
         report.skip("no source was named (--source)", *COMPARED)
-    check_structure(report, artifact, options.engine, source)
-    check_foreign(report, artifact, source)
+    check_structure(report, artifact, engine, original)
+    check_foreign(report, artifact, original)
     check_within(report, artifact)
-    if source is None:
+    if original is None:
         report.partial.update(WITHOUT_SOURCE)
     else:
-        check_side_files(report, artifact, source)
-        check_gguf_keys(report, artifact, source)
+        check_side_files(report, artifact, original)
+        check_gguf_keys(report, artifact, original)
     blocking = {f.check for f in report.findings if f.severity is Severity.ERROR} & _BLOCK_FORWARD
-    if not options.forward:
+    if not forward:
         report.skip("not asked for (--no-forward)", "logits")
     elif blocking:
         report.skip(f"not run after these errors: {', '.join(sorted(blocking))}", "logits")
@@ -118,10 +112,10 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
     checks = TensorChecks(
         report,
         artifact,
-        source,
-        device=options.device,
-        forward=options.forward and not blocking,
-        plainly=options.adapter is None and _rounded_plainly(document),
+        original,
+        device=device,
+        forward=forward and not blocking,
+        plainly=adapter is None and _rounded_plainly(document),
         sparsifier=method if is_sparse(method) else "",
         folded=folded,
         tuned=tuned,
@@ -134,8 +128,8 @@ def verify(path: Path, options: VerificationOptions | None = None) -> Report:
         report.notes.append(
             f"{len(checks.sparse)} tensors were made sparse, for example {checks.sparse[0]}"
         )
-    elif source is not None:
-        _check_copy(report, artifact, source)
+    elif original is not None:
+        _check_copy(report, artifact, original)
     return report
 
 

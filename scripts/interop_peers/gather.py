@@ -62,9 +62,9 @@ def _weights(artifact: Path, record: dict[str, str], expected: dict[str, str]) -
 
 def _findings(artifact: Path, source: Path) -> list[str]:
     """What ``verify`` says, alone and against the source."""
-    from quantforge.verification.verify import VerificationOptions, verify
+    from quantforge.verification.verify import verify
 
-    reports = [verify(artifact, VerificationOptions(given)) for given in (None, source)]
+    reports = [verify(artifact, given) for given in (None, source)]
     return [
         f"{item.check} {item.where}: {item.detail}"
         for report in reports

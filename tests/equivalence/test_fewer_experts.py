@@ -21,7 +21,7 @@ from quantforge.results import manifest
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import CALIBRATION, StopError, command, crash_after, quantize, recipe, tree
@@ -49,7 +49,7 @@ def test_a_smaller_checkpoint_that_everyone_loads(tiny: Tiny, tmp_path: Path, fa
     ]
     gone = removed(out)
     assert all(len(experts) == 1 for experts in gone.values())
-    assert verify(out, VerificationOptions(model)).findings == []
+    assert verify(out, model).findings == []
     loaded, info = AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.float32, output_loading_info=True
     )
@@ -153,7 +153,7 @@ def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
     quantize(model, tmp_path / "b", wanted, threads=2, activations="disk")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     assert json.loads((tmp_path / "a/config.json").read_text())["num_local_experts"] == 2
-    assert verify(tmp_path / "a", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "a", model).findings == []
     assert reproduce(tmp_path / "a", str(model), Settings()).differing == ()
     path = tmp_path / "a" / manifest.NAME
     said = as_text(removed(tmp_path / "a"))
@@ -161,9 +161,7 @@ def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
         {layer: (0, 1) if gone != (0, 1) else (2, 3) for layer, gone in from_text(said).items()}
     )
     path.write_text(path.read_text().replace(said, other))
-    assert {f.check for f in verify(tmp_path / "a", VerificationOptions(model)).findings} >= {
-        "kept-changed"
-    }
+    assert {f.check for f in verify(tmp_path / "a", model).findings} >= {"kept-changed"}
 
 
 @pytest.mark.parametrize(

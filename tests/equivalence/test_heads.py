@@ -22,7 +22,7 @@ from quantforge.results import manifest
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from scripts import tiny_families
 from tests.conftest import VOCABULARY, Tiny, tiny_tokenizer
 from tests.runs import quantize, recipe, swift
@@ -147,7 +147,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
             assert document is not None
             assert f"{len(before)} tensors" in document["source"]["dropped heads"]
         runs = mtp == "keep"  # the others compute the same logits
-        assert verify(out, VerificationOptions(model, forward=runs)).findings == []
+        assert verify(out, model, forward=runs).findings == []
         logits.append(load(out).model(IDS).logits)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
@@ -167,7 +167,7 @@ def test_dropped_ones_are_reproduced_and_a_damaged_one_is_seen(
     name = next(name for name in values if name.endswith("eh_proj.weight"))
     values[name] = values[name].roll(1, 0)
     save_file(values, tmp_path / "keep/model.safetensors", {"format": "pt"})
-    found = verify(tmp_path / "keep", VerificationOptions(model)).findings
+    found = verify(tmp_path / "keep", model).findings
     assert ("kept-changed", name) in {(finding.check, finding.where) for finding in found}
     values = load_file(tmp_path / "quantize/model.safetensors")
     name = next(
@@ -177,7 +177,7 @@ def test_dropped_ones_are_reproduced_and_a_damaged_one_is_seen(
     )
     values[name] = values[name].roll(1, 0)
     save_file(values, tmp_path / "quantize/model.safetensors", {"format": "pt"})
-    found = verify(tmp_path / "quantize", VerificationOptions(model)).findings
+    found = verify(tmp_path / "quantize", model).findings
     assert any(finding.check == "swapped" for finding in found)
 
 
@@ -188,7 +188,7 @@ def test_experts_may_be_pruned_where_the_head_is_dropped(with_head: Make, tmp_pa
         quantize(model, out, recipe(**pruned))
     quantize(model, out, recipe(**pruned, mtp="drop"))
     assert not heads_in(out)
-    assert verify(out, VerificationOptions(model)).findings == []
+    assert verify(out, model).findings == []
 
 
 @pytest.mark.parametrize(

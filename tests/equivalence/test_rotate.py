@@ -36,7 +36,7 @@ from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
 from tests.runs import command, quantize, recipe, swift
 from tests.thorough import further
@@ -179,7 +179,7 @@ def test_from_quantize_to_verify(
     said = document["source"][ROTATION]
     assert re.match(r"residual stream \(\d+\) by a Hadamard matrix .* seed 0; ", said)
     assert ("the head stored on its own" in said) == (family in {"llama-tied", "gemma"})
-    report = verify(out, VerificationOptions(model))
+    report = verify(out, model)
     assert report.findings == []
     assert reproduce(out, str(model), Settings()).differing == ()
 
@@ -229,9 +229,7 @@ def test_norms_that_are_not_one_are_found(tiny: Tiny, tmp_path: Path) -> None:
     stated = out / manifest.NAME
     document = json.loads(stated.read_text())
     stated.write_text(json.dumps(document | {"method": "rtn"}))
-    assert {"kept-changed"} <= {
-        item.check for item in verify(out, VerificationOptions(model)).findings
-    }
+    assert {"kept-changed"} <= {item.check for item in verify(out, model).findings}
 
 
 def test_plan_says_what_becomes_of_the_model(

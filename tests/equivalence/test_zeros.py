@@ -18,7 +18,7 @@ from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, recipe, tree
@@ -65,7 +65,7 @@ def test_half_of_every_linear_is_gone(tiny: Tiny, tmp_path: Path, family: str, m
         assert ((rows.reshape(-1, 4) == 0).sum(1) >= 2).all(), name
         stays = value != 0
         assert torch.equal(value[stays], source[name][stays]) is (method != "sparsegpt"), name
-    assert verify(out, VerificationOptions(model)).findings == []
+    assert verify(out, model).findings == []
 
 
 def test_one_run_is_like_another(tiny: Tiny, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_one_run_is_like_another(tiny: Tiny, tmp_path: Path) -> None:
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     assert zeros(tmp_path / "a")
     assert not any("down_proj" in name for name in zeros(tmp_path / "a"))
-    assert verify(tmp_path / "a", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "a", model).findings == []
     assert reproduce(tmp_path / "a", str(model), Settings()).differing == ()
 
 
@@ -102,7 +102,7 @@ def test_verify_sees_what_is_damaged(tiny: Tiny, tmp_path: Path, method: str, da
     values = load_file(out / "model.safetensors")
     values[name] = damage(values[name].float()).to(values[name].dtype).contiguous()
     save_file(values, out / "model.safetensors", {"format": "pt"})
-    found = verify(out, VerificationOptions(model)).findings
+    found = verify(out, model).findings
     assert name in {finding.where for finding in found}
 
 
@@ -122,7 +122,7 @@ def test_plain_rounding_afterwards_keeps_every_zero(tiny: Tiny, tmp_path: Path) 
             value = plain.read(name)
             assert (value[gone] == 0).all(), name
             assert (value[~gone] != 0).float().mean() > 0.5, name
-        assert verify(out, VerificationOptions(tmp_path / "s")).findings == []
+        assert verify(out, tmp_path / "s").findings == []
 
 
 @pytest.mark.parametrize(

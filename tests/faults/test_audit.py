@@ -15,7 +15,7 @@ import pytest
 from quantforge import verbs
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import LOOPS, Tiny
 from tests.runs import copied, ended, forked, recipe, tree
 
@@ -117,7 +117,7 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     verbs.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
     verbs.quantize(str(model), recipe("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
     verbs.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
-    report = verify(out / "a", VerificationOptions(model))
+    report = verify(out / "a", model)
     audit.watching = False
     problems = audit.violations + [f"{item.check} {item.where}" for item in report.findings]
     if problems or not any(name.endswith("model.safetensors") for name in audit.opened):

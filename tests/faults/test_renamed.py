@@ -10,7 +10,7 @@ import pytest
 
 from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.findings import Report
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe
 
 SIDE = ".quantforge.json"
@@ -37,7 +37,7 @@ def damaged(file: Path) -> Path:
 
 
 def look(path: Path, source: Path | None = None) -> Report:
-    return verify(path, VerificationOptions(source, forward=False))
+    return verify(path, source, forward=False)
 
 
 def files(report: Report) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.plan import plan
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY
 from tests.evaluations import TEXT, options
 from tests.gguf_exports import edited, export
@@ -106,7 +106,7 @@ def test_every_entrance_names_the_token_the_rows_and_the_place(name, model, text
 
 
 def test_without_the_token_all_is_as_ever_and_verify_warns(model, rounded):
-    report = verify(rounded, VerificationOptions(model))
+    report = verify(rounded, model)
     assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
     assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
     assert verbs.generate(rounded, "the weights", raw=True, max_tokens=2)
@@ -153,7 +153,7 @@ def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
     (event,) = [one for one in found.events if one.kind == "token-left-out"]
     assert "'<image>'" in event.detail
     assert f"past the {VOCABULARY} rows" in event.detail
-    assert verify(tmp_path / "x.gguf", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "x.gguf", source).findings == []
     pytest.importorskip("xllamacpp")
     from quantforge.evaluation.llama_cpp import LlamaCpp
 

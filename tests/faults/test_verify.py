@@ -22,7 +22,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.formats.targets import TARGETS
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import CHECKS, Report, Severity
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import command, copied, first_blocks, quantize, recipe, swift
@@ -74,7 +74,7 @@ def made(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 def look(path: Path, source: Path | None = None, **options: Any) -> Report:
     """Verify without the forward pass, which is not what most defects need."""
-    return verify(path, VerificationOptions(source, **{"forward": False, **options}))
+    return verify(path, source, **{"forward": False, **options})
 
 
 def said(report: Report) -> list[str]:
@@ -338,7 +338,7 @@ def test_a_defect_is_found_and_named(name, made, source, tmp_path):
 
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_healthy_has_no_findings(base, made, source):
-    report = verify(made(base), VerificationOptions(source(BASES[base][0])))
+    report = verify(made(base), source(BASES[base][0]))
     assert said(report) == []
     assert report.tensors
     assert 0 < report.figures["kl_mean"] < 0.2
@@ -446,7 +446,7 @@ def test_matrices_and_gains_that_are_zero_are_no_finding(base, source, tmp_path)
 def test_scales_of_small_rows_that_are_rounded_too_are_in_order(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
     quantize(demo, tmp_path / "q", recipe(scheme="nf4:g64:sym:double", scales="absmax"))
-    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
+    assert said(verify(tmp_path / "q", demo)) == []
 
 
 # Every method and format, folded or not; numbers of bits down to 2.
@@ -593,29 +593,29 @@ def test_another_configuration_and_a_larger_divergence_are_seen_in_the_logits(
     model, original = copied(made("folded"), tmp_path / "m"), source("llama-wide")
     (model / NAME).unlink()
     document(CONFIG, lambda config: config.update(rms_norm_eps=0.1))(model)
-    found = verify(model, VerificationOptions(original)).findings
+    found = verify(model, original).findings
     assert ("logits", Severity.ERROR) in {(item.check, item.severity) for item in found}
     document(CONFIG, lambda config: config.update(rms_norm_eps=1e-5))(model)
     for layer in (0, 1):
         name = DOWN.replace(".0.", f".{layer}.")
         element(f"{name}.weight_scale", scaled(slice(None), 3.0))(model)
-    found = verify(model, VerificationOptions(original)).findings
+    found = verify(model, original).findings
     assert ("logits", Severity.WARNING) in {(item.check, item.severity) for item in found}
 
 
 def test_the_first_result_that_a_reader_makes_passes(tmp_path):
     demo = Path(__file__).parents[2] / "models" / "demo"
     quantize(demo, tmp_path / "q", recipe("gptq", scheme="int4:g128:sym", tune=2))
-    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
+    assert said(verify(tmp_path / "q", demo)) == []
     (tmp_path / "q" / NAME).unlink()
-    assert said(verify(tmp_path / "q", VerificationOptions(demo))) == []
+    assert said(verify(tmp_path / "q", demo)) == []
 
 
 def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
     model = copied(made("folded"), tmp_path / "m")
     (model / NAME).unlink()
     shorter = first_blocks(copied(source("llama-wide"), tmp_path / "shorter"), 1)
-    report = verify(model, VerificationOptions(shorter))
+    report = verify(model, shorter)
     assert "blocks" in report.skipped["logits"]
     assert {
         item.detail for item in report.findings if item.where.startswith("model.layers.1.")

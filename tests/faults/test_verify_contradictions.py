@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantforge.errors import InputError
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import peers
 
 BLOCK = "model.layers.0."
@@ -273,7 +273,7 @@ HEALTHY: dict[str, tuple[str, Edit]] = {
 
 
 def told(path: Path) -> list[str]:
-    report = verify(path, VerificationOptions(forward=False))
+    report = verify(path, forward=False)
     return [f"{item.where}: {item.detail}" for item in report.findings]
 
 

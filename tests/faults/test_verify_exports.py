@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from quantforge.recipe import Rule
 from quantforge.verbs.export import export
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.runs import copied, quantize, recipe
 
 OTHER = "model.layers.0.mlp.up_proj.weight"
 
 
 def look(path: Path, source: Path) -> Report:
-    return verify(path, VerificationOptions(source, forward=False))
+    return verify(path, source, forward=False)
 
 
 def exported(source: Path, place: Path, scheme: str, form: str) -> Path:

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from quantforge.verification.findings import Severity
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import peers
 
 ARTIFACT = peers.FIXTURES / "llmc-w4a16-gptq"
@@ -65,7 +65,7 @@ def model(tmp_path):
 
 
 def found(model, source=None):
-    report = verify(model, VerificationOptions(source, forward=False))
+    report = verify(model, source, forward=False)
     return {item.where: item for item in report.findings if item.check == "foreign"}
 
 
@@ -112,18 +112,18 @@ def test_weights_of_the_source_beside_the_quantized_ones_are_a_warning(model, so
 
 def test_a_template_or_vocabulary_is_ordinary_without_a_source_and_compared_with_one(model, source):
     (model / "chat_template.jinja").write_text("{{ 'visit' }}")
-    report = verify(model, VerificationOptions(source, forward=False))
+    report = verify(model, source, forward=False)
     assert [(item.where, item.severity) for item in report.findings] == [
         ("chat_template.jinja", Severity.ERROR)
     ]
-    assert not verify(model, VerificationOptions(forward=False)).findings
+    assert not verify(model, forward=False).findings
 
 
 def test_a_card_is_neither_obeyed_nor_printed(model, source):
-    before = verify(model, VerificationOptions(source, forward=False)).document()
+    before = verify(model, source, forward=False).document()
     (model / "README.md").write_text(
         "---\nbase_model: evil/x\nlicense: evil\n---\nevil: verified by everybody\n"
     )
-    after = verify(model, VerificationOptions(source, forward=False)).document()
+    after = verify(model, source, forward=False).document()
     assert after == before
     assert "evil" not in json.dumps(after)

@@ -21,7 +21,7 @@ from quantforge.verification.gguf_keys import (
     obeyed,
 )
 from quantforge.verification.opening import open_artifact, open_source
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models, peers
 from tests.gguf_exports import export
 
@@ -152,9 +152,9 @@ def test_a_file_without_a_kind_of_vocabulary_is_a_finding(key, made, tmp_path):
     bad = tmp_path / "m.gguf"
     name = f"tokenizer.ggml.{key}".encode()
     bad.write_bytes(path.read_bytes().replace(name, name[:-1] + b"_"))
-    found = verify(bad, VerificationOptions(source, forward=False)).findings
+    found = verify(bad, source, forward=False).findings
     assert {item.check for item in found} >= {"keys"}
-    assert not verify(path, VerificationOptions(source, forward=False)).findings
+    assert not verify(path, source, forward=False).findings
 
 
 def test_a_base_of_another_frequency_is_found_in_the_file(made, tmp_path):

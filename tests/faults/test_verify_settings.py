@@ -14,7 +14,7 @@ from quantforge.verification.findings import Report
 from quantforge.verification.opening import open_artifact
 from quantforge.verification.side_files import SideFiles
 from quantforge.verification.structure import check_structure
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import peers
 
 
@@ -104,5 +104,5 @@ def test_without_a_source_keys_that_load_code_are_a_warning(tmp_path, name):
     model = shutil.copytree(peers.FIXTURES / "llmc-w4a16-gptq", tmp_path / "m")
     document = json.loads((model / name).read_text())
     (model / name).write_text(json.dumps({**document, "auto_map": {"AutoConfig": "x.X"}}))
-    report = verify(model, VerificationOptions(forward=False))
+    report = verify(model, forward=False)
     assert [(item.where, item.severity) for item in report.findings] == [(name, "warning")]

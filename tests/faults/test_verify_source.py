@@ -14,12 +14,12 @@ from quantforge.results import manifest
 from quantforge.results.manifest import NAME
 from quantforge.verbs.export import export
 from quantforge.verification.findings import Report
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe
 
 
 def look(path: Path, source: Path) -> Report:
-    return verify(path, VerificationOptions(source, forward=False))
+    return verify(path, source, forward=False)
 
 
 def sources(report: Report) -> list[str]:

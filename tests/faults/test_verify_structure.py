@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.results.manifest import NAME
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe
 
 K = "model.layers.0.self_attn.k_proj"
@@ -21,7 +21,7 @@ ERROR, WARNING = Severity.ERROR, Severity.WARNING
 
 
 def look(path: Path, engine: str | None = None) -> Report:
-    return verify(path, VerificationOptions(engine=engine, forward=False))
+    return verify(path, engine=engine, forward=False)
 
 
 def found(report: Report) -> list[tuple[str, str, Severity]]:
@@ -80,7 +80,7 @@ def test_a_list_that_loaders_read_differently_is_a_warning(tiny, tmp_path):
 def test_a_tied_head_that_is_not_excluded_is_a_warning(tiny, tmp_path):
     out = made(tiny("llama-tied"), tmp_path / "q")
     assert "lm_head" in ignored(out)
-    report = verify(edit(out, ignore=[]), VerificationOptions(tiny("llama-tied")))
+    report = verify(edit(out, ignore=[]), tiny("llama-tied"))
     assert found(report) == [("ignore-list", "lm_head", WARNING)]
     assert "logits" not in report.skipped  # a warning does not keep the model from being run
     assert report.skipped["keys"] == "only a GGUF file has them"
@@ -130,14 +130,14 @@ def test_a_tensor_that_another_tower_lacks_is_an_error(source, tiny, tmp_path):
     model = tiny("gemma3-multimodal")
     out = made(model, tmp_path / "q")
     lost = next(n for n in names_of(out) if "vision_tower" in n and n.endswith("q_proj.weight"))
-    options = VerificationOptions(model if source else None, forward=False)
-    assert verify(out, options).findings == []
-    (item,) = verify(lose(out, lost), options).findings
+    original = model if source else None
+    assert verify(out, original, forward=False).findings == []
+    (item,) = verify(lose(out, lost), original, forward=False).findings
     assert (item.check, item.severity) == ("incomplete", ERROR)
     assert item.where.removeprefix("model.") == lost.removeprefix("model.")
     projector = [name for name in names_of(out) if "multi_modal" in name]
-    found = verify(lose(out, *projector), options).findings
+    found = verify(lose(out, *projector), original, forward=False).findings
     assert {item.severity for item in found} == {ERROR, WARNING}
     if source:  # without its whole tower and projector, it is a model of text
         tower = [name for name in names_of(out) if "vision" in name]
-        assert verify(lose(out, *tower), options).findings == []
+        assert verify(lose(out, *tower), original, forward=False).findings == []

@@ -14,7 +14,7 @@ from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions, Rule
 from quantforge.runtime.load import load
 from quantforge.verification.opening import open_source
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.evaluations import options
 from tests.runs import quantize, recipe
@@ -47,7 +47,7 @@ def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: st
     assert ours.std() > 0.1
     assert torch.equal(ours, theirs(tmp_path / "q"))
     assert not torch.equal(ours, theirs(source))
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
     assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
 
 
@@ -62,7 +62,7 @@ def test_matrices_of_conv1d_are_decoded_on_loading(tiny: Tiny, tmp_path: Path, f
     assert ours.std() > 0.1
     assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
     assert not torch.equal(ours, theirs(source))
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
 
 
 def test_convolutions_are_joined_for_transformers(tiny: Tiny, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_convolutions_are_joined_for_transformers(tiny: Tiny, tmp_path: Path) ->
     with torch.inference_mode():
         ours = load(tmp_path / "q").model(IDS).logits
     assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
 
 
 def transformers_says(plan: Plan) -> str:
@@ -117,7 +117,7 @@ def test_experts_one_by_one(
     assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
     assert not torch.equal(ours, theirs(source))
     assert list(loaded.events) == []
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
     assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
@@ -131,11 +131,11 @@ def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_pa
     with torch.inference_mode():
         ours = load(tmp_path / "q").model(IDS).logits
     assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
-    checked = verify(tmp_path / "q", VerificationOptions(source, engine="transformers"))
+    checked = verify(tmp_path / "q", source, engine="transformers")
     assert checked.findings == []
     kept = quantize(source, tmp_path / "k", recipe(scheme="int8:g16:sym", ignore=("*experts*",)))
     assert "stored as one tensor" in transformers_says(kept.plan)
-    (finding,) = verify(tmp_path / "k", VerificationOptions(source, engine="transformers")).findings
+    (finding,) = verify(tmp_path / "k", source, engine="transformers").findings
     assert "experts.0.down_proj.weight" in finding.detail
 
 
@@ -177,7 +177,7 @@ def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, fami
     with torch.inference_mode():
         expected, ours = model(IDS).logits, load(tmp_path / "q").model(IDS).logits
     assert (ours - expected).abs().max() <= MOST
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
     assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
@@ -189,7 +189,7 @@ def test_transforms_and_feedback_work_on_all_experts(
     source = tiny(family)
     done = quantize(source, tmp_path / "q", recipe("awq+gptq", scheme="int8:g32:sym"))
     assert {event.kind for event in done.events} == {"calibration-short", "expert-few-tokens"}
-    report = verify(tmp_path / "q", VerificationOptions(source))
+    report = verify(tmp_path / "q", source)
     assert report.findings == []
     with torch.inference_mode():
         ours = load(tmp_path / "q").model(IDS).logits
@@ -207,7 +207,7 @@ def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, fa
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
         assert torch.equal(load(tmp_path / "q").model(IDS).logits, theirs(tmp_path / "q"))
-    assert verify(tmp_path / "q", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "q", source).findings == []
 
 
 def test_experts_that_stay_beside_packed_layers_are_not_joined(tiny: Tiny, tmp_path: Path) -> None:
@@ -216,4 +216,4 @@ def test_experts_that_stay_beside_packed_layers_are_not_joined(tiny: Tiny, tmp_p
     done = quantize(source, tmp_path / "rest", rest)
     assert len(done.plan.quantized()) == 3 * 4
     assert "joins packed experts alone" in transformers_says(done.plan)
-    assert verify(tmp_path / "rest", VerificationOptions(source)).findings == []
+    assert verify(tmp_path / "rest", source).findings == []

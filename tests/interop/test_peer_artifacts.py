@@ -21,7 +21,7 @@ from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import peers
 
 RECORDS = {path.stem: path for path in sorted(peers.FIXTURES.glob("*.json"))}
@@ -82,9 +82,7 @@ def test_inspect_tells_what_is_in_it(name):
 def test_a_healthy_artifact_passes_verify_with_and_without_its_source(name, source):
     model = source(record(name)["source"])
     for given in (None, model):
-        assert [
-            str(item) for item in verify(artifact(name), VerificationOptions(given)).findings
-        ] == []
+        assert [str(item) for item in verify(artifact(name), given).findings] == []
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -18,7 +18,7 @@ from quantforge.formats.engines import unmapped
 from quantforge.formats.opening import open_model
 from quantforge.model.transformers_loading import Loading, compare
 from quantforge.recipe import Recipe
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import command, copied, quantize, recipe
 from tests.thorough import usual
@@ -164,7 +164,7 @@ def test_what_its_converters_refuse_is_named(made: Made) -> None:
 
 def test_verify_names_what_would_be_random(made: Made, tmp_path: Path) -> None:
     broken = planted(made("gemma3", "compressed-tensors"), tmp_path / "m", _prefixed)
-    report = verify(broken, VerificationOptions(engine="transformers", forward=False))
+    report = verify(broken, engine="transformers", forward=False)
     (finding,) = (item for item in report.findings if item.check == "engine")
     assert "84 parameter(s) are in no file and would be random" in finding.detail
     assert "model.embed_tokens.weight" in finding.detail
@@ -179,7 +179,7 @@ def test_without_the_library_of_a_quantizer_it_is_not_tried_unless_names_alone_t
     monkeypatch.setattr(quantizer_gptq, "is_optimum_available", lambda: False)
     model = made("gemma3", "gptq")
     model = planted(model, tmp_path / "m", plant) if plant else model
-    report = verify(model, VerificationOptions(engine="transformers", forward=False))
+    report = verify(model, engine="transformers", forward=False)
     found = [item for item in report.findings if item.check == "engine"]
     assert len(found) == lost
     said = report.skipped.get("engine", "")

@@ -17,7 +17,7 @@ from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.settings import Settings
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
 from tests.runs import copied, quantize, recipe
@@ -39,7 +39,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = quantize(model, tmp_path / "q", wanted)
     assert done.plan.method == "halving"
     assert len(halving.SEEN) == 8  # shared inputs of two blocks
-    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "q", model).findings == []
     rows = compare_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     for text in ("awq+halving", "halving+rtn"):
@@ -77,7 +77,7 @@ def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert plan.tensors == derived.tensors
     assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
     quantize(hyperclovax, tmp_path / "q", wanted)
-    assert verify(tmp_path / "q", VerificationOptions(hyperclovax)).findings == []
+    assert verify(tmp_path / "q", hyperclovax).findings == []
     rows = compare_models(hyperclovax, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
 
@@ -91,12 +91,12 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [verdict.loads for verdict in plan.engines] == [True, False]
     quantize(model, tmp_path / "q", wanted)
     assert "| toy | yes |" in (tmp_path / "q/README.md").read_text()
-    report = verify(tmp_path / "q", VerificationOptions(model))
+    report = verify(tmp_path / "q", model)
     assert (report.format, report.findings) == ("bytes-by-row", [])
     lying = copied(tmp_path / "q", tmp_path / "lying")
     config = (lying / "config.json").read_text()
     (lying / "config.json").write_text(config.replace('"left_out": []', '"left_out": ["up_proj"]'))
-    found = verify(lying, VerificationOptions(engine="other", forward=False)).findings
+    found = verify(lying, engine="other", forward=False).findings
     assert {"ignore-list", "engine"} <= {item.check for item in found}
     rows = compare_models(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
@@ -116,7 +116,7 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         wanted = recipe(method, scheme="squares4", format="bytes-by-row", scales="absmax")
         assert str(verbs.plan(str(model), wanted).quantized()[0].scheme) == "squares4:g32:sym:f32"
         quantize(model, tmp_path / method, wanted)
-        assert verify(tmp_path / method, VerificationOptions(model)).findings == []
+        assert verify(tmp_path / method, model).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]
     plain, compensated = compare_models(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2

@@ -23,7 +23,7 @@ from quantforge.recipe import CalibrationOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import quantize, recipe
 
@@ -98,7 +98,7 @@ def test_from_quantize_to_verify(
     document = manifest.read(out)
     assert document is not None
     assert document["method"] == method
-    report = verify(out, VerificationOptions(model))
+    report = verify(out, model)
     assert report.findings == []
     assert reproduce(out, str(model), Settings()).differing == ()
 
@@ -126,10 +126,10 @@ def test_verify_compares_with_the_source_that_the_manifest_speaks_of(
     quantize(model, out, recipe("unit-norms+rtn", scheme="int8:g32:sym"))
     verbs.export(str(out), recipe(format="gptq"), tmp_path / "export", Settings())
     for source in (model, out):  # what was made from a changed model is not changed again
-        assert verify(tmp_path / "export", VerificationOptions(source)).findings == []
+        assert verify(tmp_path / "export", source).findings == []
     path = out / manifest.NAME
     path.write_text(path.read_text().replace('"method": "unit-norms+rtn"', '"method": "rtn"'))
-    found = {finding.check for finding in verify(out, VerificationOptions(model)).findings}
+    found = {finding.check for finding in verify(out, model).findings}
     assert "kept-changed" in found
 
 

@@ -21,7 +21,7 @@ from quantforge.quantizers import gptq
 from quantforge.quantizers.guidance import backward
 from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
@@ -191,7 +191,7 @@ def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_pat
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("block 0"))
     assert quantize(tiny("llama"), tmp_path / "out", wanted, threads=3).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    report = verify(tmp_path / "out", VerificationOptions(tiny("llama")))
+    report = verify(tmp_path / "out", tiny("llama"))
     assert not [item for item in report.findings if item.level == "error"]
 
 

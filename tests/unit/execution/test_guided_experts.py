@@ -17,7 +17,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.quantizers import gptq
 from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
@@ -71,7 +71,7 @@ def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> 
         quantize(model, out, wanted, progress=crash_after("block 0 expert 1"), **settings)
     assert quantize(model, out, wanted, **settings).resumed
     assert tree(out) == tree(tmp_path / "whole")
-    report = verify(out, VerificationOptions(model))
+    report = verify(out, model)
     assert not [item for item in report.findings if item.level == "error"]
 
 

@@ -18,7 +18,7 @@ from quantforge.events import Policy
 from quantforge.model.experts import RoutedTokens
 from quantforge.quantizers.tuning.block import TunedBlock
 from quantforge.quantizers.tuning.stream import Tuned, TuningStream
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
 
@@ -118,7 +118,7 @@ def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
 def test_behind_awq_what_was_tuned_verifies(tmp_path: Path, family: str) -> None:
     model = short(tmp_path, family)
     quantize(model, tmp_path / "out", tuned(method="awq+gptq", tune=1))
-    report = verify(tmp_path / "out", VerificationOptions(model, forward=False))
+    report = verify(tmp_path / "out", model, forward=False)
     assert report.findings == []
 
 
@@ -137,7 +137,7 @@ def test_the_divergence_falls_and_routers_stay(
         assert any(kind in name and name.endswith("weight_scale") for name in changed), kind
     assert "model.layers.1.post_attention_layernorm.weight" in changed  # of an MLP
     assert not [n for n in changed if re.search(r"[02]\.post_att|mlp\.gate\.", n)]
-    report = verify(tmp_path / "tuned", VerificationOptions(tiny("qwen2-moe"), forward=False))
+    report = verify(tmp_path / "tuned", tiny("qwen2-moe"), forward=False)
     assert report.findings == []
 
 

@@ -21,7 +21,7 @@ from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import matrix as tuned_matrix
 from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.recipe import CalibrationOptions, GptqOptions
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, quantize, swift, tree
@@ -119,7 +119,7 @@ def test_what_was_tuned_diverges_less_and_verifies(
     quantize(wide, tmp_path / "x.gguf", tuned(kind, gptq=GptqOptions(refine=0)))
     assert found[0].after < 0.99 * found[0].before
     for source in (None, wide):
-        report = verify(tmp_path / "x.gguf", VerificationOptions(source))
+        report = verify(tmp_path / "x.gguf", source)
         assert report.findings == [], source
 
 
@@ -143,7 +143,7 @@ def test_norms_are_learned_in_the_type_of_the_file(tmp_path: Path, family: str) 
     assert torch.equal(
         found.read("model.norm.weight").float(), source.read("model.norm.weight").float()
     )
-    report = verify(out, VerificationOptions(model, forward=False))
+    report = verify(out, model, forward=False)
     assert report.findings == []
 
 
@@ -195,7 +195,7 @@ def test_four_bit_floats_are_learned(
     assert kinds == learned
     assert any(name.endswith("norm.weight") for name in changed)
     for source in (None, tiny("llama")):
-        report = verify(tmp_path / "tuned", VerificationOptions(source, forward=False))
+        report = verify(tmp_path / "tuned", source, forward=False)
         assert report.findings == []
 
 

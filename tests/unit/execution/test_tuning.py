@@ -25,7 +25,7 @@ from quantforge.quantizers.tuning import block as tuned_block
 from quantforge.quantizers.tuning import matrix as tuned_matrix
 from quantforge.quantizers.tuning.stream import TuningStream
 from quantforge.runtime.load import load
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from quantforge_files import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny, make_tiny
@@ -117,7 +117,7 @@ def test_only_what_is_learned_changes(
             assert 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
         elif "weight_packed" not in name and "qweight" not in name:
             assert "norm" in name or "ln_" in name, name
-    report = verify(tmp_path / "tuned", VerificationOptions(short(family), forward=False))
+    report = verify(tmp_path / "tuned", short(family), forward=False)
     assert report.findings == []
 
 
@@ -209,14 +209,13 @@ def test_behind_transforms_it_goes_on_too_and_verifies(short: Tiny, tmp_path: Pa
         quantize(short("gpt2"), tmp_path / "out", wanted, progress=crash_after("tune block 0"))
     assert quantize(short("gpt2"), tmp_path / "out", wanted).resumed
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    options = VerificationOptions(short("gpt2"), forward=False)
-    report = verify(tmp_path / "out", options)
+    report = verify(tmp_path / "out", short("gpt2"), forward=False)
     assert (report.findings, report.unrecorded_factors) == ([], [])
     path, name = tmp_path / "out" / "model.safetensors", "transformer.h.1.ln_1.bias"
     values = load_file(path)
     values[name][3] *= -1  # biases follow their gains, by more than half of themselves never
     save_file(values, path, metadata={"format": "pt"})
-    damaged = verify(tmp_path / "out", options).findings
+    damaged = verify(tmp_path / "out", short("gpt2"), forward=False).findings
     assert name in {item.where for item in damaged if item.check == "kept-changed"}
 
 
@@ -238,7 +237,7 @@ def test_damage_behind_transforms_is_told_from_what_was_learned(
     if tensor:
         values[f"model.decoder.layers.1.{tensor}"][3:9] *= part
     save_file(values, path, metadata={"format": "pt"})
-    found = verify(out, VerificationOptions(short("opt"), forward=False)).findings
+    found = verify(out, short("opt"), forward=False).findings
     errors = {item.check for item in found if item.where != "model.safetensors"}  # its digest
     assert check in errors if check else not errors
 
@@ -332,7 +331,7 @@ def test_gains_beyond_the_bounds_are_found(short: Tiny, tmp_path: Path, result: 
     values[name][3] *= 1.7  # the bound is a half
     values["model.norm.weight"][3] *= 1.1  # it is not tuned
     save_file(values, path, metadata={"format": "pt"})
-    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
+    report = verify(tmp_path / "out", short("llama"), forward=False)
     found = {item.where for item in report.findings if item.check in {"kept-changed", "fold"}}
     assert found == {name, "model.norm.weight"}
 
@@ -349,14 +348,14 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
     ratios = after.float() / before.float()
     assert 0.49 < float(ratios.min()) < 0.51
     assert 1.49 < float(ratios.max()) < 1.51
-    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
+    report = verify(tmp_path / "out", short("llama"), forward=False)
     assert "kept-changed" not in {item.check for item in report.findings}
 
 
 def test_what_is_made_of_it_verifies_against_the_source(short: Tiny, tmp_path: Path) -> None:
     quantize(short("llama"), tmp_path / "out", tuned(scheme="int4:g32:sym"))
     export(tmp_path / "out", None, tmp_path / "other", format="gptq")
-    report = verify(tmp_path / "other", VerificationOptions(short("llama"), forward=False))
+    report = verify(tmp_path / "other", short("llama"), forward=False)
     assert (report.findings, report.unrecorded_factors) == ([], [])
 
 
@@ -367,7 +366,7 @@ def test_only_a_recipe_excuses_other_gains(short: Tiny, tmp_path: Path, result: 
     assert "\ntune = 2\n" in document["recipe"]
     document["recipe"] = document["recipe"].replace("\ntune = 2\n", "\ntune = 0\n")
     path.write_text(json.dumps(document))
-    report = verify(tmp_path / "out", VerificationOptions(short("llama"), forward=False))
+    report = verify(tmp_path / "out", short("llama"), forward=False)
     assert "kept-changed" in {item.check for item in report.findings} or report.unrecorded_factors
 
 

@@ -26,7 +26,7 @@ from quantforge.recipe import AdapterOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import StopError, command, crash_after, quantize, recipe
 
@@ -216,9 +216,9 @@ def test_from_plan_to_reproduce(
     assert "adapter: tuned: 5 modules of rank 4; SHA-256 " in " ".join(shown.split())
     merged = open_plain_source(model, place)
     assert torch.equal(stored(out)["lm_head.weight"], merged.read("lm_head.weight").bfloat16())
-    assert verify(out, VerificationOptions(model, adapter=place)).findings == []
+    assert verify(out, model, adapter=place).findings == []
     with pytest.raises(InputError, match="made with the adapter tuned"):
-        verify(out, VerificationOptions(model))
+        verify(out, model)
     assert reproduce(out, model, Settings(adapter=place)).differing == ()
     monkeypatch.chdir(tmp_path)  # where a directory of its name lies
     with pytest.raises(InputError, match="made with the adapter tuned") as refused:
@@ -228,7 +228,7 @@ def test_from_plan_to_reproduce(
     with pytest.raises(IntegrityError, match="not the adapter"):
         reproduce(out, model, Settings(adapter=other))
     with pytest.raises(IntegrityError, match="not the adapter"):
-        verify(out, VerificationOptions(model, adapter=other))
+        verify(out, model, adapter=other)
     options = ("--windows", "2", "--length", "32", "--no-speed", "--json")
     with_it = json.loads(command(capsys, "eval", model, out, "--adapter", place, *options).out)
     without = json.loads(command(capsys, "eval", model, out, *options).out)
@@ -333,23 +333,23 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
     quantize(model, blocks, recipe(format="gguf", type="Q8_0", scales="absmax"))
     for result in (out, file, blocks):
         with pytest.raises(IntegrityError, match="made without an adapter"):
-            verify(result, VerificationOptions(model, adapter=place))
+            verify(result, model, adapter=place)
     for result, given in ((out, place), (file, tmp_path / "nothing")):
         ended = command(capsys, "verify", result, "--adapter", given)
         assert (ended.code, "name the source too" in ended.err) == (2, True)
     ended = command(capsys, "verify", file, "--source", model, "--adapter", place)
     assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with
-    assert verify(out, VerificationOptions(model, adapter=place, forward=False)).tensors
+    assert verify(out, model, adapter=place, forward=False).tensors
     verbs.export(out, out=tmp_path / "of-it.gguf", format="gguf")
-    assert verify(tmp_path / "of-it.gguf", VerificationOptions(model, adapter=place)).tensors
+    assert verify(tmp_path / "of-it.gguf", model, adapter=place).tensors
     merged = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
     quantize(model, tmp_path / "m", merged)
     verbs.export(tmp_path / "m", out=tmp_path / "m.gguf", format="gguf")
     for result in (tmp_path / "m", tmp_path / "m.gguf"):
-        assert not verify(result, VerificationOptions(model, adapter=place)).findings
+        assert not verify(result, model, adapter=place).findings
         with pytest.raises(InputError, match="made with the adapter tuned"):
-            verify(result, VerificationOptions(model))
+            verify(result, model)
 
 
 def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_a_tied_head_that_is_changed_stands_apart(tiny: Tiny, tmp_path: Path) ->
     out = tmp_path / "q"
     quantize(model, out, recipe(scheme="int8:g32:sym", adapter=AdapterOptions(str(place))))
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-    assert verify(out, VerificationOptions(model, adapter=place)).findings == []
+    assert verify(out, model, adapter=place).findings == []
 
 
 def test_a_run_goes_on_with_the_same_adapter_alone(tiny: Tiny, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quantforge import verbs
 from quantforge.errors import InputError
 from quantforge.formats.opening import open_model
 from quantforge.runtime.load import load
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 
@@ -106,7 +106,7 @@ def test_no_result_carries_what_is_left_over(tiny, tmp_path, nested):
     outcome = quantize(model, tmp_path / "q", recipe(scales="absmax", scheme="int4:g32:sym"))
     assert any(place in note and "left over" in note for note in outcome.plan.notes)
     assert "bitsandbytes" not in (tmp_path / "q" / "config.json").read_text()
-    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "q", model).findings == []
     moved = verbs.export(model, None, tmp_path / "plain", format="plain")
     assert any(place in note for note in moved.notes)
     assert KEY not in (tmp_path / "plain" / "config.json").read_text()

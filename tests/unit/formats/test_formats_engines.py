@@ -12,7 +12,7 @@ from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.scheme import LayerScheme
 from quantforge.settings import Settings
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.runs import quantize
 
 NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cpp", "mlx"]
@@ -150,7 +150,7 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
         str(tmp_path / "gpt2"), Recipe(format="compressed-tensors"), tmp_path / "ct", Settings()
     )
     for made in ("gpt2", "ct"):
-        found = verify(tmp_path / made, VerificationOptions(engine="transformers")).findings
+        found = verify(tmp_path / made, engine="transformers").findings
         assert [(item.check, "Conv1D" in item.detail) for item in found] == [("engine", True)]
     file = tmp_path / "m.gguf"
     quantize(tiny("llama-wide"), file, Recipe(type="Q8_0", scales="absmax", calibration=none))

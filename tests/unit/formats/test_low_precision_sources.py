@@ -22,7 +22,7 @@ from quantforge.results import manifest
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs.reproduce import reproduce
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 
@@ -111,7 +111,7 @@ def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
     document = manifest.read(out)
     assert document is not None
     assert document["source"]["precision"] == "fp8 (128x128 tiles)"
-    assert verify(out, VerificationOptions(model)).findings == []
+    assert verify(out, model).findings == []
     assert reproduce(out, model, Settings()).differing == ()
     found = verbs.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
     assert [row["scheme"] for row in found.rows] == ["fp8 (128x128 tiles)", "int4:g32:sym:bf16"]
@@ -245,7 +245,7 @@ def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path
     out = tmp_path / "q"
     done = quantize(model, out, recipe("rtn", scheme="int8:g32:sym"))
     assert "source precision: mxfp4" in done.plan.notes
-    assert verify(out, VerificationOptions(model)).findings == []
+    assert verify(out, model).findings == []
     kept = recipe("rtn", scheme="int8:g32:sym", ignore=("*experts*",))
     quantize(model, tmp_path / "kept", kept)
     assert torch.equal(stored(tmp_path / "kept")[names[0]], held[names[0]])
@@ -346,7 +346,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
         strips_agree(source, name)
     assert source.facts["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
-    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "q", model).findings == []
     verbs.export(model, out=tmp_path / "plain", format="plain")
     plain = open_model(tmp_path / "plain")
     assert "quantization_config" not in plain.config
@@ -418,7 +418,7 @@ def test_compressed_tensors_are_a_source(
         assert torch.equal(source.read(name), form.unpack(rows.layout, whole).decode()), name
     done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))
     assert f"source precision: {words}" in done.plan.notes
-    assert verify(tmp_path / "q", VerificationOptions(model)).findings == []
+    assert verify(tmp_path / "q", model).findings == []
 
 
 def test_only_the_rows_that_are_asked_for_are_read(

@@ -12,7 +12,7 @@ from quantforge import verbs
 from quantforge.errors import InputError, UsageError
 from quantforge.results import card_figures
 from quantforge.results.manifest import NAME
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import command, copied, quantize, recipe, tree
 
@@ -66,7 +66,7 @@ def test_figures_fill_their_parts_and_nothing_else(
     assert "3 windows" in second
     assert "2 windows" not in second
     assert card_figures.with_figures(second, "", "") == text
-    assert verify(result, VerificationOptions(tiny("llama-wide"), forward=False)).findings == []
+    assert verify(result, tiny("llama-wide"), forward=False).findings == []
 
 
 def test_what_a_person_wrote_stays(tiny: Tiny, made: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning.gguf import UNREAD
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
 
@@ -180,7 +180,7 @@ def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
         found = [item for item in document["events"] if item["kind"] == "window-left-out"]
         assert len(found) == events
         assert all("equal up to 16 tokens" in item["detail"] for item in found)
-        assert number or not verify(out, VerificationOptions(model)).findings
+        assert number or not verify(out, model).findings
     policy = Policy(strict=True)
     refused(RefusedError, "window-left-out", tmp_path / "0", tmp_path, policy=policy)
 

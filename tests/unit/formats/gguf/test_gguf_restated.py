@@ -24,7 +24,7 @@ from quantforge.formats.opening import open_model
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.gguf_exports import export
 from tests.runs import command
@@ -105,11 +105,11 @@ def test_a_file_is_held_to_its_source_and_a_scaled_tensor_is_found(
 ) -> None:
     source = models(name)
     file = export(source, tmp_path / "x.gguf", "F32")
-    sound = verify(file, VerificationOptions(source))
+    sound = verify(file, source)
     assert sound.findings == []
     assert sound.unsupported == ""
     for tensor in tensors:
-        found = verify(planted(file, tensor), VerificationOptions(source, forward=False)).findings
+        found = verify(planted(file, tensor), source, forward=False).findings
         assert found, tensor
         assert all(item.check != "manifest" for item in found)
 
@@ -200,7 +200,7 @@ def test_gates_that_are_one_matrix_with_what_they_weigh_are_read_apart(
     same = [LlamaCpp(file, 64).top(IDS, 5) for file in (first, second)]
     assert same[0].keys() == same[1].keys()
     assert all(abs(value - same[1][token]) < 1e-3 for token, value in same[0].items())
-    assert verify(second, VerificationOptions(models("gemma4-moe"), forward=False)).findings == []
+    assert verify(second, models("gemma4-moe"), forward=False).findings == []
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (3, 64, 64), (16, 64, 64), (4, 65, 64)])

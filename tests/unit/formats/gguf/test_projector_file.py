@@ -18,7 +18,7 @@ from quantforge.formats.gguf.projector_file import projector_file
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verification.verify import VerificationOptions, verify
+from quantforge.verification.verify import verify
 from tests import gguf_models, vision_models
 from tests.gguf_exports import NO_DATA, changed, export, refused
 from tests.runs import StopError, command
@@ -299,8 +299,7 @@ def test_bounds_that_bound_nothing_are_written_as_they_are(models, tmp_path):
     file = read_gguf(written(model, tmp_path / "x.gguf"))
     assert read(file.tensors["v.blk.0.ffn_up.input_max"]).item() == float("inf")
     assert read(file.tensors["v.blk.1.ffn_up.input_max"]).item() == 1.0
-    source = VerificationOptions(source=model, forward=False)
-    assert not verify(tmp_path / "x.gguf", source).findings
+    assert not verify(tmp_path / "x.gguf", model, forward=False).findings
 
 
 def test_what_llama_cpp_makes_of_pictures_otherwise_is_an_event(models, tmp_path, capsys):
@@ -356,8 +355,7 @@ def test_the_embedding_of_a_rows_end_is_stored_with_the_tower(models, tmp_path):
     embedding = open_checkpoint(model).read("language_model.model.embed_tokens.weight")
     found = read(file.tensors["v.token_embd.img_break"])
     assert torch.equal(found, embedding[vision_models.BREAK])
-    source = VerificationOptions(source=model, forward=False)
-    assert not verify(tmp_path / "x.gguf", source).findings
+    assert not verify(tmp_path / "x.gguf", model, forward=False).findings
     other = changed(model, tmp_path / "m", "tokenizer.json", added_tokens=[])
     with pytest.raises(InputError, match=r"no added token \[IMG_BREAK\]"):
         projector_file(open_checkpoint(other), "x")
@@ -427,17 +425,17 @@ def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
     out = tmp_path / "x.gguf"
     tower = written(models["gemma3"], out)
     assert set(manifest.read(out)["outputs"]) == {out.name, tower.name}
-    source = VerificationOptions(source=models["gemma3"], forward=False)
-    assert not verify(out, source).findings
+    source = models["gemma3"]
+    assert not verify(out, source, forward=False).findings
     for path in (out, tower, out.with_name("x.gguf.quantforge.json")):
         path.rename(path.with_name(path.name.replace("x", "y", 1)))
     renamed = out.with_name("y.gguf")
-    assert not verify(renamed, source).findings
+    assert not verify(renamed, source, forward=False).findings
     place = tower.with_name("mmproj-y-F16.gguf")
     data = bytearray(place.read_bytes())
     data[-100] ^= 1
     place.write_bytes(data)
-    found = {(item.check, item.where) for item in verify(renamed, source).findings}
+    found = {(item.check, item.where) for item in verify(renamed, source, forward=False).findings}
     assert found == {("manifest", place.name), ("kept-changed", place.name)}
     assert "no model" in verify(place).unsupported
 
