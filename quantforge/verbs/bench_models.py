@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.cache_kinds import kinds_of
-from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.bench_requests import (
     LoadFigures,
@@ -19,13 +18,10 @@ from quantforge.evaluation.bench_requests import (
     read_trace,
 )
 from quantforge.execution.progress import followed, phase, tell
-from quantforge.formats import detect
-from quantforge.formats.opening import open_model
-from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.generate_text import check_drafts, speculative_of
+from quantforge.verbs.generate_text import check_drafts, opened_to_answer, speculative_of
 from quantforge.verbs.scored_text import read_text
 
 SCHEMA = "quantforge.bench/1"
@@ -104,10 +100,8 @@ def bench(models: Sequence[str], settings: Settings, options: LoadOptions) -> li
         RefusedError: a model that this runtime does not compute.
     """
     _check(models, options)
-    paths = [resolve(name, settings.offline) for name in models]
-    configs = [readable(open_model(path)).config for path in paths]
-    for path, config in zip(paths, configs, strict=True):
-        detect(config)  # report what cannot be read before torch is imported
+    opened = [opened_to_answer(name, settings) for name in models]
+    for path, _ in opened:
         check_drafts(path, options.drafts, settings, steps=True)
     check_device(settings.device)
     import torch
@@ -117,7 +111,7 @@ def bench(models: Sequence[str], settings: Settings, options: LoadOptions) -> li
     with followed(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
         rows = []
-        for name, path, config in zip(models, paths, configs, strict=True):
+        for name, (path, config) in zip(models, opened, strict=True):
             requests = _requests(path, config, text, options)
             if options.url:
                 rows.append(_measure_server(requests, options))
