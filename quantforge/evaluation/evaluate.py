@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,6 +52,7 @@ from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
+from quantforge.settings import Settings
 
 SCHEMA = "quantforge.eval/1"
 QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
@@ -68,7 +69,7 @@ FIGURES = (  # None where there is no figure: of the reference, or without speed
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """Settings of an evaluation: what is scored, and how.
+    """Choices of an evaluation, read and checked: what is scored, and what is measured besides.
 
     Attributes:
         text: what is scored.
@@ -76,36 +77,26 @@ class EvaluationOptions:
         text_found: the user did not name it: it lies beside the reference, or is the built-in one.
         windows: at most this many are scored.
         length: tokens of a window.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
         speed: measure speed and memory as well.
         caches: kinds of KV caches (see `quantforge.architectures.cache_kinds`) whose quality is measured too, against a
             cache of 16 bits; speed is measured with the first, or the model's own when there are none.
-        activations: directory for the reference's hidden states; in memory when None.
         engine: "llama.cpp" scores GGUF files in that engine too.
-        adapter: directory of an adapter that is merged into the reference.
         correction: directory of an adapter that is applied to the other model, whose weights stay as they are.
         tasks: of lm-eval, run on every model.
         prompts: answered by the reference, along whose answers every model is scored, and by every model.
-        input_bits: 16, or 8: round the inputs of products with packed weights, except the reference's.
-        note: called with messages for the user.
     """
 
     text: str = field(repr=False)
     text_name: str
     windows: int = 80
     length: int = LENGTH
-    device: str = "cpu"
     speed: bool = True
     caches: tuple[str, ...] = ()
-    activations: Path | None = None
     engine: str = ""
-    adapter: Path | None = None
     correction: Path | None = None
     tasks: Tasks | None = None
     prompts: Prompts | None = None
     text_found: bool = False
-    input_bits: int = EXACT
-    note: Callable[[str], None] = field(default=lambda _: None, repr=False)
 
 
 def _today() -> str:
@@ -155,6 +146,7 @@ def compare_models(
     reference: Path,
     models: Sequence[Path],
     options: EvaluationOptions,
+    settings: Settings | None = None,
     kept: KeptRows | None = None,
 ) -> Evaluation:
     """Measure a reference and models that descend from it.
@@ -163,6 +155,8 @@ def compare_models(
         reference: the model that the others are compared with.
         models: models that descend from it.
         options: what is measured.
+        settings: how to run: device, adapter of the reference, whether hidden states wait on the disk, and to how
+            many bits the others round the inputs of products with packed weights.
         kept: rows of an interrupted run of this evaluation, to which new ones are added.
 
     Raises:
@@ -170,10 +164,11 @@ def compare_models(
         RefusedError: the head of a model is not understood.
         UsageError: an engine is named whose package is not installed.
     """
+    settings = settings or Settings()
     tell("tokens of the text")
     windows = cut(tokenizer_of(reference), options.text, options.windows, options.length)
     if len(windows.ids) < options.windows:
-        options.note(
+        settings.note(
             f"the text gives {len(windows.ids)} windows of {options.length} tokens"
             f" (at most {options.windows} were to be scored)"
         )
@@ -185,11 +180,11 @@ def compare_models(
     kept = kept or KeptRows()
     rows = [*kept.rows]
     tell("read bandwidth of this machine")
-    bandwidth = read_bandwidth(options.device) if options.speed else math.nan
+    bandwidth = read_bandwidth(settings.device) if options.speed else math.nan
     if len(rows) < len(paths):
-        rows += _missing_rows(paths, windows, prompts, trial, options, bandwidth, kept)
+        rows += _missing_rows(paths, windows, prompts, trial, options, settings, bandwidth, kept)
     return Evaluation(
-        _protocol(windows, options),
+        _protocol(windows, options, settings),
         tuple(rows),
         options.prompts,
         options=options,
@@ -203,6 +198,7 @@ def _missing_rows(
     prompts: TokenizedPrompts | None,
     trial: CacheTrial | None,
     options: EvaluationOptions,
+    settings: Settings,
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
@@ -211,6 +207,7 @@ def _missing_rows(
     The reference is scored even where its row is kept: the others are compared with it.
     """
     done = len(kept.rows)
+    directory = Path.cwd() if settings.activations == "disk" else None
     reference: Reference | None = None
     try:
         for number, path in enumerate(paths):
@@ -218,11 +215,11 @@ def _missing_rows(
                 continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
-                    loaded = _load(path, options, is_reference=not number)
+                    loaded = _load(path, options.correction, settings, is_reference=not number)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     row = _of_files(loaded)
                     if reference is None:
-                        reference = score_reference(loaded.model, windows, options.activations)
+                        reference = score_reference(loaded.model, windows, directory)
                         row |= _of_quality(reference.scores)
                         tell("error of each block")
                         blocks = block_states(loaded.model, windows.ids[0])
@@ -254,9 +251,9 @@ def _missing_rows(
                             path,
                             windows,
                             bandwidth,
-                            device=options.device,
+                            device=settings.device,
                             dtype=SPEED_DTYPE,
-                            input_bits=options.input_bits if number else EXACT,
+                            input_bits=settings.input_bits if number else EXACT,
                             cache=options.caches[0] if options.caches else "",
                         )
                 if options.engine and path.is_file():
@@ -269,17 +266,17 @@ def _missing_rows(
             reference.close()
 
 
-def _load(path: Path, options: EvaluationOptions, *, is_reference: bool) -> Loaded:
+def _load(path: Path, correction: Path | None, settings: Settings, *, is_reference: bool) -> Loaded:
     """Load a model to score it: the reference with its adapter merged, another one with what is put on it."""
     if is_reference:
-        source = open_plain_source(path, options.adapter)
-        return load(path, options.device, QUALITY_DTYPE, source)
-    loaded = load(path, options.device, QUALITY_DTYPE, input_bits=options.input_bits)
-    if options.correction is not None:
-        loaded = with_low_rank(loaded, open_correction(options.correction))
-    if options.input_bits < EXACT:
+        source = open_plain_source(path, settings.adapter)
+        return load(path, settings.device, QUALITY_DTYPE, source)
+    loaded = load(path, settings.device, QUALITY_DTYPE, input_bits=settings.input_bits)
+    if correction is not None:
+        loaded = with_low_rank(loaded, open_correction(correction))
+    if settings.input_bits < EXACT:
         for event in loaded.events:
-            options.note(f"{path.name}: {event.detail}")
+            settings.note(f"{path.name}: {event.detail}")
     return loaded
 
 
@@ -351,7 +348,9 @@ def _none_for_nan(value: object) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _protocol(windows: Windows, options: EvaluationOptions) -> EvaluationProtocol:
+def _protocol(
+    windows: Windows, options: EvaluationOptions, settings: Settings
+) -> EvaluationProtocol:
     def named(adapter: Path | None) -> str:
         return "" if adapter is None else open_adapter(adapter).cited_name
 
@@ -367,10 +366,10 @@ def _protocol(windows: Windows, options: EvaluationOptions) -> EvaluationProtoco
         tokens_scored=windows.targets.numel(),
         dtype=in_words(QUALITY_DTYPE),
         speed_dtype=in_words(SPEED_DTYPE) if options.speed else "",
-        device=options.device,
+        device=settings.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
-        adapter=named(options.adapter),
+        adapter=named(settings.adapter),
         correction=named(options.correction),
-        input_bits=options.input_bits,
+        input_bits=settings.input_bits,
     )

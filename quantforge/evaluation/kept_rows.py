@@ -29,6 +29,7 @@ from quantforge_kernels.cpu import features
 
 if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import EvaluationOptions
+    from quantforge.settings import Settings
 
 SECONDS = 14 * 24 * 3600  # after which rows are deleted
 
@@ -58,7 +59,9 @@ class KeptRows:
 
 
 @contextmanager
-def keeping(paths: Sequence[Path], options: EvaluationOptions) -> Iterator[KeptRows]:
+def keeping(
+    paths: Sequence[Path], options: EvaluationOptions, settings: Settings
+) -> Iterator[KeptRows]:
     """Keep rows while the body measures and writes; delete them if it completes.
 
     Nothing is kept if figures depend on more than the key covers: code and data of tasks, an engine, an adapter.
@@ -66,12 +69,13 @@ def keeping(paths: Sequence[Path], options: EvaluationOptions) -> Iterator[KeptR
     Args:
         paths: the reference and the models.
         options: of the evaluation.
+        settings: likewise.
     """
     kept = KeptRows()
-    if not (options.tasks or options.engine or options.adapter or options.correction):
-        kept = KeptRows(user_cache() / "evaluations" / f"{_key(paths, options)}.json")
+    if not (options.tasks or options.engine or options.correction or settings.adapter):
+        kept = KeptRows(user_cache() / "evaluations" / f"{_key(paths, options, settings)}.json")
     if count := len(kept.rows):
-        options.note(f"{count} of {len(paths)} models were measured before the interruption")
+        settings.note(f"{count} of {len(paths)} models were measured before the interruption")
     try:
         yield kept
     except BaseException as error:
@@ -87,15 +91,16 @@ def keeping(paths: Sequence[Path], options: EvaluationOptions) -> Iterator[KeptR
                     other.unlink()
 
 
-def _key(paths: Sequence[Path], options: EvaluationOptions) -> str:
+def _key(paths: Sequence[Path], options: EvaluationOptions, settings: Settings) -> str:
     files: list[Path] = []
     for path in paths:
         parts = [*open_model(path).shards, manifest.place_of(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     seen = [[str(file), *_state(file)] for file in files]
     machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
-    settings = [repr(options), options.text, manifest.versions(), machine, torch.get_num_threads()]
-    return hashlib.sha256(json.dumps([settings, seen], sort_keys=True).encode()).hexdigest()
+    chosen = [repr(options), options.text, settings.device, settings.input_bits]
+    used = [*chosen, manifest.versions(), machine, torch.get_num_threads()]
+    return hashlib.sha256(json.dumps([used, seen], sort_keys=True).encode()).hexdigest()
 
 
 def _state(file: Path) -> list[int]:

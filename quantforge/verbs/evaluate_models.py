@@ -111,8 +111,8 @@ def evaluate(
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(paths, resolved) as kept:
-            evaluation = compare_models(paths[0], paths[1:], resolved, kept)
+        with keeping(paths, resolved, settings) as kept:
+            evaluation = compare_models(paths[0], paths[1:], resolved, settings, kept)
             if card:
                 write_card_of(Path(card), evaluation, opened[0], settings.base_model)
         return evaluation
@@ -263,14 +263,9 @@ def _evaluation_options(
         text_name=text_name(source),
         text_found=text is None,
         caches=_caches_of(options),
-        device=settings.device,
         tasks=tasks,
         prompts=_prompts(reference, options, settings),
-        activations=Path.cwd() if settings.activations == "disk" else None,
-        adapter=settings.adapter,
         correction=Path(put) if (put := options.get("correction")) else None,
-        input_bits=settings.input_bits,
-        note=settings.note,
         **{key: given[key] for key in same if key in given},
     )
     most = BYTES_OF_TOKEN * wanted.windows * wanted.length

@@ -157,14 +157,19 @@ def test_another_evaluation_that_ends_well_keeps_the_rows_of_an_interrupted_one(
 def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     quantize(model, tmp_path / "x.gguf", recipe(type="Q8_0", max_shard_bytes=100_000))
     first, second, *_ = sorted(tmp_path.glob("x-*.gguf"))
-    options = EvaluationOptions("text", "name")
-    before = kept_rows._key([first], options)
-    assert kept_rows._key([first], options) == before
+    options, plain = EvaluationOptions("text", "name"), Settings()
+
+    def key(options=options, settings=plain):
+        return kept_rows._key([first], options, settings)
+
+    before = key()
+    assert key() == before
     file = second if changed == "part" else tmp_path / "x.gguf.quantforge.json"
     times = file.stat()
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
-    assert kept_rows._key([first], options) != before
-    assert kept_rows._key([first], replace(options, length=8)) != kept_rows._key([first], options)
+    assert key() != before
+    assert key(replace(options, length=8)) != key()
+    assert key(settings=Settings(input_bits=8)) != key()
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
@@ -179,8 +184,10 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_stops_nothing(
     "others", [{}, {"engine": "llama.cpp"}, {"adapter": Path("a")}, {"tasks": Tasks(("t",))}]
 )
 def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache, others):
-    options = EvaluationOptions("text", "name", **others)
-    with suppress(StopError), keeping([model, *models], options) as kept:
+    settings = Settings(adapter=others.get("adapter"))
+    chosen = {name: value for name, value in others.items() if name != "adapter"}
+    options = EvaluationOptions("text", "name", **chosen)
+    with suppress(StopError), keeping([model, *models], options, settings) as kept:
         kept.keep({"perplexity": 1.0})
         raise StopError
     assert bool([*cache.glob("*")]) == (not others)

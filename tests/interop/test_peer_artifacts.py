@@ -89,7 +89,7 @@ def test_a_healthy_artifact_passes_verify_with_and_without_its_source(name, sour
 def test_it_is_evaluated_against_its_source(name, source):
     model = source(record(name)["source"])
     options = evaluation.EvaluationOptions(TEXT, "text", windows=2, length=64, speed=False)
-    row = evaluation.evaluate(model, [artifact(name)], options).rows[1]
+    row = evaluation.compare_models(model, [artifact(name)], options).rows[1]
     assert 0 < row["kl_mean"] < KL.get(name, 0.5)
 
 

@@ -310,6 +310,8 @@ def evaluation_command(evaluation: Evaluation, names: Sequence[str]) -> str:
         words += ["--chat-template"] if prompts.chat_template else []
     if options is not None:
         words += _further(options)
+    words += ["--adapter", _file(protocol.adapter)] if protocol.adapter else []
+    words += ["--correction", _file(protocol.correction)] if protocol.correction else []
     words += [] if protocol.speed_dtype else ["--no-speed"]
     words += [] if protocol.input_bits == 16 else ["--input-bits", str(protocol.input_bits)]
     if protocol.device != "cpu":
@@ -331,10 +333,6 @@ def _further(options: EvaluationOptions) -> Iterator[str]:
         yield from ("--cache", ",".join(options.caches))
     if options.engine:
         yield from ("--engine", options.engine)
-    if options.adapter is not None:
-        yield from ("--adapter", options.adapter.resolve().name)
-    if options.correction is not None:
-        yield from ("--correction", options.correction.resolve().name)
 
 
 def origins(rows: Iterable[Row], verdict: Verdict) -> Iterator[Origin]:

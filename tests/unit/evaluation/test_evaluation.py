@@ -113,7 +113,7 @@ def test_the_protocol_says_what_was_scored(found):
 def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
     source, told = tiny("llama-tied"), []
-    eight = compare_models(source, [rounded], options(input_bits=8, note=told.append))
+    eight = compare_models(source, [rounded], options(), Settings(input_bits=8, note=told.append))
     assert eight.rows[0]["nll"] == found.rows[0]["nll"]
     assert "llvm-int8" in eight.rows[1]["kernels"]
     assert "llvm-int8" not in found.rows[2]["kernels"]
@@ -133,7 +133,9 @@ def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
     told: list[str] = []
-    compare_models(tiny("llama"), [tmp_path / "nf4"], options(input_bits=8, note=told.append))
+    compare_models(
+        tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=told.append)
+    )
     assert any(line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in told)
 
 
@@ -147,8 +149,9 @@ def test_a_model_does_not_differ_from_itself(found):
     assert rounded["kl_median"] < rounded["kl_p99"]
 
 
-def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, found):
-    on_disk = compare_models(tiny("llama-tied"), [rounded], options(activations=tmp_path))
+def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, found, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_disk = compare_models(tiny("llama-tied"), [rounded], options(), Settings(activations="disk"))
     assert on_disk.rows[1]["kl_mean"] == found.rows[2]["kl_mean"]
     assert list(tmp_path.iterdir()) == []
 

@@ -89,7 +89,17 @@ def row(index: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def evaluation() -> Evaluation:
     protocol = EvaluationProtocol(
-        "a test", "0" * 64, 4, 24, None, 92, "float32", "bfloat16", "cpu", 1
+        "a test",
+        "0" * 64,
+        4,
+        24,
+        None,
+        92,
+        "float32",
+        "bfloat16",
+        "cpu",
+        1,
+        adapter="lora (SHA-256 00)",
     )
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
     tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
@@ -98,7 +108,6 @@ def evaluation() -> Evaluation:
         "a test",
         caches=("int8", "int4"),
         engine="llama.cpp",
-        adapter=Path("some/lora"),
         tasks=tasks,
     )
     rows = tuple(row(index) for index in range(5))
