@@ -20,8 +20,14 @@ from pathlib import Path
 
 from interop_sections import renew
 
-from quantforge.evaluation.bench_requests import LengthRange, RequestStream, Slo, Waited, figures
-from quantforge.evaluation.bench_senders import serve_there
+from quantforge.evaluation.bench_requests import (
+    LengthRange,
+    RequestStream,
+    ServedRequest,
+    Slo,
+    figures,
+)
+from quantforge.evaluation.bench_senders import send_to_server
 
 REQUESTS, RATE = 24, 4.0
 LIMITS = "ttft=500ms,tpot=50ms"
@@ -75,7 +81,7 @@ def metrics(url: str) -> dict[str, float]:
     return found
 
 
-def measure(url: str, model: str) -> tuple[list[Waited], dict[str, float]]:
+def measure(url: str, model: str) -> tuple[list[ServedRequest], dict[str, float]]:
     """Send the requests; return how each was served, and the growth of the server's counters meanwhile."""
     from transformers import AutoTokenizer
 
@@ -91,11 +97,11 @@ def measure(url: str, model: str) -> tuple[list[Waited], dict[str, float]]:
         if not before:  # the request that warms up is no part of the stream
             before.update(metrics(url))
 
-    found = serve_there(f"{url}/v1", "", stream.made(ids), follow)
+    found = send_to_server(f"{url}/v1", "", stream.draw(ids), follow)
     return found, {name: value - before.get(name, 0.0) for name, value in metrics(url).items()}
 
 
-def lines(found: list[Waited], counted: dict[str, float]) -> list[str]:
+def lines(found: list[ServedRequest], counted: dict[str, float]) -> list[str]:
     """Return the table: our figures, and the server's."""
     ours = figures(found, Slo.parse(LIMITS, "--slo"), None)
     done = [one for one in found if one.times and not one.error]

@@ -18,8 +18,8 @@ from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.bench_requests import LoadFigures
-    from quantforge.verbs.bench_models import LoadRow
+    from quantforge.evaluation.bench_requests import BenchFigures
+    from quantforge.verbs.bench_models import BenchRow
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -150,7 +150,7 @@ def bench(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
-    asked = bench_models.LoadOptions(
+    asked = bench_models.BenchOptions(
         stream=RequestStream(
             requests, rate, prompts, answers, shared_tokens, options.percent(share, "--share"), seed
         ),
@@ -183,7 +183,7 @@ def bench(
         raise typer.Exit(FAILED)
 
 
-def _show(console: Console, rows: list[LoadRow], *, drafting: bool, wide: bool) -> None:
+def _show(console: Console, rows: list[BenchRow], *, drafting: bool, wide: bool) -> None:
     """Print a table of the figures, why requests failed, and the counts of the engines."""
     columns = _columns(rows)
     drawn = fitting(columns, console.width, wide=wide)
@@ -207,13 +207,13 @@ def _show(console: Console, rows: list[LoadRow], *, drafting: bool, wide: bool) 
             )
 
 
-def _columns(rows: list[LoadRow]) -> list[Column]:
-    def column(title: str, value: Callable[[LoadFigures], float | None], rank: int = 0) -> Column:
+def _columns(rows: list[BenchRow]) -> list[Column]:
+    def column(title: str, value: Callable[[BenchFigures], float | None], rank: int = 0) -> Column:
         values = (value(row.figures) for row in rows)
         return Column(title, tuple(ABSENT if v is None else significant(v) for v in values), rank)
 
     def latency(title: str, key: str, percentile: int, rank: int) -> Column:
-        def milliseconds(figures: LoadFigures) -> float | None:
+        def milliseconds(figures: BenchFigures) -> float | None:
             seconds: float | None = getattr(figures, key).get(percentile)
             return None if seconds is None else 1e3 * seconds
 

@@ -117,7 +117,7 @@ class RequestStream:
                 f"{self.shared} shared tokens of a share of {self.share:g}", "a share is 0 to 1"
             )
 
-    def made(self, text: Sequence[int]) -> list[TimedRequest]:
+    def draw(self, text: Sequence[int]) -> list[TimedRequest]:
         """Return the requests in the order in which they come; prompts are runs of the tokens ``text``.
 
         Raises:
@@ -176,7 +176,7 @@ def _run(text: Sequence[int], draw: random.Random, tokens: int) -> tuple[int, ..
 
 
 @dataclass(slots=True)
-class Waited:
+class ServedRequest:
     """One request as it was served; times are seconds on one clock.
 
     Attributes:
@@ -232,14 +232,14 @@ class Slo:
             found[name] = _seconds(value, f"{option} {text}", hint)
         return cls(**found)
 
-    def kept(self, one: Waited) -> bool:
+    def kept(self, one: ServedRequest) -> bool:
         """Return whether a finished request kept every limit."""
         pairs = ((self.ttft, one.ttft), (self.tpot, one.tpot), (self.e2e, one.end_to_end))
         return all(most is None or took is None or took <= most for most, took in pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFigures:
+class BenchFigures:
     """Figures of a stream that was served; times are seconds.
 
     Attributes:
@@ -271,7 +271,7 @@ class LoadFigures:
     errors: dict[str, int]
 
 
-def figures(served: Sequence[Waited], slo: Slo | None, price: float | None) -> LoadFigures:
+def figures(served: Sequence[ServedRequest], slo: Slo | None, price: float | None) -> BenchFigures:
     """Return the figures of a stream.
 
     Args:
@@ -288,7 +288,7 @@ def figures(served: Sequence[Waited], slo: Slo | None, price: float | None) -> L
         if one not in done:
             why = one.error or "no token came"
             errors[why] = errors.get(why, 0) + 1
-    return LoadFigures(
+    return BenchFigures(
         requests=len(served),
         failed=len(served) - len(done),
         seconds=max(0.0, seconds),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.bench_requests import TimedRequest, Waited
+from quantforge.evaluation.bench_requests import ServedRequest, TimedRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.serving.engine import Counters, EngineOptions, ServingEngine
 from quantforge.runtime.serving.generation_requests import (
@@ -45,12 +45,12 @@ class EngineRun:
         wasted: mean share of reserved places in the cache that were not used, over the steps.
     """
 
-    served: list[Waited]
+    served: list[ServedRequest]
     counters: Counters
     wasted: float
 
 
-def serve_here(
+def serve_in_process(
     decoder: Decoder,
     requests: Sequence[TimedRequest],
     options: EngineOptions,
@@ -71,7 +71,7 @@ def serve_here(
     """
     _warm_up(decoder, requests, options, speculative)
     engine = ServingEngine(decoder, options, speculative)
-    served = {str(place): Waited(one.at, len(one.ids)) for place, one in enumerate(requests)}
+    served = {str(place): ServedRequest(one.at, len(one.ids)) for place, one in enumerate(requests)}
     sent = finished = 0
     reserved = used = 0
     begin = time.perf_counter()
@@ -115,12 +115,12 @@ def _warm_up(
         engine.step()
 
 
-def serve_there(
+def send_to_server(
     url: str,
     model: str,
     requests: Sequence[TimedRequest],
     follow: Callable[[int], object] = lambda _: None,
-) -> list[Waited]:
+) -> list[ServedRequest]:
     """Send a stream to a server; requests that fail record why.
 
     Args:
@@ -148,7 +148,7 @@ class _Sender:
         self._finished = 0
         self._begin = 0.0
 
-    async def send(self, requests: Sequence[TimedRequest]) -> list[Waited]:
+    async def send(self, requests: Sequence[TimedRequest]) -> list[ServedRequest]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=TIMEOUT)
@@ -159,14 +159,14 @@ class _Sender:
         ) as session:
             self._model = await self._named(session)
             warm = TimedRequest(0.0, requests[0].ids, min(4, requests[0].new_tokens))
-            first = Waited(0.0, len(warm.ids))
+            first = ServedRequest(0.0, len(warm.ids))
             await self._one(session, warm, first)
             if first.error:
                 raise InputError(
                     f"{self._url}: {first.error}", "the server has to offer /v1/completions"
                 )
             self._finished, self._begin = 0, time.perf_counter()
-            served = [Waited(one.at, len(one.ids)) for one in requests]
+            served = [ServedRequest(one.at, len(one.ids)) for one in requests]
             await asyncio.gather(
                 *(self._one(session, *pair) for pair in zip(requests, served, strict=True))
             )
@@ -197,7 +197,7 @@ class _Sender:
             raise InputError(f"{self._url} lists {len(listed)} models", "name one: --served-name")
         return self._model or listed[0]
 
-    async def _one(self, session: Any, request: TimedRequest, waited: Waited) -> None:
+    async def _one(self, session: Any, request: TimedRequest, waited: ServedRequest) -> None:
         import aiohttp
 
         await asyncio.sleep(max(0.0, self._begin + request.at - time.perf_counter()))
@@ -223,7 +223,7 @@ class _Sender:
         self._finished += 1
         self._follow(self._finished)
 
-    async def _read(self, content: Any, waited: Waited) -> None:
+    async def _read(self, content: Any, waited: ServedRequest) -> None:
         """Note when the tokens of a stream come."""
         pieces: list[tuple[float, bool]] = []
         tokens = 0

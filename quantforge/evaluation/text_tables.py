@@ -37,11 +37,11 @@ FIRST_RANK = 2  # of columns of caches by position or distance: the farthest sta
 def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[Table]:
     """Return the tables with their titles: quality, and speed and caches where they were measured; see `fitting`."""
     return [
-        (title, fitting(columns, width, wide=wide)) for title, columns in _everything(evaluation)
+        (title, fitting(columns, width, wide=wide)) for title, columns in _all_tables(evaluation)
     ]
 
 
-def _everything(evaluation: Evaluation) -> list[Table]:
+def _all_tables(evaluation: Evaluation) -> list[Table]:
     rows, verdict = evaluation.rows, evaluation.verdict
     against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
     drawn = [(f"Quality{against}", quality_columns(rows, verdict))]
@@ -52,7 +52,7 @@ def _everything(evaluation: Evaluation) -> list[Table]:
 
 def absent_columns(evaluation: Evaluation, drawn: Sequence[Table]) -> str:
     """Return a line on the columns that the tables of `tables` lack, see `left_out`."""
-    everything = [column for _, columns in _everything(evaluation) for column in columns]
+    everything = [column for _, columns in _all_tables(evaluation) for column in columns]
     return left_out(everything, [column for _, columns in drawn for column in columns])
 
 

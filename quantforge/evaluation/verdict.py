@@ -131,7 +131,7 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     def best(key: Callable[[Row], float]) -> int:
         return min(found, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
 
-    def beside(
+    def equals(
         first: int,
         same: Callable[[Row, Row], bool],
         others: Sequence[int],
@@ -144,11 +144,11 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
     small = best(lambda row: row["weight_bytes"])
     text = _weights(rows[small]) + against("weight_bytes", small, "larger", "smaller")
     winners = [
-        Winner("size", small, names[small], text + beside(small, _same_bytes, found, "as small"))
+        Winner("size", small, names[small], text + equals(small, _same_bytes, found, "as small"))
     ]
     near = best(lambda row: row["kl_mean"])
     text = f"KL {significant(rows[near]['kl_mean'])}, {_weights(rows[near])}"
-    winners.append(Winner("quality", near, names[near], text + beside(near, _same_kl, found)))
+    winners.append(Winner("quality", near, names[near], text + equals(near, _same_kl, found)))
     key = "decode_tokens_per_second"
     paced = [index for index in found if rows[index][key] and not displaced(rows[index])]
     known = reference[key] and not displaced(reference)
@@ -157,9 +157,9 @@ def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
         text = f"{pace(rows[fast])} tokens/s"
         if known and not _same_pace(rows[fast], reference):
             text += against(key, fast, "faster", "slower")
-            equal = beside(fast, _same_pace, paced)
+            equal = equals(fast, _same_pace, paced)
         else:
-            equal = beside(fast, _same_pace, [*([0] if known else []), *paced])
+            equal = equals(fast, _same_pace, [*([0] if known else []), *paced])
         winners.append(Winner("speed", fast, names[fast], text + equal))
     return winners
 
@@ -240,7 +240,7 @@ def _in_words(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each winner; where the reference is smaller or faster, it says that this one comes next."""
     words = {"size": "smallest", "quality": "closest", "speed": "fastest"}
     return [
-        f"{words[winner.aspect]}{_beside_reference(winner, rows)}: {winner.model} ({winner.figure})"
+        f"{words[winner.aspect]}{_after_reference(winner, rows)}: {winner.model} ({winner.figure})"
         for winner in winners
     ]
 
@@ -260,7 +260,7 @@ def _not_compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     ]
 
 
-def _beside_reference(winner: Winner, rows: Sequence[Row]) -> str:
+def _after_reference(winner: Winner, rows: Sequence[Row]) -> str:
     """Return what follows the word of a winner that the reference itself beats."""
     reference, best = rows[0], rows[winner.row]
     if winner.aspect == "size":

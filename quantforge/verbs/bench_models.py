@@ -10,7 +10,7 @@ from typing import Any
 from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.bench_requests import (
-    LoadFigures,
+    BenchFigures,
     RequestStream,
     Slo,
     TimedRequest,
@@ -30,7 +30,7 @@ MOST_ROWS, MOST_BUDGET = 512, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class BenchOptions:
     """Options of a bench: the requests, and the engine or server that answers them.
 
     Attributes:
@@ -61,7 +61,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRow:
+class BenchRow:
     """Figures of one model or server.
 
     Attributes:
@@ -72,12 +72,12 @@ class LoadRow:
     """
 
     name: str
-    figures: LoadFigures
+    figures: BenchFigures
     engine: dict[str, Any] | None = None
     wasted: float | None = None
 
 
-def document(rows: Sequence[LoadRow], options: LoadOptions) -> dict[str, Any]:
+def document(rows: Sequence[BenchRow], options: BenchOptions) -> dict[str, Any]:
     """Return the results as the JSON document ``quantforge.bench/1``."""
     trace = None if options.trace is None else options.trace.name
     recorded = {**asdict(options), "trace": trace}
@@ -85,7 +85,7 @@ def document(rows: Sequence[LoadRow], options: LoadOptions) -> dict[str, Any]:
 
 
 @torch_defaults()
-def bench(models: Sequence[str], settings: Settings, options: LoadOptions) -> list[LoadRow]:
+def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> list[BenchRow]:
     """Measure models one after another, or a server, under the same stream of requests.
 
     Args:
@@ -121,7 +121,7 @@ def bench(models: Sequence[str], settings: Settings, options: LoadOptions) -> li
         return rows
 
 
-def _check(models: Sequence[str], options: LoadOptions) -> None:
+def _check(models: Sequence[str], options: BenchOptions) -> None:
     if options.url and len(models) != 1:
         raise UsageError(
             "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
@@ -144,12 +144,12 @@ def _measure_model(
     path: Path,
     requests: Sequence[TimedRequest],
     settings: Settings,
-    options: LoadOptions,
-) -> LoadRow:
+    options: BenchOptions,
+) -> BenchRow:
     """Serve the stream with an engine in this process, with 16-bit activations as engines have them."""
     import torch
 
-    from quantforge.evaluation.bench_senders import serve_here
+    from quantforge.evaluation.bench_senders import serve_in_process
     from quantforge.runtime.decoder import Decoder
     from quantforge.runtime.load import load
     from quantforge.runtime.serving.engine import EngineOptions
@@ -174,18 +174,18 @@ def _measure_model(
         cache=options.cache,
         token_budget=max(options.token_budget, options.rows),
     )
-    run = serve_here(decoder, requests, engine, _follower(requests), speculative)
+    run = serve_in_process(decoder, requests, engine, _follower(requests), speculative)
     found = figures(run.served, options.slo, options.price)
     finished = {str(reason): count for reason, count in run.counters.finished.items()}
-    return LoadRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)
+    return BenchRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)
 
 
-def _measure_server(requests: Sequence[TimedRequest], options: LoadOptions) -> LoadRow:
-    from quantforge.evaluation.bench_senders import serve_there
+def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> BenchRow:
+    from quantforge.evaluation.bench_senders import send_to_server
 
     with phase(f"serving {options.url}", 1.0):
-        served = serve_there(options.url, options.served_name, requests, _follower(requests))
-    return LoadRow(options.url, figures(served, options.slo, options.price))
+        served = send_to_server(options.url, options.served_name, requests, _follower(requests))
+    return BenchRow(options.url, figures(served, options.slo, options.price))
 
 
 def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
@@ -194,7 +194,7 @@ def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
 
 
 def _requests(
-    path: Path, config: Mapping[str, Any], text: str, options: LoadOptions
+    path: Path, config: Mapping[str, Any], text: str, options: BenchOptions
 ) -> list[TimedRequest]:
     """Return the stream in tokens of a model; raise `InputError` for a request that is longer than it has positions."""
     from quantforge.runtime.text_side import as_input_errors, text_side
@@ -205,7 +205,7 @@ def _requests(
     if options.trace is not None:
         found = read_trace(options.trace, ids, options.stream.seed)
     else:
-        found = options.stream.made(ids)
+        found = options.stream.draw(ids)
     longest = max(len(one.ids) + one.new_tokens for one in found)
     if longest > side.positions:
         raise InputError(

@@ -309,7 +309,7 @@ def evaluation_command(evaluation: Evaluation, names: Sequence[str]) -> str:
         words += ["--generated-tokens", str(prompts.new_tokens)]
         words += ["--chat-template"] if prompts.chat_template else []
     if options is not None:
-        words += _further(options)
+        words += _measured_too(options)
     words += ["--adapter", _file(protocol.adapter)] if protocol.adapter else []
     words += ["--correction", _file(protocol.correction)] if protocol.correction else []
     words += [] if protocol.speed_dtype else ["--no-speed"]
@@ -321,7 +321,7 @@ def evaluation_command(evaluation: Evaluation, names: Sequence[str]) -> str:
     return shlex.join([*words, "--report", "report.html"])
 
 
-def _further(options: EvaluationOptions) -> Iterator[str]:
+def _measured_too(options: EvaluationOptions) -> Iterator[str]:
     """Yield the options that the protocol does not state."""
     if options.tasks is not None:
         tasks = options.tasks

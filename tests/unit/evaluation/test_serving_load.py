@@ -14,13 +14,13 @@ from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.bench_requests import (
     LengthRange,
     RequestStream,
+    ServedRequest,
     Slo,
     TimedRequest,
-    Waited,
     figures,
     read_trace,
 )
-from quantforge.evaluation.bench_senders import serve_here, serve_there, spread
+from quantforge.evaluation.bench_senders import send_to_server, serve_in_process, spread
 from quantforge.runtime.serving.engine import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
@@ -29,20 +29,20 @@ TEXT = list(range(50))
 
 def test_same_seed_same_stream():
     options = RequestStream(20, rate=5, shared=8, share=0.5, seed=3)
-    one, two = options.made(TEXT), options.made(TEXT)
+    one, two = options.draw(TEXT), options.draw(TEXT)
     assert one == two
-    assert one != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).made(TEXT)
+    assert one != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).draw(TEXT)
     assert [item.at for item in one] == sorted(item.at for item in one)
     assert all(16 <= item.new_tokens <= 64 for item in one)
 
 
 def test_arrivals_are_as_frequent_as_asked():
-    found = RequestStream(4000, rate=20, seed=1).made(TEXT)
+    found = RequestStream(4000, rate=20, seed=1).draw(TEXT)
     assert 3999 / found[-1].at == pytest.approx(20, rel=0.05)
 
 
 def test_share_begins_alike():
-    found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).made(TEXT)
+    found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).draw(TEXT)
     long = [one for one in found if len(one.ids) == 22]
     assert len(long) + sum(len(one.ids) == 12 for one in found) == 1000
     assert 0.25 < len(long) / 1000 < 0.35
@@ -90,10 +90,10 @@ def test_trace_in_order_of_arrival(tmp_path):
 
 def test_figures_by_hand():
     served = [
-        Waited(0.0, 10, [1.0, 1.5, 2.0]),
-        Waited(1.0, 20, [1.2]),
-        Waited(1.0, 5, [], "status 500"),
-        Waited(2.0, 30, [4.0, 5.0]),
+        ServedRequest(0.0, 10, [1.0, 1.5, 2.0]),
+        ServedRequest(1.0, 20, [1.2]),
+        ServedRequest(1.0, 5, [], "status 500"),
+        ServedRequest(2.0, 30, [4.0, 5.0]),
     ]
     found = figures(served, Slo(ttft=1.5, tpot=0.6), price=3.6)
     assert (found.requests, found.failed, found.seconds, found.new_tokens) == (4, 1, 5.0, 6)
@@ -111,12 +111,12 @@ def test_figures_by_hand():
 
 def test_published_cost():
     """2 an hour at 2000 tokens a second are 0.28 for a million."""
-    found = figures([Waited(0.0, 1, [1.0] * 2000)], None, 2.0)
+    found = figures([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
     assert found.cost == pytest.approx(0.2778, abs=1e-4)
 
 
 def test_nothing_came():
-    found = figures([Waited(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
+    found = figures([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
     assert (found.tokens_per_second, found.goodput, found.cost, found.failed) == (0.0, 0.0, None, 1)
 
 
@@ -131,7 +131,9 @@ def test_every_token_has_a_time(pieces, tokens):
 def test_stream_on_an_engine():
     requests = [TimedRequest(0.02 * place, (1, 2, place), 3 + place % 4) for place in range(12)]
     told = []
-    run = serve_here(FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), told.append)
+    run = serve_in_process(
+        FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), told.append
+    )
     assert [len(one.times) for one in run.served] == [one.new_tokens for one in requests]
     assert all(one.times[0] >= one.at and one.times == sorted(one.times) for one in run.served)
     assert told == list(range(1, 13))
@@ -214,7 +216,7 @@ def test_stream_to_a_server(piece):
     requests = [TimedRequest(0.01 * place, (1, 2, place), 5) for place in range(8)]
     server = Server(fail={3}, piece=piece)  # the first is the one that warms up
     with server as url:
-        served = serve_there(url, "", requests)
+        served = send_to_server(url, "", requests)
     assert sum(bool(one.error) for one in served) == 1
     assert "503" in next(one.error for one in served if one.error)
     assert [len(one.times) for one in served if not one.error] == [5] * 7
@@ -228,7 +230,7 @@ def test_tokens_without_a_text_are_tokens(text, noted):
     """Those that end a text come as empty pieces from vLLM; llama.cpp notes the end in one that is no token."""
     pytest.importorskip("aiohttp")
     with Server(text=text, noted=noted) as url:
-        (waited,) = serve_there(url, "", [TimedRequest(0.0, (1, 2), 5)])
+        (waited,) = send_to_server(url, "", [TimedRequest(0.0, (1, 2), 5)])
     assert not waited.error
     assert len(waited.times) == 5
     assert waited.times[0] < waited.times[-1]
@@ -237,7 +239,9 @@ def test_tokens_without_a_text_are_tokens(text, noted):
 def test_a_server_may_close_a_connection_that_it_has_kept():
     pytest.importorskip("aiohttp")
     with Server(once=True) as url:
-        served = serve_there(url, "", [TimedRequest(0.1 * place, (1, 2), 5) for place in range(3)])
+        served = send_to_server(
+            url, "", [TimedRequest(0.1 * place, (1, 2), 5) for place in range(3)]
+        )
     assert [(one.error, len(one.times)) for one in served] == [("", 5)] * 3
 
 
@@ -245,19 +249,19 @@ def test_servers_that_are_none():
     pytest.importorskip("aiohttp")
     one = [TimedRequest(0.0, (1,), 1)]
     with pytest.raises(UsageError):
-        serve_there("127.0.0.1:8000", "", one)
+        send_to_server("127.0.0.1:8000", "", one)
     with pytest.raises(InputError, match=r"^nothing listens at http://127\.0\.0\.1:9$"):
-        serve_there("http://127.0.0.1:9", "", one)
+        send_to_server("http://127.0.0.1:9", "", one)
     with Server() as url, pytest.raises(InputError, match="lists no models as OpenAI") as refused:
-        serve_there(url.removesuffix("/v1"), "", one)
+        send_to_server(url.removesuffix("/v1"), "", one)
     assert refused.value.hint == f"--url {url}"
     with Server(other=True) as url, pytest.raises(InputError, match="lists no models") as refused:
-        serve_there(url, "", one)
+        send_to_server(url, "", one)
     assert refused.value.hint == "the address of a server up to /v1"
     with Server(fail={1}, closes=True) as url:
-        (waited,) = serve_there(url, "", one)
+        (waited,) = send_to_server(url, "", one)
     assert waited.error == f"{url} closed the connection"
     with Server() as url, pytest.raises(InputError, match="fake"):
-        serve_there(url, "other", one)
+        send_to_server(url, "other", one)
     with Server(fail={0}) as url, pytest.raises(InputError, match="503"):
-        serve_there(url, "", one)
+        send_to_server(url, "", one)
