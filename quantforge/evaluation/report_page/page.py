@@ -49,7 +49,6 @@ SHORT = 20  # letters of a cell that stays on one line
 SHOWN_PROMPTS = 8  # of long lists the first; the document has all
 BUILTIN_TEXT, BUILTIN_PROMPTS = "builtin evaluation text", "builtin prompts"
 _SCALES = {unit: 1000.0**power for power, unit in enumerate(UNITS)} | {"ms": 1e-3, "s": 1.0}
-TEMPLATE = "page.html.jinja"
 QUANTILES_NOTE = (
     "Of the tokens that were scored: the bar holds the middle half, its gap the median, the line 5 to 95 %; "
     "the marks are 99 % and 99.9 %."
@@ -99,7 +98,6 @@ def page(evaluation: Evaluation) -> str:
     prompts, count = evaluation.prompts, len(rows) - 1
     compared = "1 model compared" if count == 1 else f"{count} models compared"
     return _rendered(
-        TEMPLATE,
         title=f"{verdict.names[0]}: {compared}",
         date=evaluation.date,
         versions=evaluation.versions,
@@ -370,13 +368,8 @@ def marked(text: str, reference: str) -> list[Part]:
     return found
 
 
-def _rendered(template: str, **values: Any) -> str:
-    """Return a page; whatever is foreign (names, texts, recipes) is escaped, what is drawn is ours.
-
-    Args:
-        template: its file; it extends ``frame.html.jinja``.
-        values: what it names.
-    """
+def _rendered(**values: Any) -> str:
+    """Return the page; whatever is foreign (names, texts, recipes) is escaped, what is drawn is ours."""
     loader = PackageLoader("quantforge.evaluation", "report_page")
     environment = Environment(
         loader=loader,
@@ -387,7 +380,7 @@ def _rendered(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     style, script = (loader.get_source(environment, name)[0] for name in ("page.css", "sort.js"))
-    return environment.get_template(template).render(
+    return environment.get_template("page.html.jinja").render(
         style=style,
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
