@@ -241,11 +241,11 @@ class DivergenceSums:
         self.reference = LogitSums(targets, find_best=True)
         self._difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
 
-    def add(self, model: Tensor, reference: Tensor, part: slice) -> None:
+    def add(self, logits: Tensor, reference_logits: Tensor, part: slice) -> None:
         """Add the logits ``[rows, part]`` of both for a part, whose memory is used for what is summed."""
-        difference = reference - model
-        self.model.add(model, part)
-        weights, shrink = self.reference.add(reference, part)
+        difference = reference_logits - logits
+        self.model.add(logits, part)
+        weights, shrink = self.reference.add(reference_logits, part)
         summed = difference.mul_(weights).sum(-1).double()
         self._difference = self._difference * shrink + summed
 

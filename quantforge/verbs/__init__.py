@@ -3,7 +3,6 @@
 In this folder:
 
     allocate         Allocate: bits for each group of linears
-    asked_prompts    Prompts that an evaluation asks of every model: built-in ones, or those of a file
     bench_models     Measure latency and throughput of models, or of a server, under a seeded stream of requests
     caller_state     State of the program that calls a verb: results do not depend on torch's defaults
     declarations     Declarations of a model, derived from the code of transformers: to be read, compared and kept
@@ -24,7 +23,7 @@ In this folder:
     quantize         Quantize: a plan carried out and published, or gone on with after any interruption
     release          Release: many recipes of one model, made, scored, gated and laid out to be uploaded
     reproduce        Making a result again from its manifest, and comparing every byte
-    scored_text      Text that an evaluation scores: one document out of one source, and its name in reports
+    scored_text      Text that an evaluation scores, prompts that its models answer: each from one source
     serve_model      Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
     sweep            Sweep: all combinations of some choices, quantized and scored; the same call resumes it
     variants         Variants: several results of one model, each a job of its own

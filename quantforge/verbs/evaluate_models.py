@@ -20,10 +20,17 @@ from quantforge.formats.sources.low_precision import readable
 from quantforge.recipe import AdapterOptions
 from quantforge.results import manifest
 from quantforge.settings import Settings, check_device
-from quantforge.verbs.asked_prompts import prompts_name, read_prompts
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.folder_cards import check_card_of, write_card_of
-from quantforge.verbs.scored_text import BUILTIN, BYTES_OF_TOKEN, own_text, read_text, text_name
+from quantforge.verbs.scored_text import (
+    BUILTIN,
+    BYTES_OF_TOKEN,
+    own_text,
+    prompts_name,
+    read_prompts,
+    read_text,
+    text_name,
+)
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint

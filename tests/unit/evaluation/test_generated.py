@@ -16,7 +16,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
-from quantforge.verbs.asked_prompts import PROMPTS, prompts_name, read_prompts
+from quantforge.verbs.scored_text import PROMPTS, prompts_name, read_prompts
 from tests.evaluations import options, windows_of
 
 ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
