@@ -236,7 +236,7 @@ class ForwardPass:
             text = f"logits for {own.shape[-1]} tokens, the source has {reference.shape[-1]}"
             self._report.add("logits", name, text)
             return
-        found = divergence(reference, own)
+        found = window_divergence(reference, own)
         self._report.figures = {
             "tokens": self._ids.numel(),
             "kl_mean": Estimate.of(found).mean,
@@ -245,7 +245,7 @@ class ForwardPass:
         }
         del own
         if (plain := self._logits("rounded")) is not None:
-            self._check_divergence(found, divergence(reference, plain))
+            self._check_divergence(found, window_divergence(reference, plain))
 
     def _stored(self, name: str) -> Tensor | None:
         """Return a weight of the artifact: its head in place of the embedding where only the source ties the two."""
@@ -372,7 +372,7 @@ def _check_cache_class(config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def divergence(reference: Tensor, logits: Tensor) -> Tensor:
+def window_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """Return the mean KL divergence of ``logits`` from ``reference`` in each window, nats per token, ``[windows]``."""
     found = []
     for one, other in zip(reference, logits, strict=True):

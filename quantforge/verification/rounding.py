@@ -177,7 +177,7 @@ def steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
     return None if points is None or points.table is not None else points.scales.abs().T
 
 
-def measure(
+def measure_rounding(
     target: Tensor,
     decoded: Tensor,
     plain: Tensor,

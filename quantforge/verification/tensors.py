@@ -48,7 +48,7 @@ from quantforge.verification.rounding import (
     RoundingError,
     damaged_part,
     group_width,
-    measure,
+    measure_rounding,
     plain_rounding,
     rounded_in,
     unusual_errors,
@@ -303,7 +303,7 @@ class TensorChecks:
         inputs = self._pass.inputs.of(module)
         if inputs is not None and module in self._folds.columns:
             inputs = inputs / self._folds.columns[module]
-        error = measure(target, value, plain, found, inputs, scheme)
+        error = measure_rounding(target, value, plain, found, inputs, scheme)
         self._report.tensors.append({"name": name, "scheme": str(found.scheme), **error.to_json()})
         plainly = self._plainly and tensor.role is Role.LINEAR and not self._folds.touches(module)
         if plainly and not torch.equal(value, plain):

@@ -25,7 +25,7 @@ from quantforge.verification.rounding import (
     SHIFTED,
     RoundingError,
     damaged_part,
-    measure,
+    measure_rounding,
     plain_rounding,
     unusual_errors,
 )
@@ -67,7 +67,7 @@ def scheme_of(text: str) -> Scheme:
 
 def measured(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
     plain = plain_rounding(weight, found.scheme)
-    return measure(weight, found.decode(), plain, found, inputs)
+    return measure_rounding(weight, found.decode(), plain, found, inputs)
 
 
 def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> list[str]:
