@@ -91,19 +91,15 @@ class CacheTrial:
         }
 
 
-def trial_of(
-    paths: Sequence[Path], text: str, kinds: Sequence[str], tokens: int
-) -> CacheTrial | None:
+def trial_of(paths: Sequence[Path], text: str, kinds: Sequence[str], tokens: int) -> CacheTrial:
     """Return what caches are tried on: windows as long as the models' positions, of about ``tokens`` tokens in all.
 
-    A text that has fewer tokens than such a window gives shorter ones; without ``kinds`` nothing is tried.
+    A text that has fewer tokens than such a window gives shorter ones.
 
     Raises:
         InputError: the text has no window of two tokens, or a model has heads that a kind cannot hold.
         RefusedError: the own decoder, whose caches these are, does not compute a model's family.
     """
-    if not kinds:
-        return None
     for path in paths:
         config = readable(open_model(path)).config
         family = architecture_of(config)

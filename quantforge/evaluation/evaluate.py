@@ -74,7 +74,7 @@ class EvaluationOptions:
     Attributes:
         text: what is scored.
         text_name: how the report names it.
-        text_found: the user did not name it: it lies beside the reference, or is the built-in one.
+        text_found: whether nobody named it: it is the file next to the reference, or the built-in text.
         windows: at most this many are scored.
         length: tokens of a window.
         speed: measure speed and memory as well.
@@ -176,11 +176,15 @@ def compare_models(
     for path in paths:
         check_comparable(path, reference, options.text, windows)
     prompts = None if options.prompts is None else tokenized(paths, options.prompts)
-    trial = trial_of(paths, options.text, options.caches, options.windows * options.length)
+    trial = None
+    if options.caches:
+        trial = trial_of(paths, options.text, options.caches, options.windows * options.length)
+    bandwidth = math.nan
+    if options.speed:
+        tell("read bandwidth of this machine")
+        bandwidth = read_bandwidth(settings.device)
     kept = kept or KeptRows()
     rows = [*kept.rows]
-    tell("read bandwidth of this machine")
-    bandwidth = read_bandwidth(settings.device) if options.speed else math.nan
     if len(rows) < len(paths):
         rows += _missing_rows(paths, windows, prompts, trial, options, settings, bandwidth, kept)
     return Evaluation(

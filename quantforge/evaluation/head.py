@@ -1,17 +1,15 @@
 """The last step of a language model, a part of the vocabulary at a time: the logits never exist as a whole.
 
 The logits of a window are the largest tensor of an evaluation (512 tokens of a vocabulary of 128 k
-are 260 MB in float32, and their softmax as much again). What is wanted of them are sums over the
-vocabulary, which can be taken part by part. With ``m`` the largest logit so far,
+are 260 MB in float32, and their softmax as much again). All that is needed of them are sums over the
+vocabulary, which can be added up part by part. With ``m`` the largest logit so far,
 
     S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
 
 and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
-models needs one more such sum (`DivergenceSums`). To cut the vocabulary rather than the hidden states reads
-each weight of the head once for many rows of them. What is summed within a part is float32, what is
-summed over parts float64.
-
-Where a kernel keeps the rows of the head in another order, the hidden states are cut after all.
+models needs one more such sum (`DivergenceSums`). The vocabulary is cut rather than the hidden states,
+so that each weight of the head is read once for many rows of them. Sums within a part are float32, sums
+over parts float64. Where a kernel keeps the rows of the head in another order, the hidden states are cut.
 
 The head of most families is one matrix, a scale and a cap. Where that does not give the model's own logits
 (`checked_head`), the model's own code makes them: see `ModelEnding`.

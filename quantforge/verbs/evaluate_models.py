@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
     from quantforge.evaluation.generated import Prompts
 
-LARGER = 1.1  # times the size of a reference: what a descendant is not
+LARGER = 1.1  # times the size of its reference: such a model was hardly made from it
 ENGINES = ("llama.cpp",)
-# What has an effect together with another choice alone.
+# Choices that have no effect without another one.
 _NEEDS = {
     "generated_tokens": "generated",
     "chat_template": "generated",
@@ -49,7 +49,7 @@ _NEEDS = {
 
 
 class MeasurementOptions(TypedDict, total=False):
-    """Choices of an evaluation; what is left out is as `EvaluationOptions` has it."""
+    """Choices of an evaluation, as a caller gives them; defaults are those of `EvaluationOptions`."""
 
     text: str | None  # a source as for ``--calibration``; None is `own_text`
     windows: int  # at most so many
@@ -254,7 +254,7 @@ def _tasks(options: MeasurementOptions, *, offline: bool) -> Tasks | None:
 def _evaluation_options(
     reference: Path, options: MeasurementOptions, tasks: Tasks | None, settings: Settings
 ) -> EvaluationOptions:
-    """Have tasks checked, read text and prompts, and return what an evaluation takes; errors as `evaluate`."""
+    """Check the tasks, read text and prompts, and return the choices with them; errors as `evaluate`."""
     from quantforge.evaluation.evaluate import EvaluationOptions
 
     if tasks is not None:

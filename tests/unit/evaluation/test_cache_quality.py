@@ -43,7 +43,6 @@ def source(tiny):
 @pytest.fixture(scope="module")
 def trial(source):
     found = trial_of([source], TEXT * 4, KINDS, 400)
-    assert found is not None
     return found
 
 
@@ -55,7 +54,6 @@ def rows(source, trial):
 def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
     """A file that states scales of its cache has no others when it is served in fp8."""
     found = trial_of([source], TEXT * 2, ("fp8",), 200)
-    assert found is not None
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
     scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
@@ -65,12 +63,10 @@ def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
 
 def test_windows_are_as_long_as_the_positions(source, trial):
     assert trial.windows.ids.shape == (3, 128)
-    assert trial_of([source], TEXT * 4, (), 400) is None
 
 
 def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
     found = trial_of([source], TEXT[:240], ("16bit",), 400)
-    assert found is not None
     assert 2 <= found.windows.ids.shape[1] < 128
     assert found.kinds == ()
     with pytest.raises(InputError, match="nothing to score"):
@@ -80,7 +76,6 @@ def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
 def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
     found = trial_of([model], TEXT * 200, ("int8",), 400)
-    assert found is not None
     assert found.windows.ids.shape == (1, 8192)
     assert [one.distance for one in found.keys] == [32 << n for n in range(8)]
     ranges = [*_by_position(torch.ones(2, 8191))]
