@@ -110,14 +110,12 @@ def _today() -> str:
 class Evaluation:
     """The result: the protocol, and one row of plain data per model, the reference first.
 
-    ``caches`` records how caches were tried, if they were; ``options`` are those of the run, if they are known;
-    ``versions`` are those of libraries.
+    ``caches`` records how caches were tried, if they were; ``versions`` are those of libraries.
     """
 
     protocol: EvaluationProtocol
     rows: tuple[Mapping[str, Any], ...]
-    prompts: Prompts | None = None
-    options: EvaluationOptions | None = None
+    options: EvaluationOptions
     caches: Mapping[str, Any] | None = None
     date: str = field(default_factory=_today)
     versions: Mapping[str, str] = field(default_factory=manifest.versions)
@@ -134,7 +132,7 @@ class Evaluation:
             "date": self.date,
             "versions": dict(self.versions),
             "protocol": self.protocol.to_json(),
-            "generated": None if self.prompts is None else self.prompts.to_json(),
+            "generated": None if (asked := self.options.prompts) is None else asked.to_json(),
             "caches": self.caches,
             "models": [dict(row) for row in self.rows],
             "verdict": self.verdict.to_json(),
@@ -190,9 +188,8 @@ def compare_models(
     return Evaluation(
         _protocol(windows, options, settings),
         tuple(rows),
-        options.prompts,
-        options=options,
-        caches=None if trial is None else trial.to_json(),
+        options,
+        None if trial is None else trial.to_json(),
     )
 
 

@@ -99,10 +99,8 @@ def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
 
 def _of_answers(evaluation: Evaluation, shown: Collection[str]) -> list[str]:
     """Return the line on prompts and answers, none where there are none or no figure of them is shown."""
-    asked, explained = (
-        evaluation.prompts,
-        [f"{one}: {ANSWERS[one]}" for one in ANSWERS if one in shown],
-    )
+    asked = evaluation.options.prompts
+    explained = [f"{one}: {ANSWERS[one]}" for one in ANSWERS if one in shown]
     if asked is None or not explained:
         return []
     answers = evaluation.rows[0]["generated"]["answers"]

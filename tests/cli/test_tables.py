@@ -16,7 +16,7 @@ import pytest
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
-from quantforge.evaluation.evaluate import FIGURES, Evaluation
+from quantforge.evaluation.evaluate import FIGURES, Evaluation, EvaluationOptions
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes
@@ -72,6 +72,7 @@ def found():
             row("wren-Q8_0.gguf", "q8_0", 5_297_088, 8.5, decode_tokens_per_second=1022.2,
                 **quality(0.00010164, 0.9924, -0.00106)),
         ),
+        EvaluationOptions("", protocol.text),
     )  # fmt: skip
 
 
@@ -250,7 +251,8 @@ def test_what_was_measured_of_answers_is_told(found, monkeypatch, capsys):
     }
     first, *others = found.rows
     rows = ({**first, "generated": own}, *({**row, "generated": compared} for row in others))
-    asked = replace(found, rows=rows, prompts=Prompts("builtin", ("x", "y")))
+    options = replace(found.options, prompts=Prompts("builtin", ("x", "y")))
+    asked = replace(found, rows=rows, options=options)
     show_tables(Console(), asked, wide=True)
     told = " ".join(capsys.readouterr().out.split())
     assert "to 2 prompts (builtin), 128 tokens in all, at most 128 each" in told

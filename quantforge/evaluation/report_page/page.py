@@ -95,7 +95,7 @@ class Origin:
 def page(evaluation: Evaluation) -> str:
     """Return the page of an evaluation, whose rows are named without paths."""
     rows, verdict = evaluation.rows, evaluation.verdict
-    prompts, count = evaluation.prompts, len(rows) - 1
+    prompts, count = evaluation.options.prompts, len(rows) - 1
     compared = "1 model compared" if count == 1 else f"{count} models compared"
     return _rendered(
         title=f"{verdict.names[0]}: {compared}",
@@ -295,19 +295,17 @@ def evaluation_command(evaluation: Evaluation, names: Sequence[str]) -> str:
 
     Files and directories are named, and have to be there.
     """
-    protocol, prompts, options = evaluation.protocol, evaluation.prompts, evaluation.options
+    protocol, options = evaluation.protocol, evaluation.options
     words = ["quantforge", "eval", *names]
-    found = options is not None and options.text_found
-    if protocol.text != BUILTIN_TEXT and not found:
+    if protocol.text != BUILTIN_TEXT and not options.text_found:
         words += ["--text", _file(protocol.text)]
     words += ["--windows", str(protocol.windows), "--length", str(protocol.length)]
-    if prompts is not None:
+    if (prompts := options.prompts) is not None:
         name = prompts.name
         words += ["--generated", "builtin" if name == BUILTIN_PROMPTS else _file(name)]
         words += ["--generated-tokens", str(prompts.new_tokens)]
         words += ["--chat-template"] if prompts.chat_template else []
-    if options is not None:
-        words += _measured_too(options)
+    words += _measured_too(options)
     words += ["--adapter", _file(protocol.adapter)] if protocol.adapter else []
     words += ["--correction", _file(protocol.correction)] if protocol.correction else []
     words += [] if protocol.speed_dtype else ["--no-speed"]

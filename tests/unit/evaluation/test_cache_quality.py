@@ -42,8 +42,7 @@ def source(tiny):
 
 @pytest.fixture(scope="module")
 def trial(source):
-    found = trial_of([source], TEXT * 4, KINDS, 400)
-    return found
+    return trial_of([source], TEXT * 4, KINDS, 400)
 
 
 @pytest.fixture(scope="module")

@@ -298,7 +298,7 @@ def test_gates(found, ppl, kl, failing):
             ("bad", 0.02, 0.03),
         )
     ]
-    evaluation = Evaluation(found.protocol, tuple(rows))
+    evaluation = Evaluation(found.protocol, tuple(rows), found.options)
     message = failed_gates(evaluation, ppl, kl)
     assert {name for name in ("good", "bad") if f"{name}: " in message} == set(failing)
     assert "source" not in message

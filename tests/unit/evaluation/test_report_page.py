@@ -109,11 +109,10 @@ def evaluation() -> Evaluation:
         caches=("int8", "int4"),
         engine="llama.cpp",
         tasks=tasks,
+        prompts=prompts,
     )
     rows = tuple(row(index) for index in range(5))
-    return Evaluation(
-        protocol, rows, prompts, options, TRIAL, "2026-01-02", {"quantforge": "0.1.0"}
-    )
+    return Evaluation(protocol, rows, options, TRIAL, "2026-01-02", {"quantforge": "0.1.0"})
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +183,8 @@ def test_sections_without_figures_are_left_out(evaluation):
         "block_errors",
         "generated",
     )
-    text = render(replace(less, protocol=fast, prompts=None), "html")
+    unasked = replace(evaluation.options, prompts=None)
+    text = render(replace(less, protocol=fast, options=unasked), "html")
     for part in (
         "Speed and memory",
         "Tasks",
@@ -194,7 +194,7 @@ def test_sections_without_figures_are_left_out(evaluation):
     ):
         assert part not in text
     assert "KL divergence against size" in text
-    alone = render(replace(less, rows=less.rows[:1], prompts=None, protocol=fast), "html")
+    alone = render(replace(less, rows=less.rows[:1], options=unasked, protocol=fast), "html")
     assert "Winners" not in alone
     assert "KL divergence" not in alone.partition("All figures")[0]
 
