@@ -43,6 +43,7 @@ from quantforge.planning.by_module import Draft
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
+from quantforge.planning.naming import first_recipe
 from quantforge.plans import Action, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.results.manifest import adapter_name, experts_word
@@ -183,7 +184,7 @@ def draft(
             general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
             found.keys,
             tokens.keys(),
-            provenance(recipe.to_toml(), *seen),
+            provenance(recipe if given is None else first_recipe(checkpoint), *seen),
         )
 
     return GgufDraft(

@@ -11,10 +11,10 @@ from quantforge import __version__
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import Value, ValueType, text, u32
+from quantforge.recipe import Recipe
 from quantforge_files.roles import CARD
 
 QUANTIZATION_VERSION = 2  # of ggml's blocks
-RECIPE = "quantforge.recipe"
 _FIELD = re.compile(
     r"^(license|license_name|license_link|base_model):[ \t]*([^\n]*)$", re.MULTILINE
 )
@@ -45,16 +45,18 @@ def strips_after(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
     return lambda text: named and text not in kept
 
 
-def provenance(recipe: str, dataset: str, entries: int, chunks: int) -> dict[str, Value]:
+def provenance(recipe: Recipe, dataset: str, entries: int, chunks: int) -> dict[str, Value]:
     """Return keys that say what made the file.
 
     Args:
-        recipe: its TOML.
+        recipe: by which the weights were quantized; an empty one where that is unknown has no key.
         dataset: that importance was observed on; empty where none was.
         entries: tensors of which it was observed.
         chunks: rows of the dataset, 0 where that is unknown.
     """
-    found = {"quantforge.version": text(__version__), RECIPE: text(recipe)}
+    found = {"quantforge.version": text(__version__)}
+    if recipe != Recipe():
+        found["quantforge.recipe"] = text(recipe.to_toml())
     if dataset:
         found |= {
             "quantize.imatrix.dataset": text(dataset),

@@ -18,7 +18,7 @@ from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.packers.ggml.blocks import decode_blocks
-from quantforge.recipe import CalibrationOptions, Recipe, Rule
+from quantforge.recipe import CalibrationOptions, Recipe, Rule, from_toml
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
@@ -115,6 +115,14 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     first, second = decoded(open_model(a)), decoded(open_model(b))
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
     assert len(first.computed) == 14
+    stated = from_toml(read_gguf(b).value("quantforge.recipe", str))
+    assert (stated.method, stated.bits) == ("awq", 4)  # the rounding, not the move
+
+
+def test_a_file_states_no_recipe_where_none_is_known(models, tmp_path):
+    source = quantized(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
+    manifest.place_of(source).unlink()
+    assert "quantforge.recipe" not in read_gguf(export(source, tmp_path / "b.gguf", None)).metadata
 
 
 def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, capsys):
