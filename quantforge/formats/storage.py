@@ -1,19 +1,22 @@
-"""Storage of a plan's tensors in the files of a format.
+"""Storage of a plan's tensors in the files of a format, and back.
 
 The formats in safetensors have a few stored tensors for each quantized module and leave all other tensors as the source
-has them (`ByModule`). GGUF transposes, reorders and converts tensors on their way (`quantforge.formats.gguf`).
-A run does not need to know which: it hands over the tensors that it made, and asks for the tensors that it wrote.
+has them. GGUF transposes, reorders and converts tensors on their way. A run does not need to know which: it hands over
+the tensors that it made, and asks for the tensors that it wrote.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from quantforge.checkpoint.safetensors import torch_dtype
+from quantforge.errors import RefusedError
 from quantforge.formats import GGUF, Format, ModuleLayout, format_of
 from quantforge.formats.compressed_tensors.linears import pack_transposed
-from quantforge.formats.gguf import STORAGE
+from quantforge.formats.gguf import halves, interleaved
 from quantforge.plans import TensorPlan
 
 if TYPE_CHECKING:
@@ -22,67 +25,102 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 
-class Storage(Protocol):
-    """Interface of a format towards a run."""
-
-    def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the stored tensors of a quantized one, whole or a run of its rows."""
-
-    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the quantized tensor that `pack` was given."""
-
-    def whole(self, plan: TensorPlan) -> bool:
-        """Return whether a kept tensor has to be handed over whole, not in runs of rows."""
-
-    def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """Return what is stored for a kept tensor, or for a run of its rows."""
-
-    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """Return the kept tensor that `keep` was given, as the source has it."""
-
-
-class ByModule:
-    """A quantized module is stored as its format says, everything else as it is."""
+class Storage:
+    """Storage module by module: a quantized module as its format packs it, everything else as it is."""
 
     def __init__(self, form: Format) -> None:
         self._form = form
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the tensors as the format packs them."""
+        """Return the stored tensors of a quantized one, whole or a run of its rows."""
         module = plan.name.removesuffix(".weight")
         if plan.turned:
             return pack_transposed(module, tensor)
         return self._form.pack(module, tensor)
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the tensor as the format unpacks it, with the scheme that it natively has."""
+        """Return the quantized tensor that `pack` was given, with the scheme in which the format holds it."""
         assert plan.scheme is not None
         weight = self._form.native(plan.scheme.weight, plan.matrix)
         layout = ModuleLayout(
             plan.name.removesuffix(".weight"),
             replace(plan.scheme, weight=weight),
             plan.matrix,
-            tuple(item.name for item in plan.stored),
+            tuple(stored),
             turned=plan.turned,
         )
         return self._form.unpack(layout, stored)
 
     def whole(self, plan: TensorPlan) -> bool:
-        """Return False: rows are independent."""
+        """Return whether a kept tensor has to be handed over whole, not in runs of rows."""
         del plan
         return False
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """Return the tensor as it is."""
+        """Return what is stored for a kept tensor, or for a run of its rows."""
         del plan
         return value
 
     def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """Return the tensor as it is."""
+        """Return the kept tensor that `keep` was given, as the source has it."""
         del plan
         return stored
 
 
+class GgufStorage(Storage):
+    """Storage in a GGUF file: blocks of rows, in llama.cpp's order, and all else in the type that the plan says."""
+
+    def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
+        """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
+        (blocks,) = super().pack(plan, tensor).values()
+        heads = plan.heads * len(tensor.codes) // plan.matrix[0]  # those of a run of rows
+        return {plan.stored[0].name: interleaved(blocks, heads)}
+
+    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return codes and parameters of the blocks, in the order of the source's rows."""
+        ordered = {name: halves(blocks, plan.heads) for name, blocks in stored.items()}
+        return super().unpack(plan, ordered)
+
+    def whole(self, plan: TensorPlan) -> bool:
+        """Return True for tensors that are reordered, turned or cut."""
+        return bool(plan.heads) or plan.transposed or len(plan.stored) > 1
+
+    def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
+        """Return the tensor in the type of the file.
+
+        Raises:
+            RefusedError: a value is beyond the type.
+        """
+        stored = plan.stored[0]
+        if plan.transposed:
+            value = value.T.contiguous()
+        if plan.plus_one:
+            value = value.float() + 1
+        if plan.decay:
+            value = -value.float().exp()
+        if math.prod(stored.shape) == value.numel():  # a convolution has a dimension of one
+            value = value.reshape(stored.shape)
+        converted = interleaved(value.to(torch_dtype(stored.dtype)), plan.heads)
+        if stored.dtype == "F16" and not bool(converted.isfinite().all()):
+            raise RefusedError(
+                f"{plan.name}: a value is beyond the range of float16",
+                f"--rule '{plan.name.removesuffix('.weight')}=keep', or --type BF16",
+                tensor=plan.name,
+            )
+        return converted
+
+    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
+        """Return the tensor as the source has it, to the bit only where nothing was computed; see `keep`."""
+        value = halves(stored, plan.heads)
+        if plan.plus_one:
+            value = value - 1
+        if plan.decay:
+            value = (-value).log()
+        if plan.transposed:
+            value = value.T.contiguous()
+        return value.to(torch_dtype(plan.dtype)).reshape(plan.shape)
+
+
 def storage_of(key: str) -> Storage:
     """Return the storage of a format by its key."""
-    return STORAGE if key == GGUF else ByModule(format_of(key))
+    return GgufStorage(format_of(key)) if key == GGUF else Storage(format_of(key))

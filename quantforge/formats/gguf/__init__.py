@@ -2,8 +2,8 @@
 
 `container` is the layout, `parsing` reads it strictly, `families`, `parameters` and `rope` translate configurations,
 `vocabulary` tokenizers, `mixture` chooses types (`quantforge.planning.gguf` puts a file together), `source` shows a
-file as if it were a model directory. This module is the format: what it holds, and how tensors are moved in and out.
-Nothing here quantizes.
+file as if it were a model directory. This module is the format: what it holds, and how one module lies in it;
+`quantforge.formats.storage` moves tensors in and out. Nothing here quantizes.
 
 In this folder:
 
@@ -26,12 +26,10 @@ In this folder:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.checks import finite
@@ -40,7 +38,7 @@ from quantforge.formats.engines import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.container import TYPES
 from quantforge.grids import SUPERBLOCKS, ScaleType
 from quantforge.notation import parse
-from quantforge.plans import Plan, StoredTensor, TensorPlan
+from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
@@ -148,15 +146,10 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Return the blocks of one module, in the order of the source's rows."""
-    return {f"{module}.weight": _blocks(tensor)}
-
-
-def _blocks(tensor: QuantizedTensor) -> Tensor:
-    """Return the rows of a tensor as blocks, uint8 ``[rows, bytes of a row]``."""
+    """Return the blocks of one module, uint8 ``[rows, bytes of a row]``, in the order of the source's rows."""
     from quantforge.packers.ggml.blocks import pack as packed
 
-    return packed(replace(tensor, scheme=blocks_of(tensor.scheme)))
+    return {f"{module}.weight": packed(replace(tensor, scheme=blocks_of(tensor.scheme)))}
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -197,67 +190,7 @@ def layouts(
     return found
 
 
-# Tensors on their way into a file and back
-
-
-class GgufStorage:
-    """Storage of tensors in a GGUF file (`quantforge.formats.storage.Storage`)."""
-
-    def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
-        (stored,) = plan.stored
-        heads = plan.heads * len(tensor.codes) // plan.matrix[0]  # those of a run of rows
-        return {stored.name: interleaved(_blocks(tensor), heads)}
-
-    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return codes and parameters of the blocks."""
-        from quantforge.packers.ggml.blocks import unpack
-
-        assert plan.scheme is not None
-        (raw,) = stored.values()
-        return unpack(halves(raw, plan.heads), plan.scheme.weight)
-
-    def whole(self, plan: TensorPlan) -> bool:
-        """Return True for tensors that are reordered, turned or cut: they cannot be handed over in runs of rows."""
-        return bool(plan.heads) or plan.transposed or len(plan.stored) > 1
-
-    def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """Return the tensor in the type of the file.
-
-        Raises:
-            RefusedError: a value is beyond the type.
-        """
-        stored = plan.stored[0]
-        if plan.transposed:
-            value = value.T.contiguous()
-        if plan.plus_one:
-            value = value.float() + 1
-        if plan.decay:
-            value = -value.float().exp()
-        if math.prod(stored.shape) == value.numel():  # a convolution has a dimension of one
-            value = value.reshape(stored.shape)
-        converted = interleaved(value.to(torch_dtype(stored.dtype)), plan.heads)
-        if stored.dtype == "F16" and not bool(converted.isfinite().all()):
-            raise RefusedError(
-                f"{plan.name}: a value is beyond the range of float16",
-                f"--rule '{plan.name.removesuffix('.weight')}=keep', or --type BF16",
-                tensor=plan.name,
-            )
-        return converted
-
-    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
-        """Return the tensor as the source has it, to the bit only where nothing was computed; see `keep`."""
-        value = halves(stored, plan.heads)
-        if plan.plus_one:
-            value = value - 1
-        if plan.decay:
-            value = (-value).log()
-        if plan.transposed:
-            value = value.T.contiguous()
-        return value.to(torch_dtype(plan.dtype)).reshape(plan.shape)
-
-
-STORAGE = GgufStorage()
+# Order of rows
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:

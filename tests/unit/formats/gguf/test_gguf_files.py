@@ -15,13 +15,13 @@ from quantforge import verbs
 from quantforge.checkpoint.output_names import side_of
 from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf import STORAGE
 from quantforge.formats.gguf.container import text
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer import chat_templates, special_ids
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
+from quantforge.formats.storage import storage_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.results import manifest
@@ -174,13 +174,13 @@ def test_what_is_kept_comes_back_in_the_shape_of_the_source():
         stored = (StoredTensor("x", "F32", stored),)
         return TensorPlan("x", "F32", shape, Action.KEEP, "", stored=stored, **values)
 
-    value = torch.linspace(-4, 2, 12)
+    storage, value = storage_of("gguf"), torch.linspace(-4, 2, 12)
     convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), decay=True)
     assert torch.equal(
-        STORAGE.kept(convolution, STORAGE.keep(convolution, value.view(4, 1, 3))),
+        storage.kept(convolution, storage.keep(convolution, value.view(4, 1, 3))),
         value.view(4, 1, 3),
     )
-    assert torch.allclose(STORAGE.kept(decay, STORAGE.keep(decay, value)), value, atol=1e-6)
+    assert torch.allclose(storage.kept(decay, storage.keep(decay, value)), value, atol=1e-6)
 
 
 def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(models, tmp_path):
