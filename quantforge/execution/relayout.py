@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.finite_values import scan_finite
@@ -20,12 +20,19 @@ from quantforge.events import Event
 from quantforge.execution.progress import tell
 from quantforge.formats import Fit, Verdict, format_of
 from quantforge.formats.configuration import NUMBERS
-from quantforge.formats.convert import convert, settle
-from quantforge.formats.storage import storage_of
+from quantforge.formats.convert import convert, of_input, settle
+from quantforge.formats.storage import Storage, storage_of
 from quantforge.grids import PerGroup
-from quantforge.planning.conversion import DECODED, Conversion, ConvertedLayer, rounding_command
+from quantforge.planning.conversion import (
+    DECODED,
+    Conversion,
+    ConvertedLayer,
+    rounding_command,
+    stores_index,
+)
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import PLAIN, rounder_of
+from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,51 +41,102 @@ if TYPE_CHECKING:
     from quantforge.quantizers import Rounded
 
 
-def settle_all(conversion: Conversion, *, allow_inexact: bool, workers: int = 1) -> str:
-    """Settle every layer, by its values where headers do not, and round what is to be rounded.
+@dataclass(slots=True)
+class Settled:
+    """What the values of a conversion tell, and what was rounded of it.
+
+    Attributes:
+        verdict: ``"exact"``, ``"exact but for the embedding"``, or ``"inexact"`` if any layer is.
+        events: of the plan, and of what is rounded.
+        rounded: the tensors of `Conversion.rounded`, by name.
+        figures: of those, for the manifest.
+    """
+
+    events: list[Event]
+    verdict: str = "exact"
+    rounded: dict[str, QuantizedTensor] = field(default_factory=dict)
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def settle_values(conversion: Conversion, *, allow_inexact: bool, workers: int = 1) -> Settled:
+    """Settle every layer by its values where headers do not, and round what is to be rounded.
 
     Args:
-        conversion: which; gets the events and what was rounded.
+        conversion: which.
         allow_inexact: whether rounding of layers is accepted.
         workers: threads that round strips of the embedding side by side.
-
-    Returns:
-        ``"exact"``, ``"exact but for the embedding"``, or ``"inexact"`` if any layer is.
 
     Raises:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
     """
+    settled = Settled([*conversion.events])
+    allowed = allow_inexact or conversion.asked_type is not None
     verdicts: Counter[Verdict] = Counter()
     # What no rounding helps is refused before what --allow-inexact lets through.
     layers = sorted(conversion.layers.values(), key=lambda layer: layer.wanted is None)
     for done, layer in enumerate(layers):
-        tell(layer.layout.module, done, len(conversion.layers))
-        verdicts[_settled(conversion, layer, allow_inexact)] += 1
+        tell(layer.layout.module, done, len(layers))
+        fit = layer.fit
+        if fit.verdict is not Verdict.EXACT:
+            fit = _fit_of_values(conversion, layer)
+            settled.events += _accepted(layer.layout.module, fit, allowed=allowed)
+        verdicts[fit.verdict] += 1
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
-            fit = _cast(tensor, conversion.checkpoint.read(tensor.name))[1]
-            verdicts[_accepted(conversion, tensor.name, fit, allow_inexact=allow_inexact)] += 1
+            value = conversion.checkpoint.read(tensor.name)
+            fit = _cast(value, tensor.stored[0].dtype)[1]
+            settled.events += _accepted(tensor.name, fit, allowed=allowed)
+            verdicts[fit.verdict] += 1
     for tensor in conversion.rounded:
-        _round(conversion, tensor, workers)
+        _round(conversion, tensor, workers, settled)
     if verdicts[Verdict.INEXACT]:
-        return "inexact"
-    return "exact but for the embedding" if conversion.rounded else "exact"
+        settled.verdict = "inexact"
+    elif conversion.rounded:
+        settled.verdict = "exact but for the embedding"
+    return settled
 
 
-def _round(conversion: Conversion, tensor: TensorPlan, workers: int) -> None:
+def _fit_of_values(conversion: Conversion, layer: ConvertedLayer) -> Fit:
+    """Return how exactly the target holds the numbers of a layer; raise `RefusedError` for scattered columns."""
+    key, wanted = conversion.plan.format, layer.wanted
+    if wanted is None:
+        fit = _decoded(conversion, layer)[1]
+        return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
+    if key == DECODED:
+        return _decoded(conversion, layer)[1]
+    if layer.fit.verdict is not Verdict.READ:
+        return layer.fit
+    tensor, _ = _in_order(conversion, layer)
+    if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
+        raise _out_of_order(conversion, layer, wanted)
+    fit = settle(tensor, wanted.weight, format_of(key).LEAST_ZERO)
+    if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
+        return Fit(Verdict.INEXACT, layer.fit.reason)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        command = rounding_command(conversion.checkpoint, key)
+        return replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
+    return fit
+
+
+def _accepted(name: str, fit: Fit, *, allowed: bool) -> list[Event]:
+    """Return the event of accepted rounding, if any; raise RefusedError for what is not accepted."""
+    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
+        hint = fit.nearest or "accept rounding with --allow-inexact"
+        raise RefusedError(f"{name}: {fit.reason}", hint, tensor=name)
+    return [Event("inexact", name, fit.reason)] if fit.verdict is Verdict.INEXACT else []
+
+
+def _round(conversion: Conversion, tensor: TensorPlan, workers: int, settled: Settled) -> None:
     """Round a matrix that the source holds plainly to nearest, in strips of rows."""
     from quantforge.execution.data_free import RowWise, Strips, round_rows
     from quantforge.model.statistics import Statistics
 
     assert tensor.scheme is not None
-    scheme, checkpoint, strips = (
-        tensor.scheme.weight,
-        conversion.checkpoint,
-        Strips(tensor.matrix[0]),
-    )
+    schemes = {tensor.name: tensor.scheme.weight}
+    checkpoint, strips = conversion.checkpoint, Strips(tensor.matrix[0])
 
     def rounded(weight: Tensor) -> Rounded:
-        weights, schemes = {tensor.name: weight}, {tensor.name: scheme}
+        weights = {tensor.name: weight}
         found = rounder_of(PLAIN).round_shared(weights, Statistics(), schemes, conversion.rounding)
         return found[tensor.name]
 
@@ -87,51 +145,73 @@ def _round(conversion: Conversion, tensor: TensorPlan, workers: int) -> None:
 
     with closing(round_rows([RowWise(tensor, rounded, read, strips.add)], workers)) as done:
         for _, record in done:
-            conversion.events += [Event(**event) for event in record["events"]]
-            conversion.figures |= record["figures"]
-    conversion.made[tensor.name] = strips.whole()
+            settled.events += [Event(**event) for event in record["events"]]
+            settled.figures |= record["figures"]
+    settled.rounded[tensor.name] = strips.whole()
 
 
 def write_all(
-    conversion: Conversion, writer: WeightsWriter, *, allow_inexact: bool
-) -> None:  # fmt: skip
-    """Write every tensor of a conversion that `settle_all` let through.
+    conversion: Conversion, settled: Settled, writer: WeightsWriter, *, allow_inexact: bool
+) -> None:
+    """Write every tensor of a conversion that `settle_values` let through.
 
     Args:
         conversion: which.
+        settled: what it let through; what was rounded is taken out.
         writer: of its files.
         allow_inexact: whether rounding is accepted.
 
     Raises:
         InputError: a tensor that is kept is not finite.
     """
-    target, storage = format_of(conversion.plan.format), storage_of(conversion.plan.format)
+    storage = storage_of(conversion.plan.format)
     for number, tensor in enumerate(conversion.plan.tensors):
         tell(tensor.name, number, len(conversion.plan.tensors))
-        layer = conversion.layers.get(tensor.name)
         if tensor.action is Action.DROP:
             continue
-        if tensor.name in conversion.made:
-            found = storage.pack(tensor, conversion.made.pop(tensor.name))
+        layer = conversion.layers.get(tensor.name)
+        if tensor.name in settled.rounded:
+            found = storage.pack(tensor, settled.rounded.pop(tensor.name))
         elif layer is None:
-            value = conversion.checkpoint.read(tensor.name)
-            scan_finite(tensor.name, value)
-            (stored,) = tensor.stored
-            value = _cast(tensor, value)[0] if _is_cast(tensor) else value
-            found = {stored.name: storage.keep(tensor, value)}
+            found = _kept(conversion, tensor, storage)
         elif layer.wanted is None or conversion.plan.format == DECODED:
             found = {tensor.name: _decoded(conversion, layer)[0]}
         else:
-            source, index = _in_order(conversion, layer)
-            same = convert(
-                layer.with_inputs(source), layer.wanted.weight, target.LEAST_ZERO,
-                allow_inexact=allow_inexact,
-            )  # fmt: skip
-            found = storage.pack(tensor, same)
-            if index is not None:
-                found[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
+            found = _restated(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
         for name, value in found.items():
             writer.write(name, value)
+
+
+def _kept(conversion: Conversion, tensor: TensorPlan, storage: Storage) -> dict[str, Tensor]:
+    """Return what is stored of a tensor that has no codes; raise InputError unless it is finite."""
+    value = conversion.checkpoint.read(tensor.name)
+    scan_finite(tensor.name, value)
+    (stored,) = tensor.stored
+    value = _cast(value, stored.dtype)[0] if _is_cast(tensor) else value
+    return {stored.name: storage.keep(tensor, value)}
+
+
+def _restated(
+    conversion: Conversion,
+    layer: ConvertedLayer,
+    plan: TensorPlan,
+    storage: Storage,
+    *,
+    allow_inexact: bool,
+) -> dict[str, Tensor]:
+    """Return the stored tensors of a layer in the terms of the target."""
+    assert layer.wanted is not None
+    target = format_of(conversion.plan.format)
+    source, index = _in_order(conversion, layer)
+    if source.input != layer.wanted.input:  # measured parameters of another input are dropped
+        dropped = of_input(source.parameters)
+        kept = {key: value for key, value in source.parameters.items() if key not in dropped}
+        source = replace(source, parameters=kept, input=layer.wanted.input)
+    tensor = convert(source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact)
+    found = storage.pack(plan, tensor)
+    if index is not None:
+        found[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
+    return found
 
 
 def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
@@ -145,41 +225,6 @@ def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
         if fit.verdict is not Verdict.EXACT:
             return "F32", f"{layer.layout.module}: {fit.reason}"
     return None, ""
-
-
-def _settled(conversion: Conversion, layer: ConvertedLayer, allow_inexact: bool) -> Verdict:
-    fit = layer.fit
-    if fit.verdict is Verdict.EXACT:
-        return fit.verdict
-    if layer.wanted is None or conversion.plan.format == DECODED:
-        fit = _decoded(conversion, layer)[1]
-        if layer.wanted is None:
-            fit = replace(
-                fit, reason=f"decoded, as {conversion.plan.format} holds none such: {fit.reason}"
-            )
-    elif fit.verdict is Verdict.READ:
-        target = format_of(conversion.plan.format)
-        tensor, _ = _in_order(conversion, layer)
-        if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
-            raise _out_of_order(conversion, layer)
-        fit = settle(tensor, layer.wanted.weight, target.LEAST_ZERO)
-        if fit.verdict is Verdict.EXACT and layer.wanted.input != layer.layout.scheme.input:
-            fit = Fit(Verdict.INEXACT, layer.fit.reason)
-        if fit.verdict is Verdict.IMPOSSIBLE:
-            command = rounding_command(conversion.checkpoint, conversion.plan.format)
-            fit = replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
-    return _accepted(conversion, layer.layout.module, fit, allow_inexact=allow_inexact)
-
-
-def _accepted(conversion: Conversion, name: str, fit: Fit, *, allow_inexact: bool) -> Verdict:
-    """Record accepted rounding as an event and return the verdict; raise RefusedError for what is not accepted."""
-    allowed = allow_inexact or conversion.asked_type
-    if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
-        hint = fit.nearest or "accept rounding with --allow-inexact"
-        raise RefusedError(f"{name}: {fit.reason}", hint, tensor=name)
-    if fit.verdict is Verdict.INEXACT:
-        conversion.events.append(Event("inexact", name, fit.reason))
-    return fit.verdict
 
 
 def _unpacked(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
@@ -196,7 +241,7 @@ def _in_order(
     columns that are out of order have a scale each.
     """
     tensor = _unpacked(conversion, layer)
-    if not layer.plan.scattered or tensor.scheme.granularity != PerGroup(1):
+    if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
     form = format_of(conversion.source_key)
     name = f"{layer.layout.module}{form.ABOUT.group_index}"
@@ -206,7 +251,9 @@ def _in_order(
     return form.unpack(layout, stored), conversion.checkpoint.read(name)
 
 
-def _out_of_order(conversion: Conversion, layer: ConvertedLayer) -> RefusedError:
+def _out_of_order(
+    conversion: Conversion, layer: ConvertedLayer, wanted: LayerScheme
+) -> RefusedError:
     """Return that a target has no place for the index by which columns are scattered over groups."""
     module, key = layer.layout.module, conversion.plan.format
     index = f"{module}{format_of(conversion.source_key).ABOUT.group_index}"
@@ -215,8 +262,7 @@ def _out_of_order(conversion: Conversion, layer: ConvertedLayer) -> RefusedError
         return RefusedError(
             f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
         )
-    target = format_of(key).ABOUT
-    if f"{module}{target.group_index}" in [item.name for item in layer.plan.stored]:
+    if stores_index(layer.layout, wanted, format_of(key)):
         hint = "--format plain decodes the weights"
         return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
     return RefusedError(
@@ -227,8 +273,9 @@ def _out_of_order(conversion: Conversion, layer: ConvertedLayer) -> RefusedError
 
 
 def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:
-    value, fit = _cast(layer.plan, _unpacked(conversion, layer).decode())
-    return (value.T.contiguous() if layer.plan.transposed else value), fit
+    """Return the decoded weights of a layer as they are stored, and how exactly."""
+    value, fit = _cast(_unpacked(conversion, layer).decode(), conversion.decoded_type)
+    return (value.T.contiguous() if layer.transposed else value), fit
 
 
 def _is_cast(tensor: TensorPlan) -> bool:
@@ -241,9 +288,8 @@ def _is_cast(tensor: TensorPlan) -> bool:
     )
 
 
-def _cast(tensor: TensorPlan, exact: Tensor) -> tuple[Tensor, Fit]:
-    """Return numbers in the type in which they are stored, and how exactly that type holds them."""
-    dtype = tensor.stored[0].dtype
+def _cast(exact: Tensor, dtype: str) -> tuple[Tensor, Fit]:
+    """Return numbers in another type, and how exactly that type holds them."""
     value = exact.to(torch_dtype(dtype))
     back = value.to(exact.dtype)
     changed = int((back != exact).sum())

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.configuration import SAME
@@ -33,7 +32,7 @@ from quantforge.formats import (
     targets,
 )
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
-from quantforge.formats.convert import express_layer, of_input
+from quantforge.formats.convert import express_layer
 from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.fits import named, split_group
 from quantforge.formats.matching import match_headers, settle_tied
@@ -50,49 +49,65 @@ from quantforge.plans import CHOSEN, Action, FilePlan, Plan, Serving, StoredTens
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 
-if TYPE_CHECKING:
-    from quantforge.packers.tensor import QuantizedTensor
-
 DECODED = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
-    """One quantized matrix: how it lies in the source, what it becomes (None: decoded), and how well that fits."""
+    """One quantized matrix: how the source holds it, what it becomes, and how well that fits.
+
+    Attributes:
+        layout: of the source.
+        wanted: its scheme in the target; None where it is decoded, since the target holds no such matrix.
+        fit: how exactly the target holds it; READ where the values decide.
+        transposed: whether the model holds the weight ``[in, out]``.
+        scattered: whether the target keeps the index that says the group of each column (desc_act).
+    """
 
     layout: ModuleLayout
     wanted: LayerScheme | None
     fit: Fit
-    plan: TensorPlan
+    transposed: bool
+    scattered: bool = False
 
-    def with_inputs(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Return a tensor whose input is quantized as the target says; measured parameters of another are dropped."""
-        assert self.wanted is not None
-        if tensor.input == self.wanted.input:
-            return tensor
-        beside = of_input(tensor.parameters)
-        kept = {key: value for key, value in tensor.parameters.items() if key not in beside}
-        return replace(tensor, parameters=kept, input=self.wanted.input)
+    @property
+    def name(self) -> str:
+        """Return the name of the weight."""
+        return f"{self.layout.module}.weight"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Conversion:
-    """A planned conversion of one checkpoint."""
+    """A planned conversion of one checkpoint.
+
+    Attributes:
+        checkpoint: the source.
+        source_key: its format.
+        plan: of the result.
+        files: of the result.
+        layers: what has codes in the source, by the name of the weight.
+        matched: the source.
+        rounded: tensors that the source holds plainly and the result in codes: the embedding, or none.
+        events: that headers tell.
+        asked_type: of decoded weights; rounding to it is accepted. None where none is asked for.
+        rounding: how `rounded` are rounded.
+    """
 
     checkpoint: Checkpoint
     source_key: str
     plan: Plan
     files: tuple[FilePlan, ...]
-    layers: dict[str, ConvertedLayer]
+    layers: Mapping[str, ConvertedLayer]
     matched: Matched
-    rounded: tuple[
-        TensorPlan, ...
-    ]  # held plainly by the source and in codes by the result: the embedding, or none
-    events: list[Event]
-    asked_type: str | None  # of decoded weights: rounding to it is accepted
+    rounded: tuple[TensorPlan, ...]
+    events: tuple[Event, ...]
+    asked_type: str | None
     rounding: Rounding
-    made: dict[str, QuantizedTensor] = field(default_factory=dict)  # of `rounded`, once settled
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of those, for the manifest
+
+    @property
+    def decoded_type(self) -> str:
+        """Return the type in which decoded weights are stored."""
+        return self.asked_type or self.checkpoint.dtype
 
     @property
     def coverage(self) -> Coverage | None:
@@ -121,108 +136,107 @@ def plan_export(
         RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
         UsageError: options that only make sense when quantizing.
     """
-    given = (recipe.bits, recipe.scheme, recipe.rules, recipe.ignore, recipe.scales == "reference")
-    target = format_of(recipe.format)
-    if recipe.embedding not in {"", KEEP} and not target.ABOUT.embedding_tool:
-        raise UsageError(
-            f"--embedding {recipe.embedding}: an export to {recipe.format} rounds no embedding",
-            "drop --embedding, or quantize the original model",
-        )
-    if any(given):
-        raise UsageError(
-            f"{checkpoint.path} is already quantized: an export keeps its numbers",
-            "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
-        )
-    check_alone(_draft(checkpoint), recipe)
+    target, source = format_of(recipe.format), detect(checkpoint.config)
+    _check_options(checkpoint, recipe, target)
     tower = tower_beside(checkpoint, target, wanted=mmproj)
     asked_type = _number_type(recipe)
-    source = detect(checkpoint.config)
+
+    # What has codes, and what becomes of it.
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = source.layouts(checkpoint.config, headers)
     matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
-    expressed = tuple(_layers(checkpoint, layouts, recipe.format, asked_type))
-    split = _with_one_group(expressed, target)
-    layers = {layer.plan.name: layer for layer in split}
+    expressed = [_converted(layout, checkpoint, source, target) for layout in layouts]
+    split, split_notes = _with_one_group(expressed, target)
+    layers = {layer.name: layer for layer in split}
     modules = {
         layer.layout.module: (layer.wanted, layer.layout.shape)
-        for layer in layers.values()
+        for layer in split
         if layer.wanted is not None
     }
     if recipe.format == DECODED:
-        modules = _none_left(_loaded(checkpoint, modules))
-    mixture = target.check_model(modules)
-    if mixture.verdict is Verdict.IMPOSSIBLE:
+        _refuse_single_experts(_loaded(checkpoint, modules))
+        modules = {}
+    if (mixture := target.check_model(modules)).verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
             f"{recipe.format}: {mixture.reason}", mixture.nearest or "--format compressed-tensors"
         )
-    draft: Draft
-    if recipe.format != GGUF:
-        draft = _relaid(checkpoint, layers.values(), recipe, asked_type)
+
+    # What becomes of every tensor.
     if target.ABOUT.embedding_tool:
         matched = settle_tied(matched, checkpoint)
+    draft: Draft
     if recipe.format == GGUF:
-        schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         from quantforge.planning import gguf  # with all that its files hold
 
+        schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         draft = gguf.draft(recipe, checkpoint, matched, given=schemes, tower=tower)
-    elif target.ABOUT.embedding_tool:
-        draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
-    made = naming.first_recipe(checkpoint)
-    draft = replace(draft, tensors=_as_asked(draft.tensors, made))
+    else:
+        draft = _by_module(checkpoint, split, target, asked_type)
+        if target.ABOUT.embedding_tool:
+            draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
+    tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
-    draft = names_settled(recipe.engine, checkpoint, replace(draft, engines=engines))
-    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
-    place, engines = str(checkpoint.path), draft.engines
-    said = targets.check(recipe.engine, served, draft.tensors, engines, recipe.format, place)
+    draft = names_settled(
+        recipe.engine, checkpoint, replace(draft, tensors=tensors, engines=engines)
+    )
     files = draft.files(recipe)
     rounded = tuple(
-        one for one in draft.tensors if one.action is Action.QUANTIZE and one.name not in layers
+        item for item in tensors if item.action is Action.QUANTIZE and item.name not in layers
     )
-    chosen = [
-        f"{CHOSEN}{one.name}: {rounded_words(one)}" for one in rounded if not recipe.embedding
-    ]
+    served = replace(serving or Serving(), devices=recipe.tensor_parallel)
+    place = str(checkpoint.path)
     plan = Plan(
-        model=str(checkpoint.path),
-        name=naming.derived(checkpoint, None, recipe.format, draft.tensors, draft.label),
+        model=place,
+        name=naming.derived(checkpoint, None, recipe.format, tensors, draft.label),
         model_type=type_of(checkpoint.config),
         method=f"export from {source.KEY}",
         transforms=(),
         rounder="",
         format=recipe.format,
-        tensors=draft.tensors,
+        tensors=tensors,
         shards=tuple(file.names for file in files),
         output_bytes=bytes_of(files),
         peak_memory_bytes=0,
-        engines=engines,
+        engines=draft.engines,
         substitutions=tower.events if tower else (),
         notes=(
             *first,
-            *chosen,
+            *(
+                f"{CHOSEN}{item.name}: {rounded_words(item)}"
+                for item in rounded
+                if not recipe.embedding
+            ),
             *facts(checkpoint),
             *draft.notes,
-            *_split_note(expressed, split),
+            *split_notes,
             *_order_note(split),
-            *said,
+            *targets.check(recipe.engine, served, tensors, draft.engines, recipe.format, place),
         ),
         left_behind=left_behind(checkpoint),
     )
-    events = [
-        *_lost(checkpoint, recipe.format, draft),
-        *(Event("embedding-rounded", one.name, rounded_words(one)) for one in rounded),
+    events = (
+        *_lost(checkpoint, target, tensors),
+        *(Event("embedding-rounded", item.name, rounded_words(item)) for item in rounded),
         *plan.substitutions,
-    ]
-    return Conversion(
-        checkpoint,
-        source.KEY,
-        plan,
-        files,
-        layers,
-        matched,
-        rounded,
-        events,
-        asked_type,
-        recipe.rounding,
     )
+    return Conversion(
+        checkpoint, source.KEY, plan, files, layers, matched, rounded, events, asked_type, recipe.rounding,
+    )  # fmt: skip
+
+
+def _check_options(checkpoint: Checkpoint, recipe: Recipe, target: Format) -> None:
+    """Refuse options that only make sense when quantizing; errors as `check_alone`."""
+    if recipe.embedding not in {"", KEEP} and not target.ABOUT.embedding_tool:
+        raise UsageError(
+            f"--embedding {recipe.embedding}: an export to {recipe.format} rounds no embedding",
+            "drop --embedding, or quantize the original model",
+        )
+    if any((recipe.bits, recipe.scheme, recipe.rules, recipe.ignore, recipe.scales == "reference")):
+        raise UsageError(
+            f"{checkpoint.path} is already quantized: an export keeps its numbers",
+            "drop --bits, --scheme, --scales, --rule and --ignore, or quantize the original model",
+        )
+    check_alone(_kind_of_heads(checkpoint), recipe)
 
 
 def _number_type(recipe: Recipe) -> str | None:
@@ -242,7 +256,7 @@ def _number_type(recipe: Recipe) -> str | None:
     return kind
 
 
-def _as_asked(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, ...]:
+def _with_recorded_rules(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, ...]:
     """Return the tensors of a quantized model; those kept get the rule of its recipe ``made`` that keeps them."""
     wanted = [(pattern, f"ignore {pattern}") for pattern in made.ignore]
     wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
@@ -255,16 +269,16 @@ def _as_asked(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[TensorPlan, 
     return tuple(replace(t, rule=rule(t)) if t.action is Action.KEEP else t for t in tensors)
 
 
-def _lost(checkpoint: Checkpoint, key: str, draft: Draft) -> list[Event]:
+def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan]) -> list[Event]:
     """Return events for what the target has no place for, and for what stays unquantized."""
     lost = []
     headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     scales = kv_scales.found(checkpoint.config, headers).stored
-    if scales and not format_of(key).ABOUT.holds_kv_scales:
-        why = f"{key} has no place for {len(scales)} scales of the KV cache"
+    if scales and not target.ABOUT.holds_kv_scales:
+        why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
-    found = coverage.events(draft.tensors, text_config(checkpoint.config))
-    return lost + [e for e in found if e.kind == "router-rounded" or key != DECODED]
+    found = coverage.events(tensors, text_config(checkpoint.config))
+    return lost + [e for e in found if e.kind == "router-rounded" or target.KEY != DECODED]
 
 
 def _loaded(
@@ -281,22 +295,21 @@ def _loaded(
         kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
         embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
         unmapped=unmapped(family, checkpoint.config, checkpoint.entries),
-        draft=_draft(checkpoint),
+        draft=_kind_of_heads(checkpoint),
     )
 
 
-def _none_left(model: ModelToLoad) -> dict[str, tuple[LayerScheme, tuple[int, int]]]:
-    """Return no modules: nothing stays quantized. Refuse experts one by one where loaders look for one tensor."""
+def _refuse_single_experts(model: ModelToLoad) -> None:
+    """Refuse to decode experts one by one where loaders look for one tensor."""
     if model.unstacked and (model.experts or model.kept_experts):
         raise RefusedError(
             f"{DECODED}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
             " would take random numbers for them",
             "eval and verify read it as it is",
         )
-    return {}
 
 
-def _draft(checkpoint: Checkpoint) -> str:
+def _kind_of_heads(checkpoint: Checkpoint) -> str:
     """Return the kind of draft heads that a checkpoint is, "" for a model."""
     return type_of(checkpoint.config) if is_draft(checkpoint.config) else ""
 
@@ -306,16 +319,19 @@ def _family(checkpoint: Checkpoint) -> Architecture | None:
     return architecture_of(config) or architecture_of(text_config(config))
 
 
-def _relaid(
-    checkpoint: Checkpoint, layers: Iterable[ConvertedLayer], recipe: Recipe, asked_type: str | None
+def _by_module(
+    checkpoint: Checkpoint,
+    layers: Iterable[ConvertedLayer],
+    target: Format,
+    asked_type: str | None,
 ) -> Draft:
-    """Return the tensors and files of a result that is stored module by module."""
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    """Return the draft of a result that is stored module by module: layers in the target's terms, all else kept."""
     layers = tuple(layers)
+    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     used = {name for layer in layers for name in layer.layout.stored}
-    if not format_of(recipe.format).ABOUT.holds_kv_scales:
+    if not target.ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored
-    kept = [
+    tensors = [
         TensorPlan(
             item.name,
             item.dtype,
@@ -330,8 +346,32 @@ def _relaid(
         for name, item in headers.items()
         if name not in used
     ]
-    tensors = tuple(sorted([*kept, *(layer.plan for layer in layers)], key=lambda t: t.name))
-    return Draft(tensors, ())
+    tensors += [_tensor_plan(layer, checkpoint.dtype, target, asked_type) for layer in layers]
+    return Draft(tuple(sorted(tensors, key=lambda tensor: tensor.name)), ())
+
+
+def _tensor_plan(
+    layer: ConvertedLayer, dtype: str, target: Format, asked_type: str | None
+) -> TensorPlan:
+    """Return the plan of a layer in a result that is stored module by module."""
+    name, shape, wanted = layer.name, layer.layout.shape, layer.wanted
+    held = shape[::-1] if layer.transposed else shape
+    if wanted is None or target.KEY == DECODED:
+        stored: tuple[StoredTensor, ...] = (StoredTensor(name, asked_type or dtype, held),)
+    else:
+        stored = target.stored(layer.layout.module, wanted, shape)
+    return TensorPlan(
+        name,
+        dtype,
+        held,
+        Action.KEEP if wanted is None else Action.QUANTIZE,
+        "decoded" if wanted is None else "re-laid out",
+        wanted,
+        stored=stored,
+        part=_part(name),
+        transposed=layer.transposed,
+        scattered=layer.scattered,
+    )
 
 
 def _with_embedding(
@@ -382,65 +422,43 @@ def _with_embedding(
     return replace(draft, tensors=tuple(plans.values()))
 
 
-def _layers(
-    checkpoint: Checkpoint, layouts: Sequence[ModuleLayout], key: str, asked_type: str | None
-) -> Iterator[ConvertedLayer]:
-    target, source = format_of(key), detect(checkpoint.config)
+def _converted(
+    layout: ModuleLayout, checkpoint: Checkpoint, source: Format, target: Format
+) -> ConvertedLayer:
+    """Return what becomes of a layer, by its scheme.
+
+    Raises:
+        RefusedError: the target cannot hold it.
+    """
     family = _family(checkpoint)
-    conv = family is not None and family.transposed
-    for layout in layouts:
-        name = f"{layout.module}.weight"
-        part = _part(name)
-        transposed = conv and part >= 0
-        shape = layout.shape[::-1] if transposed else layout.shape
-        if key == DECODED:
-            fit, wanted = Fit(Verdict.READ, "decoded weights"), layout.scheme
-            stored: tuple[StoredTensor, ...] = (
-                StoredTensor(name, asked_type or checkpoint.dtype, shape),
-            )
-        else:
-            fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
-            if _is_left_plain(checkpoint, layout, (fit, wanted), target):
-                held = StoredTensor(name, checkpoint.dtype, shape)
-                plan = TensorPlan(
-                    name, checkpoint.dtype, shape, Action.KEEP, "decoded", stored=(held,), part=part
-                )
-                yield ConvertedLayer(layout, None, Fit(Verdict.READ), plan)
-                continue
-            if fit.verdict is Verdict.IMPOSSIBLE:
-                raise RefusedError(
-                    f"{layout.module}: {layout.scheme} cannot be stored in {key}: {fit.reason}",
-                    rounding_command(checkpoint, key, fit.nearest),
-                    tensor=layout.module,
-                )
-            stored = target.stored(layout.module, wanted, layout.shape)
-        indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.stored
-        if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
-            fit = Fit(Verdict.READ, "an index says the group of each column")
-        plan = TensorPlan(
-            name,
-            checkpoint.dtype,
-            shape,
-            Action.QUANTIZE,
-            "re-laid out",
-            wanted,
-            stored=stored,
-            part=part,
-            transposed=transposed,
-            scattered=indexed
-            and layout.scattered is True
-            and _keeps_index(layout, wanted, stored, target),
+    transposed = family is not None and family.transposed and _part(layout.module) >= 0
+    if target.KEY == DECODED:
+        return ConvertedLayer(
+            layout, layout.scheme, Fit(Verdict.READ, "decoded weights"), transposed
         )
-        yield ConvertedLayer(layout, wanted, fit, plan)
+    fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
+    if _is_left_plain(checkpoint, layout, (fit, wanted), target):
+        return ConvertedLayer(layout, None, Fit(Verdict.READ), transposed)
+    if fit.verdict is Verdict.IMPOSSIBLE:
+        raise RefusedError(
+            f"{layout.module}: {layout.scheme} cannot be stored in {target.KEY}: {fit.reason}",
+            rounding_command(checkpoint, target.KEY, fit.nearest),
+            tensor=layout.module,
+        )
+    indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.stored
+    if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
+        fit = Fit(Verdict.READ, "an index says the group of each column")
+    same_groups = wanted.weight.granularity == layout.scheme.weight.granularity
+    scattered = indexed and layout.scattered is True and same_groups
+    return ConvertedLayer(
+        layout, wanted, fit, transposed, scattered and stores_index(layout, wanted, target)
+    )
 
 
-def _keeps_index(
-    layout: ModuleLayout, wanted: LayerScheme, stored: Sequence[StoredTensor], target: Format
-) -> bool:
-    """Return whether the target stores the same groups with the index that says which column is in which."""
-    names = [item.name for item in stored]
-    same = wanted.weight.granularity == layout.scheme.weight.granularity
-    return same and f"{layout.module}{target.ABOUT.group_index}" in names
+def stores_index(layout: ModuleLayout, wanted: LayerScheme, target: Format) -> bool:
+    """Return whether the target stores with a matrix the index that says which column is in which group."""
+    stored = target.stored(layout.module, wanted, layout.shape)
+    return f"{layout.module}{target.ABOUT.group_index}" in [item.name for item in stored]
 
 
 def rounding_command(checkpoint: Checkpoint, key: str, scheme: str = "") -> str:
@@ -465,49 +483,44 @@ def _is_left_plain(
 
 
 def _with_one_group(
-    layers: tuple[ConvertedLayer, ...], target: Format
-) -> tuple[ConvertedLayer, ...]:
+    layers: Sequence[ConvertedLayer], target: Format
+) -> tuple[Sequence[ConvertedLayer], tuple[str, ...]]:
     """Return the layers with groups of one size, where the target states only one and all can be split into it.
 
     A finer group with its scale repeated is as exact as the coarser one: how well a layer fits stays what it is.
+
+    Returns:
+        The layers, and a note on what was split.
     """
     held = ((layer.wanted, layer.layout.shape) for layer in layers if layer.wanted is not None)
     size = split_group(held) if target.ABOUT.one_group else None
     if size is None:
-        return layers
-
-    def with_group(layer: ConvertedLayer) -> ConvertedLayer:
-        if layer.wanted is None:
-            return layer
-        weight = replace(layer.wanted.weight, granularity=PerGroup(size))
-        wanted = replace(layer.wanted, weight=weight)
-        stored = target.stored(layer.layout.module, wanted, layer.layout.shape)
-        scattered = layer.plan.scattered and wanted == layer.wanted
-        plan = replace(layer.plan, scheme=wanted, stored=stored, scattered=scattered)
-        return replace(layer, wanted=wanted, plan=plan)
-
-    return tuple(map(with_group, layers))
-
-
-def _split_note(
-    before: Iterable[ConvertedLayer], after: Iterable[ConvertedLayer]
-) -> tuple[str, ...]:
-    """Return a note on the groups that were split into smaller ones."""
-    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old.wanted != new.wanted]
-    if not pairs:
-        return ()
-    more = sum(new.plan.stored_bytes - old.plan.stored_bytes for old, new in pairs)
-    names, last = [new.layout.module for _, new in pairs], pairs[-1][1].wanted
-    assert last is not None
-    return (
-        f"groups of {named(names)} are split into groups of {last.weight.group_size(0)} columns, with the same"
-        f" scales repeated ({more:,} bytes): the files state one group size for the whole model",
+        return layers, ()
+    found, names, more = [], [], 0
+    for layer in layers:
+        module, shape, old = layer.layout.module, layer.layout.shape, layer.wanted
+        if old is None or old.weight.granularity == PerGroup(size):
+            found.append(layer)
+            continue
+        new = replace(old, weight=replace(old.weight, granularity=PerGroup(size)))
+        found.append(replace(layer, wanted=new, scattered=False))
+        names.append(module)
+        more += _nbytes(target.stored(module, new, shape))
+        more -= _nbytes(target.stored(module, old, shape))
+    note = (
+        f"groups of {named(names)} are split into groups of {size} columns, with the same"
+        f" scales repeated ({more:,} bytes): the files state one group size for the whole model"
     )
+    return found, (note,)
+
+
+def _nbytes(tensors: Iterable[StoredTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _order_note(layers: Iterable[ConvertedLayer]) -> tuple[str, ...]:
     """Return a note on columns that stay scattered over groups."""
-    if not any(layer.plan.scattered for layer in layers):
+    if not any(layer.scattered for layer in layers):
         return ()
     return ("desc_act stays true, with the same g_idx: not every engine of the format loads that",)
 

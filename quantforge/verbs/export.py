@@ -1,8 +1,9 @@
 """Export: a model in another format, as a proven re-layout or a refusal; what is not quantized is rounded plainly.
 
 From top to bottom: `export` decides what is done; `export_recipe` is what is wanted where options alone say it;
-`_quantize_again` rounds a quantized model anew, from its source or from its decoded weights; `_move` carries a planned
-conversion out and publishes it. An interrupted move starts anew, as it only copies; whatever rounds is resumed.
+`_quantize_again` rounds a quantized model anew, from its source or from its decoded weights; `_move` moves codes as
+they are: it plans the conversion, carries it out and publishes it. An interrupted move starts anew, as it only copies;
+whatever rounds is resumed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from quantforge.architectures.draft_kinds import is_draft
 from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
+from quantforge.checkpoint.stage import Stage
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.relayout import lossless_type, settle_all, write_all
+from quantforge.execution.relayout import Settled, lossless_type, settle_values, write_all
 from quantforge.formats import FORMATS, GGUF, Verdict, detect, targets
 from quantforge.formats.format_choice import format_of_name, settled
 from quantforge.formats.matching import settle_tied
@@ -125,25 +127,15 @@ def export(
     """
     settings, place = settings or Settings(), Path(out) if out else None
     with followed(settings.progress):
-        if recipe is None:
-            wanted = export_recipe(model, place, offline=settings.offline, **options)
-        else:
-            wanted = build_recipe(recipe, **options)
-            wanted = replace(wanted, method=wanted.method or PLAIN)
-        wanted, settings = strip_local_paths(*with_importance(model, wanted, settings, imatrix))
+        wanted = _wanted(model, recipe, place, offline=settings.offline, **options)
+        if imatrix is not None:
+            wanted, settings = with_importance(model, wanted, settings, imatrix)
+        wanted, settings = strip_local_paths(wanted, settings)
         chosen, notes = settled(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
-        quantized = isinstance(checkpoint.config.get("quantization_config"), Mapping)
         mixture = chosen.type is not None and source is None
-        if _is_source(checkpoint, chosen.format, quantized=quantized, mixture=mixture):
-            if chosen.format == DECODED and chosen.type is not None:
-                first = (
-                    f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
-                )
-                raise RefusedError(
-                    f"--type {chosen.type}: {checkpoint.path} is decoded into its own type first",
-                    f"`{first}`, then --type on DIR",
-                )
+        if _begins_a_run(checkpoint, chosen.format, mixture=mixture):
+            _refuse_type_of_decoded(checkpoint, chosen)
             with _resumable():
                 return quantize_opened(checkpoint, wanted, place, settings)
         if settings.adapter is not None and source is None and not requantize:
@@ -151,42 +143,55 @@ def export(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
-        again = chosen.type is not None and chosen.format != DECODED
-        if quantized and (source is not None or requantize or again):
+        typed = chosen.type is not None and chosen.format != DECODED
+        if _is_quantized(checkpoint) and (source is not None or requantize or typed):
             with _resumable():
                 return _quantize_again(
                     checkpoint, chosen, place, settings, source, requantize=requantize
                 )
-        if chosen.format == GGUF and checkpoint.path.is_file():
-            raise RefusedError(
-                f"{checkpoint.path}: is a file of that format already, with the types that it has",
-                "use it as it is; to round it again:"
-                f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
-            )
-        check_device(settings.device)  # though codes are moved on the processor
-        before = small_files(checkpoint)
-        planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
-        conversion = planned(chosen, first=notes)
-        if chosen.format == DECODED and chosen.type is None and not allow_inexact:
-            kind, reason = lossless_type(conversion)  # by values, which headers do not tell
-            if kind is not None:
-                lossless = f"numbers are stored as {kind}, which loses nothing ({reason})"
-                conversion = planned(
-                    replace(chosen, type=kind), first=(*notes, f"{lossless}; {_SMALLER}")
-                )
-        return _move(conversion, before, place, settings, allow_inexact=allow_inexact)
+        return _move(checkpoint, chosen, notes, place, settings, allow_inexact=allow_inexact)
 
 
-def _is_source(checkpoint: Checkpoint, key: str, *, quantized: bool, mixture: bool) -> bool:
+def _wanted(
+    model: str | Path,
+    recipe: RecipeSource,
+    out: Path | None,
+    *,
+    offline: bool,
+    **options: Unpack[ExportOptions],
+) -> Recipe:
+    """Return what is asked for: the given recipe with the options in it, else the options alone."""
+    if recipe is None:
+        return export_recipe(model, out, offline=offline, **options)
+    wanted = build_recipe(recipe, **options)
+    return replace(wanted, method=wanted.method or PLAIN)
+
+
+def _is_quantized(checkpoint: Checkpoint) -> bool:
+    """Return whether a model holds codes, published in low precision or not."""
+    return isinstance(checkpoint.config.get("quantization_config"), Mapping)
+
+
+def _begins_a_run(checkpoint: Checkpoint, key: str, *, mixture: bool) -> bool:
     """Return whether a model is what a run begins with, not a result to be moved into the format ``key``.
 
     ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
     """
-    if key == DECODED:
-        return (
-            not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
-        )  # no format has its layout
-    return not quantized or (mixture and plain_source(checkpoint) is not checkpoint)
+    if key == DECODED:  # a source in a layout that no format has
+        return not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
+    if not _is_quantized(checkpoint):
+        return True
+    return mixture and plain_source(checkpoint) is not checkpoint
+
+
+def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:
+    """Refuse a type of numbers for a source in low precision, which is decoded into its own type."""
+    if wanted.format == DECODED and wanted.type is not None:
+        first = f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
+        raise RefusedError(
+            f"--type {wanted.type}: {checkpoint.path} is decoded into its own type first",
+            f"`{first}`, then --type on DIR",
+        )
 
 
 @contextmanager
@@ -243,7 +248,7 @@ def loaded_format(
         RefusedError: there is none; every reason is given.
     """
     checkpoint = open_model(resolve(str(model), offline))
-    if not isinstance(checkpoint.config.get("quantization_config"), Mapping):
+    if not _is_quantized(checkpoint):
         return None
     source = detect(checkpoint.config).KEY
     formats = dict.fromkeys((source, *targets.preferred_formats(engine), *FORMATS))
@@ -335,23 +340,40 @@ def _recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
 
 
 def _move(
-    conversion: Conversion,
-    before: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    wanted: Recipe,
+    notes: tuple[str, ...],
     out: Path | None,
     settings: Settings,
     *,
     allow_inexact: bool,
 ) -> Exported:
-    """Carry a conversion out and publish it.
+    """Move the codes of a quantized model into another format, and publish the result.
 
     Args:
-        conversion: which.
-        before: as of `manifest.small_files`.
+        checkpoint: the model.
+        wanted: the format, and what else applies.
+        notes: on the choice of the format.
         out: the result; where `naming` says when left out.
         settings: how to run.
         allow_inexact: accept rounding.
     """
-    checkpoint, plan = conversion.checkpoint, conversion.plan
+    if wanted.format == GGUF and checkpoint.path.is_file():
+        raise RefusedError(
+            f"{checkpoint.path}: is a file of that format already, with the types that it has",
+            "use it as it is; to round it again:"
+            f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
+        )
+    check_device(settings.device)  # though codes are moved on the processor
+    before = small_files(checkpoint)
+    planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
+    conversion = planned(wanted, first=notes)
+    if wanted.format == DECODED and wanted.type is None and not allow_inexact:
+        kind, reason = lossless_type(conversion)  # by values, which headers do not tell
+        if kind is not None:
+            lossless = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
+            conversion = planned(replace(wanted, type=kind), first=(*notes, lossless))
+    plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     stage.check()
     settings.announce(plan, stage.named)
@@ -359,27 +381,7 @@ def _move(
         stage.clear()
         stage.check_space(plan.output_bytes + side_bytes(checkpoint, settings))
         try:
-            conversion.checkpoint, origin = digest_source(checkpoint, before, settings)
-            with phase("reading", 0.4):
-                settle_tied(conversion.matched, conversion.checkpoint)
-                verdict = settle_all(
-                    conversion, allow_inexact=allow_inexact, workers=workers_of(settings)
-                )
-            settings.policy.check(conversion.events)
-            stage_side_files(stage, checkpoint, plan, origin, settings)
-            with (
-                phase("writing", 0.9),
-                WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
-            ):
-                write_all(conversion, writer, allow_inexact=allow_inexact)
-            # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
-            document = {
-                **manifest.manifest(plan, "", origin, None, [], conversion.figures),
-                "lineage": manifest.lineage(checkpoint.path),
-                **manifest.of_events(conversion.events),
-            }
-            with phase("publishing", 1.0):
-                publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
+            found = _carry_out(conversion, stage, before, settings, allow_inexact=allow_inexact)
         except BaseException:
             stage.discard()
             raise
@@ -388,10 +390,47 @@ def _move(
         source_format=conversion.source_key,
         format=plan.format,
         layers=len(conversion.layers),
-        verdict=verdict,
+        verdict=found.verdict,
         output_bytes=plan.output_bytes,
         coverage=conversion.coverage,
-        events=tuple(conversion.events),
+        events=tuple(found.events),
         notes=(*plan.notes, *plan.left_behind),
         name=plan.name,
     )
+
+
+def _carry_out(
+    conversion: Conversion,
+    stage: Stage,
+    before: Mapping[str, Any],
+    settings: Settings,
+    *,
+    allow_inexact: bool,
+) -> Settled:
+    """Settle a conversion by its values, write its files into the stage, and publish them.
+
+    ``before`` are the digests of the source's small files when it was opened.
+    """
+    checkpoint, plan = conversion.checkpoint, conversion.plan
+    digested, origin = digest_source(checkpoint, before, settings)
+    conversion = replace(conversion, checkpoint=digested)
+    with phase("reading", 0.4):
+        if conversion.matched.tied_twice:
+            settle_tied(conversion.matched, digested)  # refuses two that differ
+        found = settle_values(conversion, allow_inexact=allow_inexact, workers=workers_of(settings))
+    settings.policy.check(found.events)
+    stage_side_files(stage, checkpoint, plan, origin, settings)
+    with (
+        phase("writing", 0.9),
+        WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
+    ):
+        write_all(conversion, found, writer, allow_inexact=allow_inexact)
+    # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
+    document = {
+        **manifest.manifest(plan, "", origin, None, [], found.figures),
+        "lineage": manifest.lineage(checkpoint.path),
+        **manifest.of_events(found.events),
+    }
+    with phase("publishing", 1.0):
+        publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
+    return found
