@@ -16,7 +16,7 @@ In this folder:
     relayout          A planned conversion carried out: every tensor settled before the first byte is written
     rounding          Rounding of the matrices that read one shared input: read from the source, rounded
     shared_run        A run that several processes share: each does units that no other does
-    tuning            Tuning of a run: units after its blocks
+    tuning            Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
     unit_output       Output of a unit of work: stored tensors on their way into weight files and back
     units             Units of work: the list that a run works off
 """

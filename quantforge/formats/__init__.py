@@ -26,7 +26,7 @@ In this folder:
     opening                One door to every kind of model: a directory, or a GGUF file
     patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
-    storage                Storage of a plan's tensors in the files of a format
+    storage                Storage of a plan's tensors in the files of a format, and back
     targets                Engines that results are made for (``--for``): default format, command that serves a result
     compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it

@@ -13,6 +13,7 @@ In this folder:
     choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
+    draft              What becomes of every tensor of a model, before its files are laid out
     effort             Method and effort: what a recipe leaves open, and what is set for it
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
     gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header

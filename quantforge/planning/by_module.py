@@ -12,7 +12,7 @@ or to be quantized by a second run (`rtn` keeps zeros).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import SAME
@@ -20,7 +20,6 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.prepared import RUNNING
-from quantforge.checkpoint.writer import file_plans, plan_shards
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import PLAIN, Format, Verdict, format_of, kv_scales
@@ -29,9 +28,10 @@ from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import Choices
 from quantforge.planning.coverage import asked
+from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import rounded_words, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.plans import CHOSEN, Action, EngineVerdict, FilePlan, StoredTensor, TensorPlan
+from quantforge.plans import CHOSEN, Action, StoredTensor, TensorPlan
 from quantforge.quantizers import is_sparse
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
@@ -39,34 +39,11 @@ from quantforge.scheme import LayerScheme
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-SHARD_BYTES = 5_000_000_000  # of a safetensors file, unless the recipe says otherwise
 UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
 _NO_USE_OF_ZEROS = (
     "codes of zeros take as much room as others, and no engine skips them: vLLM removed its sparse kernels and their"
     " format in March 2026 (vllm-project/vllm, pull request 36799)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Actions on all tensors of a model, before its files are laid out; fields as of `Plan`.
-
-    Attributes:
-        label: what the format calls the whole: the mixture of a GGUF file, else its key.
-    """
-
-    tensors: tuple[TensorPlan, ...]
-    engines: tuple[EngineVerdict, ...]
-    substitutions: tuple[Event, ...] = ()
-    notes: tuple[str, ...] = ()
-    late: tuple[str, ...] = ()
-    untie: bool = False
-    label: str = ""
-
-    def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
-        """Return the files of the result, which state the recipe where the format does."""
-        stored = [item for tensor in self.tensors for item in tensor.stored]
-        return file_plans(plan_shards(stored, recipe.max_shard_bytes or SHARD_BYTES))
 
 
 def draft_by_module(

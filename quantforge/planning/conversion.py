@@ -38,9 +38,9 @@ from quantforge.formats.fits import named, split_group
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
-from quantforge.planning.by_module import Draft
 from quantforge.planning.choice import Choices, matches
 from quantforge.planning.coverage import Coverage
+from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import bytes_of, check_not_quantized, rounded_words
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.planning.notes import facts, left_behind

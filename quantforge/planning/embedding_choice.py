@@ -20,7 +20,7 @@ from quantforge.recipe import Recipe
 from quantforge.results.significant import size
 
 if TYPE_CHECKING:
-    from quantforge.planning.by_module import Draft
+    from quantforge.planning.draft import Draft
 
 LARGE = 1 / 3  # of the bytes
 NARROW = 4  # bits

@@ -39,9 +39,9 @@ from quantforge.formats.gguf.vocabulary import (
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
-from quantforge.planning.by_module import Draft
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
+from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
 from quantforge.planning.naming import first_recipe
 from quantforge.plans import Action, FilePlan, TensorPlan

@@ -20,7 +20,7 @@ from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 
 if TYPE_CHECKING:
-    from quantforge.planning.by_module import Draft
+    from quantforge.planning.draft import Draft
 
 _PLAIN = (PLAIN,)  # the words of a method that only rounds
 

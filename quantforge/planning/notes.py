@@ -25,7 +25,7 @@ from quantforge.results.manifest import NAME as MANIFEST
 from quantforge_calibration.chat_templates import FOLDER
 
 if TYPE_CHECKING:
-    from quantforge.planning.by_module import Draft
+    from quantforge.planning.draft import Draft
 
 # Changes of a whole source, by the subject of what is said of them.
 CHANGES = (ADAPTER, KEPT_EXPERTS, DROPPED_HEADS, ROTATION)

@@ -28,7 +28,7 @@ from quantforge.formats.format_choice import settled
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming
-from quantforge.planning.by_module import Draft, check_zeros, draft_by_module
+from quantforge.planning.by_module import check_zeros, draft_by_module
 from quantforge.planning.calibration_rows import (
     check_length,
     check_source,
@@ -38,6 +38,7 @@ from quantforge.planning.calibration_rows import (
     row_notes,
     with_images,
 )
+from quantforge.planning.draft import Draft
 from quantforge.planning.effort import Asked, apply_effort, chosen_method
 from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
 from quantforge.planning.gradients import disk_bytes, guide_notes, tune_notes
