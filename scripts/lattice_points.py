@@ -19,7 +19,7 @@ import torch
 
 from quantforge.grids import SUPERBLOCKS
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import pack
+from quantforge.packers.ggml.blocks import to_blocks
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.lattices.points import FILE, STORED, digit_values
 from quantforge.packers.tensor import QuantizedTensor
@@ -43,7 +43,7 @@ def recovered(grid: str) -> numpy.ndarray:
     if lattice.vectors > 1:
         pairs = index.view(rows, -1, 2)
         codes = pairs[..., 0] | (pairs[..., 1] << lattice.index_bits)
-    raw = pack(QuantizedTensor(codes, parameters, parse(grid))).numpy()
+    raw = to_blocks(QuantizedTensor(codes, parameters, parse(grid))).numpy()
     kind = gguf.GGMLQuantizationType[grid.upper()]
     values = (
         gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift

@@ -30,9 +30,10 @@ from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType, Zero
 from quantforge.packers import Points
 from quantforge.packers import row_codes as rows
+from quantforge.packers.bits import unsigned
 from quantforge.packers.moments import Held, Refit, ScaleMoments
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
-from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
+from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
 SCALE_DTYPES = {
@@ -268,4 +269,4 @@ def stated(tensor: QuantizedTensor) -> Statement:
     parameters = dict(tensor.parameters)
     if "mins" in parameters:
         parameters["mins"] = -parameters["mins"]
-    return Statement("int", unsigned(tensor), parameters)
+    return Statement("int", unsigned(tensor.codes, tensor.scheme.bits), parameters)

@@ -86,10 +86,3 @@ class Statement:
     parameters: dict[str, Tensor]
     superblock: int = 0
     lower: str = ""
-
-
-def unsigned(tensor: QuantizedTensor) -> Tensor:
-    """Return the codes as uint8 from 0: kernels know no signed codes."""
-    if tensor.codes.dtype != torch.int8:
-        return tensor.codes
-    return (tensor.codes.short() + (1 << (tensor.scheme.bits - 1))).to(torch.uint8)

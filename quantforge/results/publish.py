@@ -28,7 +28,7 @@ from quantforge.results import card, card_figures, manifest
 from quantforge.results.card import base_model
 from quantforge.results.manifest import checksums_of, files_of_source
 from quantforge.results.provenance import BILL, STATEMENT, provenance
-from quantforge.results.signing import signature, unsigned
+from quantforge.results.signing import signature, unsigned_files
 from quantforge.settings import Settings, workers_of
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
@@ -157,7 +157,7 @@ def _finish(stage: Stage, document: dict[str, Any], settings: Settings, *, one_f
     stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
     name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
     if key is not None:
-        left_out = unsigned(stage.out.name, one_file=one_file)
+        left_out = unsigned_files(stage.out.name, one_file=one_file)
         stage.write_file(name, signature(stage.path, key, unsigned=left_out))
     stage.publish()
 

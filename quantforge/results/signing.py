@@ -110,7 +110,7 @@ def _difference(result: Path, signed: dict[str, str]) -> str:
     told = {
         "changed since": {name for name in signed if not _is(root, name, signed[name])} - missing,
         "missing": missing,
-        "not signed": here - {*signed} - unsigned(result.name, one_file=False),
+        "not signed": here - {*signed} - unsigned_files(result.name, one_file=False),
     }
     parts = [
         f"{what}: {', '.join(sorted(names)[:_SHOWN])}" + (" ..." if len(names) > _SHOWN else "")
@@ -168,6 +168,6 @@ def _library() -> Any:
     return model_signing
 
 
-def unsigned(name: str, *, one_file: bool) -> frozenset[str]:
+def unsigned_files(name: str, *, one_file: bool) -> frozenset[str]:
     """Return the names of files that are not signed in a result ``name``."""
     return frozenset({f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}

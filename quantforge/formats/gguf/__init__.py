@@ -147,17 +147,17 @@ def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[Sto
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Return the blocks of one module, uint8 ``[rows, bytes of a row]``, in the order of the source's rows."""
-    from quantforge.packers.ggml.blocks import pack as packed
+    from quantforge.packers.ggml.blocks import to_blocks
 
-    return {f"{module}.weight": packed(replace(tensor, scheme=blocks_of(tensor.scheme)))}
+    return {f"{module}.weight": to_blocks(replace(tensor, scheme=blocks_of(tensor.scheme)))}
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Read the blocks of one module."""
-    from quantforge.packers.ggml.blocks import unpack as unpacked
+    from quantforge.packers.ggml.blocks import from_blocks
 
     (name,) = layout.stored
-    tensor = unpacked(tensors[name], layout.scheme.weight)
+    tensor = from_blocks(tensors[name], layout.scheme.weight)
     for key, value in tensor.parameters.items():
         if value.is_floating_point():
             finite(name, value, key)

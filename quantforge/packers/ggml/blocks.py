@@ -30,7 +30,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes
 
 
-def pack(tensor: QuantizedTensor) -> Tensor:
+def to_blocks(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
     grid, rows = tensor.scheme.grid, len(tensor.codes)
     blocks = rows * tensor.shape[1] // SUPERBLOCKS[grid].columns
@@ -40,7 +40,7 @@ def pack(tensor: QuantizedTensor) -> Tensor:
     return (fields[0] if len(fields) == 1 else torch.cat(fields, -1)).view(rows, -1)
 
 
-def unpack(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
+def from_blocks(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
     rows = len(raw)
     blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
@@ -64,7 +64,7 @@ def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
     if type_name in _PLAIN:
         return raw.contiguous().view(_PLAIN[type_name]).float()
     if layout.grid is not None:
-        return unpack(raw, parse(layout.grid)).decode()
+        return from_blocks(raw, parse(layout.grid)).decode()
     return _by_gguf(raw, type_name)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.packers import Points
+from quantforge.packers.bits import unsigned
 from quantforge.packers.ggml.grid import (
     GRIDS,
     CodeRange,
@@ -27,7 +28,7 @@ from quantforge.packers.ggml.grid import (
 from quantforge.packers.ggml.reference import COVERED, quantize
 from quantforge.packers.ggml.refit import refits
 from quantforge.packers.ggml.search import search as searched
-from quantforge.packers.tensor import QuantizedTensor, Statement, unsigned
+from quantforge.packers.tensor import QuantizedTensor, Statement
 from quantforge.scheme import Scheme
 
 __all__ = ["decode", "encode", "encode_rows", "fit", "points", "refits", "stated"]
@@ -149,6 +150,8 @@ def stated(tensor: QuantizedTensor) -> Statement:
         return Statement("ternary", (tensor.codes + 1).to(torch.uint8), parameters, superblock)
     values = GRIDS[grid].values
     if values is None:
-        return Statement("int", unsigned(tensor), parameters, superblock, lower)
+        return Statement(
+            "int", unsigned(tensor.codes, tensor.scheme.bits), parameters, superblock, lower
+        )
     parameters["table"] = torch.tensor(values).float()
     return Statement("table", tensor.codes, parameters, superblock)

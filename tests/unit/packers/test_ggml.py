@@ -11,7 +11,7 @@ from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.ggml import LAYOUTS, row_loops
 from quantforge.packers.ggml import search as searching
-from quantforge.packers.ggml.blocks import pack, unpack
+from quantforge.packers.ggml.blocks import from_blocks, to_blocks
 from quantforge.packers.ggml.grid import GRIDS, LANES, LIMITS, steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit
 
@@ -124,8 +124,8 @@ def test_codes_are_the_nearest(grid):
 @pytest.mark.parametrize("grid", ENCODED)
 def test_rows_do_not_see_each_other(grid):
     weight, columns = matrix(130), importance()
-    together = pack(encode_rows(weight, parse(grid), columns))
-    alone = pack(encode_rows(weight[65:67], parse(grid), columns))
+    together = to_blocks(encode_rows(weight, parse(grid), columns))
+    alone = to_blocks(encode_rows(weight[65:67], parse(grid), columns))
     assert torch.equal(together[65:67], alone)
 
 
@@ -134,10 +134,10 @@ def test_threads_change_nothing(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        raw = pack(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
+        raw = to_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
     finally:
         torch.set_num_threads(before)
-    expected = pack(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
+    expected = to_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
     assert torch.equal(raw, expected)
 
 
@@ -145,7 +145,7 @@ def test_threads_change_nothing(threads):
 def test_parameters_are_as_stored(grid):
     scheme = parse(grid)
     tensor = encode_rows(matrix(2), scheme)
-    again = unpack(pack(tensor), scheme)
+    again = from_blocks(to_blocks(tensor), scheme)
     assert torch.equal(again.codes, tensor.codes)
     for key, value in tensor.parameters.items():
         assert torch.equal(again.parameters[key], value)
@@ -193,7 +193,7 @@ def test_the_packer_is_found_and_bytes_are_counted(grid):
     packer = packer_of(scheme)
     tensor = encode_rows(matrix(3), scheme)
     assert torch.equal(packer.decode(tensor.codes, tensor.parameters, scheme), tensor.decode())
-    raw = pack(tensor)
+    raw = to_blocks(tensor)
     assert raw.shape == (3, LAYOUTS[grid.upper()].row_bytes(512))
     assert raw.numel() * 8 == scheme.bits_per_weight(tensor.shape) * 3 * 512
 
@@ -203,7 +203,7 @@ def test_the_packer_is_found_and_bytes_are_counted(grid):
 def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
     generator = torch.Generator().manual_seed(seed)
     limits, scheme = GRIDS[grid], parse(grid)
-    tensor = unpack(
+    tensor = from_blocks(
         torch.randint(
             0,
             256,
@@ -219,7 +219,7 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
     step, offset = steps(tensor.parameters, grid)
     assert step.shape == scheme.parameter_shape(tensor.shape)
     assert (offset is None) == scheme.symmetric
-    again = unpack(pack(tensor), scheme)
+    again = from_blocks(to_blocks(tensor), scheme)
     assert torch.equal(again.codes, tensor.codes)
 
 

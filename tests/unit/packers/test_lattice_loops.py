@@ -29,7 +29,7 @@ from quantforge.numerics.compiled import (
     spread,
     store,
 )
-from quantforge.packers.ggml.blocks import pack
+from quantforge.packers.ggml.blocks import to_blocks
 from quantforge.packers.lattices import LATTICES, packer
 from quantforge.packers.lattices.nearest_loops import round_float16
 from quantforge.packers.lattices.packer import nearest_weighted
@@ -228,7 +228,7 @@ TIES = {
 @pytest.mark.parametrize("grid", sorted(LATTICES))
 def test_ties_fall_as_in_ggml(grid: str) -> None:
     x, importance = even_rows()
-    mine = pack(packer.encode_rows(x, parse(grid), importance))
+    mine = to_blocks(packer.encode_rows(x, parse(grid), importance))
     if grid in TIES:
         assert hashlib.sha256(mine.numpy().tobytes()).hexdigest()[:32] == TIES[grid]
     else:

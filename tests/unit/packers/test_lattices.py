@@ -15,7 +15,7 @@ from quantforge.errors import InputError
 from quantforge.grids import SUPERBLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import decode_blocks, pack, unpack
+from quantforge.packers.ggml.blocks import decode_blocks, from_blocks, to_blocks
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE, packer
 from quantforge.packers.lattices.points import points_of, values_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -55,8 +55,8 @@ def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
     draw = torch.Generator().manual_seed(0)
     size = SUPERBLOCKS[grid].block_bytes
     raw = torch.randint(0, 256, (64, 2 * size), dtype=torch.uint8, generator=draw)
-    tensor = unpack(raw, parse(grid))
-    assert torch.equal(pack(tensor), raw)
+    tensor = from_blocks(raw, parse(grid))
+    assert torch.equal(to_blocks(tensor), raw)
     with numpy.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
     known = ~numpy.isnan(wanted)
@@ -90,7 +90,7 @@ def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
             continue
         # Ties of IQ1_M between columns of importance 0 fall otherwise.
         given = importance.clamp(min=1e-3) if grid == "iq1_m" else known
-        mine = pack(packer.encode_rows(x, parse(grid), given))
+        mine = to_blocks(packer.encode_rows(x, parse(grid), given))
         if grid in BLOCKS:
             assert digest(x, importance) == ROWS
             assert digest(mine) == BLOCKS[grid]
@@ -154,7 +154,7 @@ def test_feedback_in_panels_loses_less(grid: str) -> None:
         rounding = Rounding("search", GptqOptions(refine=refine))
         found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
         assert isinstance(found, QuantizedTensor)
-        assert torch.equal(unpack(pack(found), parse(grid)).decode(), found.decode())
+        assert torch.equal(from_blocks(to_blocks(found), parse(grid)).decode(), found.decode())
         error = weight - found.decode()
         errors.append(float((error @ hessian * error).sum()))
     plain, unrefined, refined = errors

@@ -7,7 +7,7 @@ import torch
 
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import pack, unpack
+from quantforge.packers.ggml.blocks import from_blocks, to_blocks
 from quantforge.packers.ggml.grid import GRIDS
 from quantforge.packers.ggml.packer import fit
 from quantforge.quantizers import gptq, rtn, strips
@@ -73,7 +73,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
 def test_what_is_refined_is_stored_exactly(grid):
     weight, hessian = problem(5)
     tensor = rounded(gptq, grid, weight, hessian).tensor
-    again = unpack(pack(tensor), tensor.scheme)
+    again = from_blocks(to_blocks(tensor), tensor.scheme)
     assert torch.equal(again.codes, tensor.codes)
     assert torch.equal(again.decode(), tensor.decode())
     expected = fit(weight, tensor.scheme)
