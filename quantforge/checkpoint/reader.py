@@ -28,7 +28,7 @@ from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.hub import models_within
 from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry, read_header
 from quantforge.errors import InputError
-from quantforge.plans import HeldTensor
+from quantforge.plans import HeldTensor, StoredTensor
 from quantforge_calibration.chat_templates import FOLDER
 from quantforge_files import FileRole, roles
 
@@ -101,6 +101,10 @@ class Checkpoint:
             for path in self.side_files
             if (role := role_of(name := path.relative_to(self.path).as_posix()))
         }
+
+    def headers(self) -> dict[str, StoredTensor]:
+        """Return name, type and shape of every tensor, by name."""
+        return {name: entry.stored() for name, entry in self.entries.items()}
 
     def held(self) -> tuple[HeldTensor, ...]:
         """Return the tensors as their files describe them."""

@@ -114,7 +114,7 @@ def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int
 def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
     """Show a quantized checkpoint as float32 weights; errors as `decoded_weights`."""
     weights = decoded_weights(checkpoint)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     used = {part for rows, _ in weights.values() for part in rows.layout.stored}
     added = {
         name: replace(
@@ -191,7 +191,7 @@ def decoding(
 def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tuple[int, int]]]:
     """Return readers of the quantized weights with their shapes, by name; errors as ``layouts``, `match_headers`."""
     form = detect(checkpoint.config)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
     found, layouts = {}, form.layouts(checkpoint.config, headers)

@@ -142,7 +142,7 @@ def plan_export(
     asked_type = _number_type(recipe)
 
     # What has codes, and what becomes of it.
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     layouts = source.layouts(checkpoint.config, headers)
     matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     expressed = [_converted(layout, checkpoint, source, target) for layout in layouts]
@@ -272,7 +272,7 @@ def _with_recorded_rules(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[T
 def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan]) -> list[Event]:
     """Return events for what the target has no place for, and for what stays unquantized."""
     lost = []
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     scales = kv_scales.found(checkpoint.config, headers).stored
     if scales and not target.ABOUT.holds_kv_scales:
         why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
@@ -327,7 +327,7 @@ def _by_module(
 ) -> Draft:
     """Return the draft of a result that is stored module by module: layers in the target's terms, all else kept."""
     layers = tuple(layers)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     used = {name for layer in layers for name in layer.layout.stored}
     if not target.ABOUT.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).stored

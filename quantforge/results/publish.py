@@ -115,22 +115,51 @@ def publish(
         RefusedError: somebody's file lies among those of the result.
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.results.signing`.
     """
-    if format_of(plan.format).ABOUT.one_file:
+    one_file = format_of(plan.format).ABOUT.one_file
+    if one_file:
         if settings.modelfile:
-            from quantforge.formats.gguf.modelfile import modelfile as text_of
+            _write_modelfile(stage, files[0])
+    else:
+        _write_directory(stage, checkpoint, plan, files, document, settings)
+    if settings.provenance:
+        _write_provenance(stage, document, f"{stage.out.name}." if one_file else "")
+    if not one_file:
+        if settings.sign is None:  # that of an interrupted run, which was to be signed
+            (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
+        weights = (stage.place(file.name) for file in files)
+        stage.check_whole({stage.manifest, OF_DIRECTORY, *weights})
+    key, workers = settings.sign, workers_of(settings)
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
+    if key is not None:
+        left_out = unsigned_files(stage.out.name, one_file=one_file)
+        name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
+        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
+    stage.publish()
 
-            first = stage.path / stage.place(files[0].name)
-            stage.write_file(f"{stage.out.stem}{MODELFILE}", text_of(first).encode())
-        if settings.provenance:
-            _write_provenance(stage, document, f"{stage.out.name}.")
-        _finish(stage, document, settings, one_file=True)
-        return
-    config = plain_config(checkpoint)
-    if plan.untie:
-        config = untied(config)
+
+def _write_modelfile(stage: Stage, first: FilePlan) -> None:
+    """Write the text by which Ollama takes a GGUF file, of numbered ones the ``first``."""
+    from quantforge.formats.gguf.modelfile import modelfile
+
+    text = modelfile(stage.path / stage.place(first.name))
+    stage.write_file(f"{stage.out.stem}{MODELFILE}", text.encode())
+
+
+def _write_directory(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[FilePlan],
+    document: dict[str, Any],
+    settings: Settings,
+) -> None:
+    """Write the configuration of the format, the index and the card, and what the manifest says of these."""
     from quantforge.model.running_form import running_names  # torch, which planning does without
     from quantforge.model.transformers_loading import settled
 
+    config = plain_config(checkpoint)
+    if plan.untie:
+        config = untied(config)
     engines = settled(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)
     for name, data in format_of(plan.format).side_files(plan, config).items():
@@ -143,23 +172,6 @@ def publish(
     document |= {"base_model": base} if base else {}
     text = card.model_card(plan, document, base, checkpoint.card, chat=chats(stage.path))
     stage.write_file(card_figures.CARD, text)
-    if settings.provenance:
-        _write_provenance(stage, document, "")
-    if settings.sign is None:  # that of an interrupted run, which was to be signed
-        (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
-    stage.check_whole({stage.manifest, OF_DIRECTORY, *(stage.place(file.name) for file in files)})
-    _finish(stage, document, settings, one_file=False)
-
-
-def _finish(stage: Stage, document: dict[str, Any], settings: Settings, *, one_file: bool) -> None:
-    """Write the manifest and the signature, and publish."""
-    key, workers = settings.sign, workers_of(settings)
-    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
-    name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
-    if key is not None:
-        left_out = unsigned_files(stage.out.name, one_file=one_file)
-        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
-    stage.publish()
 
 
 def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:

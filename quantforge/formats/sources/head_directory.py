@@ -159,7 +159,7 @@ def open_heads(path: Path) -> HeadDirectory | None:
     except InputError as error:
         what = f"are quantized: {error.message}"
         raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
     return HeadDirectory(kind, config, checkpoint, form, layouts)
 

@@ -39,8 +39,7 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
     if not reader and (not stated or checkpoint.path.is_file()):
         return checkpoint
     if reader:
-        headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
-        return decoding(checkpoint, *import_module(reader).weights(headers))
+        return decoding(checkpoint, *import_module(reader).weights(checkpoint.headers()))
     if (checkpoint.path / MANIFEST).exists() or not detect(checkpoint.config).ABOUT.published:
         return checkpoint
     return quantized_source(checkpoint)
@@ -48,12 +47,13 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
 
 def quantized_source(checkpoint: Checkpoint) -> Checkpoint:
     """Return any quantized model as runs read a source: decoded, in the type of the model; errors as `plain_source`."""
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     weights = [
         Encoded(name, shape, rows.layout.stored, rows, _words(rows.layout))
         for name, (rows, shape) in decoded_weights(checkpoint).items()
     ]
-    return decoding(checkpoint, weights, kv_scales.found(checkpoint.config, headers).stored)
+    return decoding(
+        checkpoint, weights, kv_scales.found(checkpoint.config, checkpoint.headers()).stored
+    )
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
