@@ -42,7 +42,7 @@ from quantforge.formats.configuration import (
     within_block,
     without_declarations,
 )
-from quantforge.formats.patterns import Names, matches_module
+from quantforge.formats.patterns import ModulePatterns, matches_module
 from quantforge_files import roles
 
 KEY = "quantization_config"
@@ -297,7 +297,7 @@ def _compressed(config: Mapping[str, Any], names_of: Callable[[str], list[str]])
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         for target in listed(group, "targets")
     ]
-    targeted, ignored = Names(targets), Names(listed(config, "ignore"))
+    targeted, ignored = ModulePatterns(targets), ModulePatterns(listed(config, "ignore"))
 
     def quantized(name: str) -> set[bool]:
         names = names_of(name)

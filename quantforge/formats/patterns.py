@@ -90,7 +90,7 @@ def matches_module(pattern: str, module: str) -> bool:
         raise InputError(f"config.json: {error.message}") from error
 
 
-class Names:
+class ModulePatterns:
     """Names of modules, and patterns after ``re:``, as a configuration lists them."""
 
     def __init__(self, entries: Iterable[str]) -> None:

@@ -33,8 +33,7 @@ def stage_for(
 
     Raises:
         UsageError: what lies beside a GGUF file is wanted without one, or a signature without its library.
-        InputError: the key cannot sign; as `projector_file`.
-        RefusedError: as `projector_file`.
+        InputError: the key cannot sign.
     """
     source = checkpoint.path
     if settings.sign is not None:
@@ -45,7 +44,6 @@ def stage_for(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
             "add --format gguf, or leave --modelfile out",
         )
-    tower_bytes(checkpoint, settings)  # what cannot be written is refused now
     out = out or naming.place(plan.name, source)
     if not one_file:
         return Stage(out, settings.overwrite, source)
@@ -75,14 +73,10 @@ def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
 
 
 def side_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
-    """Return how many bytes the files beside the weights take at most."""
+    """Return how many bytes the files beside the weights take at most, that of a vision tower included."""
     carried = sum(path.stat().st_size for path in checkpoint.side_files)
-    return SPARE_BYTES + carried + tower_bytes(checkpoint, settings)
-
-
-def tower_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
-    """Return the bytes of the file of the vision tower, 0 where none is asked for; errors as `projector_file`."""
-    return projector_file(checkpoint, "").plan.size if settings.mmproj else 0
+    tower = projector_file(checkpoint, "").plan.size if settings.mmproj else 0
+    return SPARE_BYTES + carried + tower
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.formats.configuration import listed
-from quantforge.formats.patterns import Names
+from quantforge.formats.patterns import ModulePatterns
 from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
 from quantforge.notation import parse
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -95,7 +95,7 @@ def input_arguments(activation: Activation | None) -> dict[str, Any] | None:
 class Group:
     """Content of a config group: the scheme of its modules, the format, and whether columns are scattered."""
 
-    targets: Names
+    targets: ModulePatterns
     layer: LayerScheme
     kind: str
     scattered: bool
@@ -131,7 +131,7 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
             f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
         )
     scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
-    return Group(Names(listed(group, "targets")), layer, str(kind), scattered)
+    return Group(ModulePatterns(listed(group, "targets")), layer, str(kind), scattered)
 
 
 def group_for(module: str, groups: Iterable[Group]) -> Group:

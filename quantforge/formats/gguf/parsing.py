@@ -131,24 +131,24 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_one(path: Path, inside: Path | None) -> GgufFile:
     with FILES.opened(path, WEIGHTS, inside) as descriptor:
         stamp = Stamp.of(descriptor)
-        source = Scan(path, descriptor, stamp.size)
-        if stamp.size < 24 or source.take(4) != MAGIC:
-            raise _no_gguf(path, source)
-        version = source.number("<I")
+        header = Header(path, descriptor, stamp.size)
+        if stamp.size < 24 or header.take(4) != MAGIC:
+            raise _no_gguf(path, header)
+        version = header.number("<I")
         if version != VERSION:
-            raise source.error(_version(version))
-        tensors, keys = source.number("<q"), source.number("<q")
-        source.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
-        source.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
-        metadata = _read_keys(source, keys)
-        alignment = _alignment_of(source, metadata)
-        table = [_entry(source, path, stamp) for _ in range(tensors)]
+            raise header.error(_version(version))
+        tensors, keys = header.number("<q"), header.number("<q")
+        header.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
+        header.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
+        metadata = _read_keys(header, keys)
+        alignment = _alignment_of(header, metadata)
+        table = [_entry(header, path, stamp) for _ in range(tensors)]
         return GgufFile(
-            (path,), metadata, _placed(source, table, padded(source.position, alignment), alignment)
+            (path,), metadata, _placed(header, table, padded(header.position, alignment), alignment)
         )
 
 
-def _no_gguf(path: Path, source: Scan) -> InputError:
+def _no_gguf(path: Path, header: Header) -> InputError:
     """Return the error for a file that does not begin like one: by its name, what it is instead."""
     hints = {
         ".toml": "a recipe, not a model: quantforge quantize MODEL --recipe FILE, then name its result",
@@ -161,7 +161,7 @@ def _no_gguf(path: Path, source: Scan) -> InputError:
     }
     if hint := hints.get(path.suffix.lower()):
         return InputError(f"{path}: no model, and no GGUF file", hint, file=str(path))
-    return source.error("does not begin like a GGUF file")
+    return header.error("does not begin like a GGUF file")
 
 
 def _version(version: int) -> str:
@@ -170,47 +170,47 @@ def _version(version: int) -> str:
     return f"version {version}, only {VERSION} is read"
 
 
-def _entry(source: Scan, path: Path, stamp: Stamp) -> TableEntry:
-    name = _decoded_text(source, source.string("a tensor name", MAX_NAME), "a tensor name")
+def _entry(header: Header, path: Path, stamp: Stamp) -> TableEntry:
+    name = _decoded_text(header, header.string("a tensor name", MAX_NAME), "a tensor name")
     if not name.isprintable() or not name:
-        raise source.error(f"tensor name {name!a} is empty or not printable")
-    rank = source.number("<I")
+        raise header.error(f"tensor name {name!a} is empty or not printable")
+    rank = header.number("<I")
     if not 1 <= rank <= MAX_RANK:
-        raise source.error(f"tensor {name!r}: {rank} dimensions", name)
-    sizes = struct.unpack(f"<{rank}q", source.take(8 * rank))
+        raise header.error(f"tensor {name!r}: {rank} dimensions", name)
+    sizes = struct.unpack(f"<{rank}q", header.take(8 * rank))
     if any(not 0 < size < 1 << 48 for size in sizes) or math.prod(sizes) >= 1 << 56:
-        raise source.error(f"tensor {name!r}: sizes {list(sizes)}", name)
-    number = source.number("<i")
+        raise header.error(f"tensor {name!r}: sizes {list(sizes)}", name)
+    number = header.number("<i")
     if number not in BY_NUMBER:
-        raise source.error(f"tensor {name!r}: unknown type {number}", name)
+        raise header.error(f"tensor {name!r}: unknown type {number}", name)
     layout = TYPES[BY_NUMBER[number]]
     if sizes[0] % layout.columns:
-        raise source.error(
+        raise header.error(
             f"tensor {name!r}: {sizes[0]} columns are no multiple of {layout.columns} ({BY_NUMBER[number]})",
             name,
         )
-    offset = source.number("<Q")
+    offset = header.number("<Q")
     nbytes = layout.row_bytes(sizes[0]) * math.prod(sizes[1:])
     return TableEntry(name, BY_NUMBER[number], sizes[::-1], path, offset, offset + nbytes, stamp)
 
 
 def _placed(
-    source: Scan, table: list[TableEntry], data: int, alignment: int
+    header: Header, table: list[TableEntry], data: int, alignment: int
 ) -> dict[str, TableEntry]:
     """Check that tensors follow each other without holes up to the end of the file."""
     found: dict[str, TableEntry] = {}
-    size = source.position + source.left
+    size = header.position + header.left
     expected = 0
     for entry in table:
         if entry.name in found:
-            raise source.error(f"tensor {entry.name!r} twice", entry.name)
+            raise header.error(f"tensor {entry.name!r} twice", entry.name)
         if entry.start != expected:
-            raise source.error(
+            raise header.error(
                 f"tensor {entry.name!r} at offset {entry.start}, the one before it ends at {expected}",
                 entry.name,
             )
         if data + entry.end > size:
-            raise source.error(
+            raise header.error(
                 f"tensor {entry.name!r} ends at byte {data + entry.end} of a file of {size}: truncated?",
                 entry.name,
             )
@@ -218,7 +218,7 @@ def _placed(
         expected = padded(entry.end, alignment)
     last = max((entry.end for entry in found.values()), default=data)
     if size not in {last, data + expected} and not (not found and size < data):
-        raise source.error(f"{size - last} bytes after the last tensor")
+        raise header.error(f"{size - last} bytes after the last tensor")
     return found
 
 
@@ -265,7 +265,7 @@ def _parts(files: list[Path]) -> Iterator[GgufFile]:
 # The header in order
 
 
-class Scan:
+class Header:
     """The bytes of a header, read in order: lengths and counts are compared with the bytes that are left first."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
@@ -338,76 +338,76 @@ class Scan:
 # Keys
 
 
-def _read_keys(source: Scan, count: int) -> dict[str, Value]:
+def _read_keys(header: Header, count: int) -> dict[str, Value]:
     """Read ``count`` keys with their values, each key once."""
     found: dict[str, Value] = {}
     for _ in range(count):
-        key = _decoded_text(source, source.string("a key", MAX_KEY), "a key")
+        key = _decoded_text(header, header.string("a key", MAX_KEY), "a key")
         if not _KEY.fullmatch(key):
-            raise source.error(f"key {key[:80]!a} is empty or not printable ASCII")
+            raise header.error(f"key {key[:80]!a} is empty or not printable ASCII")
         if key in found:
-            raise source.error(f"key {key[:80]!r} twice")
-        found[key] = _read_value(source, key)
+            raise header.error(f"key {key[:80]!r} twice")
+        found[key] = _read_value(header, key)
     return found
 
 
-def _read_value(source: Scan, key: str) -> Value:
-    kind = _kind(source, key)
+def _read_value(header: Header, key: str) -> Value:
+    kind = _kind(header, key)
     if kind is ValueType.ARRAY:
-        return _array(source, key)
+        return _array(header, key)
     if kind is ValueType.STRING:
-        return Value(kind, _decoded_text(source, source.string(f"key {key!r}"), f"key {key!r}"))
-    (value,) = _numbers(source, kind, 1, key)
+        return Value(kind, _decoded_text(header, header.string(f"key {key!r}"), f"key {key!r}"))
+    (value,) = _numbers(header, kind, 1, key)
     return Value(kind, value)
 
 
-def _array(source: Scan, key: str) -> Value:
-    element = _kind(source, key)
-    count = source.number("<Q")
+def _array(header: Header, key: str) -> Value:
+    element = _kind(header, key)
+    count = header.number("<Q")
     if element is ValueType.ARRAY:
-        raise source.error(f"key {key!r}: an array of arrays")
+        raise header.error(f"key {key!r}: an array of arrays")
     least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
-    source.check_array(count, least, f"key {key!r}")
+    header.check_array(count, least, f"key {key!r}")
     if element is ValueType.STRING:
-        items = [_piece(source.string(f"key {key!r}")) for _ in range(count)]
+        items = [_piece(header.string(f"key {key!r}")) for _ in range(count)]
         return Value(ValueType.ARRAY, items, element)
-    return Value(ValueType.ARRAY, list(_numbers(source, element, count, key)), element)
+    return Value(ValueType.ARRAY, list(_numbers(header, element, count, key)), element)
 
 
-def _numbers(source: Scan, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
+def _numbers(header: Header, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
     code = NUMBERS[kind][1]
-    data = source.take(struct.calcsize(f"<{code}") * count)
+    data = header.take(struct.calcsize(f"<{code}") * count)
     if kind is ValueType.BOOL and data.strip(b"\x00\x01"):
-        raise source.error(f"key {key!r}: a truth value that is neither 0 nor 1")
+        raise header.error(f"key {key!r}: a truth value that is neither 0 nor 1")
     return struct.unpack(f"<{count}{code}", data)
 
 
-def _kind(source: Scan, key: str) -> ValueType:
-    number = source.number("<i")
+def _kind(header: Header, key: str) -> ValueType:
+    number = header.number("<i")
     if number not in set(ValueType):
-        raise source.error(f"key {key!r}: unknown type {number}")
+        raise header.error(f"key {key!r}: unknown type {number}")
     return ValueType(number)
 
 
-def _decoded_text(source: Scan, data: bytes, what: str) -> str:
+def _decoded_text(header: Header, data: bytes, what: str) -> str:
     """Return bytes as text; raise `InputError`, which calls them ``what``, where they are not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise source.error(f"{what} is not UTF-8") from error
+        raise header.error(f"{what} is not UTF-8") from error
 
 
 def _piece(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _alignment_of(source: Scan, metadata: dict[str, Value]) -> int:
+def _alignment_of(header: Header, metadata: dict[str, Value]) -> int:
     """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
     found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
     value = found.value
     good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
     if not good or not isinstance(value, int) or value & (value - 1):
-        raise source.error(
+        raise header.error(
             f"general.alignment = {value!r}: a power of two from 8 to {MAX_ALIGNMENT} of type u32"
         )
     return value
