@@ -17,7 +17,7 @@ from quantforge.formats.gguf.tokenizer import TEMPLATE_NOTE
 from quantforge.formats.targets import is_engine_note, with_output_path
 from quantforge.planning.coverage import coverage
 from quantforge.planning.embedding_choice import TOLD
-from quantforge.planning.gguf import UNREAD
+from quantforge.planning.gguf_draft import UNREAD
 from quantforge.planning.notes import is_change
 from quantforge.plans import CHOSEN
 from quantforge.results import manifest

@@ -16,7 +16,7 @@ In this folder:
     draft              What becomes of every tensor of a model, before its files are laid out
     effort             Method and effort: what a recipe leaves open, and what is set for it
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
-    gguf               The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
+    gguf_draft         The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
     gradients          What takes gradients in a plan: guided statistics and tuning, for which models
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default

@@ -338,10 +338,10 @@ def _drafted(
     if recipe.format != GGUF:
         draft = draft_by_module(checkpoint, matched, recipe)
     else:
-        from quantforge.planning import gguf  # with all that its files hold
+        from quantforge.planning.gguf_draft import draft_gguf  # with all that its files hold
 
         known = observation.is_known or bool(wanted)
-        draft = gguf.draft(recipe, checkpoint, matched, observed=known, tower=tower)
+        draft = draft_gguf(recipe, checkpoint, matched, observed=known, tower=tower)
     return draft, observation.of_draft(matched, draft, wanted)
 
 

@@ -1,8 +1,8 @@
 """GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it.
 
-`container` is the layout, `parsing` reads it strictly, `families`, `parameters` and `rope` translate configurations,
-`vocabulary` tokenizers, `mixture` chooses types (`quantforge.planning.gguf` puts a file together), `source` shows a
-file as if it were a model directory. This module is the format: what it holds, and how one module lies in it;
+`container` is the layout, `parsing` reads it strictly; `families`, `parameters` and `rope` translate configurations,
+`vocabulary` tokenizers; `mixture` chooses types; `source` shows a file as if it were a model directory. This module is
+the format: what it holds, and how one module lies in it. `quantforge.planning.gguf_draft` puts a file together, and
 `quantforge.formats.storage` moves tensors in and out. Nothing here quantizes.
 
 In this folder:
@@ -81,7 +81,7 @@ def scale_type(model_dtype: str) -> ScaleType:
 
 
 def default_scheme(bits: int) -> str:
-    """Return the grid of most tensors of the mixture; `quantforge.planning.gguf` has all of it.
+    """Return the grid of most tensors of the mixture; `quantforge.planning.gguf_draft` has all of it.
 
     Raises:
         InputError: no mixture has that width.

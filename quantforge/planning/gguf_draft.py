@@ -135,7 +135,7 @@ class GgufDraft(Draft):
         )
 
 
-def draft(
+def draft_gguf(
     recipe: Recipe, checkpoint: Checkpoint, matched: Matched, *, observed: bool = False,
     given: Mapping[str, Scheme] | None = None, tower: ProjectorFile | None = None,
 ) -> GgufDraft:  # fmt: skip
