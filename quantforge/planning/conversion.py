@@ -198,7 +198,7 @@ def plan_export(
         output_bytes=bytes_of(files),
         peak_memory_bytes=0,
         engines=draft.engines,
-        substitutions=tower.events if tower else (),
+        substitutions=(*draft.substitutions, *(tower.events if tower else ())),
         notes=(
             *first,
             *(

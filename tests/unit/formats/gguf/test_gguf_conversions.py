@@ -119,6 +119,22 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     assert (stated.method, stated.bits) == ("awq", 4)  # the rounding, not the move
 
 
+def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_path):
+    def nfc(tokenizer):
+        tokenizer["normalizer"] = {"type": "NFC"}
+
+    model = edited(models("llama-tied"), tmp_path / "m", nfc)
+    source = quantized(model, tmp_path / "a", "int4:g32:sym")
+    moved = {"allow_inexact": True, "format": "gguf", "embedding": "keep"}
+    made = verbs.export(str(source), None, tmp_path / "b.gguf", **moved)
+    kinds = [event.kind for event in made.events if event.kind != "inexact"]
+    assert kinds == ["tokenizer-differs"]
+    assert [event["kind"] for event in manifest.read(made.out)["events"]].count(kinds[0]) == 1
+    strict = Settings(policy=Policy(allow={"tokenizer-differs": 0}))
+    with pytest.raises(RefusedError, match="tokenizer-differs"):
+        verbs.export(str(source), None, tmp_path / "c.gguf", strict, **moved)
+
+
 def test_a_file_states_no_recipe_where_none_is_known(models, tmp_path):
     source = quantized(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
     manifest.place_of(source).unlink()
