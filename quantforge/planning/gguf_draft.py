@@ -60,31 +60,6 @@ UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not rea
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _OUTSIDE = {*mixture.LOOKED_UP, _OUTPUT}
 
-# Words of other tools, as `nearest` looks them up.
-_RAISED = " (with --embedding q8_0, and --head q8_0 where the model has a head of its own, as such files have)"
-TYPE_WORDS: Mapping[str, str] = {
-    "q4kl q4kxl udq4kxl": f"--type Q4_K_M{_RAISED}",
-    "q3kxl udq3kxl": f"--type Q3_K_L{_RAISED}",
-    "q2kl q2kxl udq2kxl": f"--type Q2_K{_RAISED}",
-    "q5kl q5kxl udq5kxl": f"--type Q5_K_M{_RAISED}",
-    "q6kl q6kxl udq6kxl": f"--type Q6_K{_RAISED}",
-    "q8kxl udq8kxl q8k": "--type Q8_0",
-    "q4 q4k q4kmedium 4bit int4": "--type Q4_K_M, the type of --bits 4",
-    "q3 q3k 3bit int3": "--type Q3_K_M, the type of --bits 3",
-    "q5 q5k 5bit int5": "--type Q5_K_M, the type of --bits 5",
-    "q2 2bit int2": "--type Q2_K, the type of --bits 2",
-    "6bit int6": "--type Q6_K, the type of --bits 6",
-    "8bit int8": "--type Q8_0, the type of --bits 8",
-    "q4044 q4048 q4088": "--type Q4_0: llama.cpp reorders it where it loads",
-    "fp16 float16 half": "--type F16",
-    "bfloat16": "--type BF16",
-    "fp32 float32 float": "--type F32",
-    "tq10 tq20": "for models that are ternary themselves; the smallest here is --type IQ1_S",
-    "w4a16 w8a16 w8a8 nf4": "this is a scheme: --scheme in place of --type",
-    "gguf ggml": "--format gguf",
-    "auto copy": "leave --type out: --bits chooses it",
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
@@ -497,7 +472,7 @@ def _asked_label(wanted: Recipe) -> str:
     """Return the name of the mixture, or the grid that all linears get."""
     if wanted.type is not None:
         if wanted.type.upper() not in mixture.MIXTURES:
-            hint = nearest(wanted.type.upper(), mixture.MIXTURES, TYPE_WORDS)
+            hint = nearest(wanted.type.upper(), mixture.MIXTURES, mixture.TYPE_WORDS)
             raise UnknownNameError(f"--type {wanted.type}: unknown", hint)
         return wanted.type.upper()
     if wanted.scheme is not None:
