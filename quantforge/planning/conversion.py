@@ -145,7 +145,8 @@ def plan_export(
     headers = checkpoint.headers()
     layouts = source.layouts(checkpoint.config, headers)
     matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
-    expressed = [_converted(layout, checkpoint, source, target) for layout in layouts]
+    family = _family(checkpoint)
+    expressed = [_converted(layout, checkpoint, family, source, target) for layout in layouts]
     split, split_notes = _with_one_group(expressed, target)
     layers = {layer.name: layer for layer in split}
     modules = {
@@ -423,14 +424,17 @@ def _with_embedding(
 
 
 def _converted(
-    layout: ModuleLayout, checkpoint: Checkpoint, source: Format, target: Format
+    layout: ModuleLayout,
+    checkpoint: Checkpoint,
+    family: Architecture | None,
+    source: Format,
+    target: Format,
 ) -> ConvertedLayer:
     """Return what becomes of a layer, by its scheme.
 
     Raises:
         RefusedError: the target cannot hold it.
     """
-    family = _family(checkpoint)
     transposed = family is not None and family.transposed and _part(layout.module) >= 0
     if target.KEY == DECODED:
         return ConvertedLayer(
