@@ -58,7 +58,9 @@ _METAVARS = {int: "N", float: "X"}  # where an option names none
 # By the names of `RecipeOptions`, in the order of ``--help``; ``recipe`` is what the others override.
 RECIPE: Mapping[str, Choice] = {
     "method": Choice(
-        "{words}, or a sum such as awq+gptq (default: what measured best at that width).", "METHOD"
+        "{words}, or a sum such as awq+gptq (default: what measured best at that width). At 4 bits or fewer tuning"
+        " follows gptq, see --tune.",
+        "METHOD",
     ),
     "effort": Choice(
         "Time against quality of what is not named: {words}; `plan` says what it sets.", "LEVEL"
@@ -95,7 +97,10 @@ RECIPE: Mapping[str, Choice] = {
     "guide": Choice(
         "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix; 0: not."
     ),
-    "tune": Choice("For gptq: epochs in which scales, norms and codes are learned; 0: none."),
+    "tune": Choice(
+        "For gptq: epochs in which scales, norms and codes are learned after rounding; 0: none (default: by --effort,"
+        " 1 at 4 bits or fewer)."
+    ),
     "refine": Choice("Sweeps after GPTQ."),
     "calibration": Choice(
         "FILE, name:split:column, builtin, self, none, or a=3,b=1.",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantforge.checkpoint.disk import append, check_new, existing
 from quantforge.cli import choices, options, processes
@@ -17,9 +18,6 @@ from quantforge.execution.progress import Progress, in_words
 from quantforge.plans import Plan, decisions
 from quantforge.results.significant import size
 from quantforge.settings import under_torchrun
-
-if TYPE_CHECKING:
-    from quantforge.verbs import Outcome
 
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 _LOG = b'{"part": "'  # how the file of --log begins
@@ -59,6 +57,7 @@ def quantize(
     verbose: options.Verbose = False,
 ) -> None:
     """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
+    from quantforge import verbs
     from quantforge.settings import Settings
 
     console = processes.console(
@@ -84,28 +83,24 @@ def quantize(
         base_model=base_model,
     )
 
-    def run(settings: Settings) -> Outcome:
-        from quantforge import verbs
-
-        return verbs.quantize(
-            model,
-            out=output,
-            settings=settings,
-            imatrix=imatrix,
-            requantize=requantize,
-            target=target,
-            like=like,
-            candidates=candidates or (),
-            **given,
-        )
-
+    quantized = partial(
+        verbs.quantize,
+        model,
+        out=output,
+        imatrix=imatrix,
+        requantize=requantize,
+        target=target,
+        like=like,
+        candidates=candidates or (),
+        **given,
+    )
     if dry_run:
         from quantforge.cli.shown_plan import show_dry_run
 
-        show_dry_run(console, settings, imatrix, run, target or like)
+        show_dry_run(console, settings, imatrix, quantized, target or like)
         return
     with console.watch():
-        outcome = run(settings)
+        outcome = quantized(settings=settings)
     if not processes.silent():
         from quantforge.cli.result import show_quantized
 

@@ -429,7 +429,7 @@ def show_dry_run(
     console: Console,
     settings: Settings,
     imatrix: Path | None,
-    run: Callable[[Settings], Outcome | Exported],
+    run: Callable[..., Outcome | Exported],
     size: str | None = None,
 ) -> None:
     """Show what a run would do, with all that it decides and refuses before its work; nothing is written.
@@ -452,7 +452,7 @@ def show_dry_run(
         raise _Announced(announced, out)
 
     try:
-        done = run(replace(settings, announce=stop))
+        done = run(settings=replace(settings, announce=stop))
     except _Announced as reached:
         asked, place = reached.plan, reached.out
     else:

@@ -56,17 +56,13 @@ class Calibrated:
         return {**asdict(self.sample.report), **seen, **left, "sources": self.sources}
 
 
-def calibrated_for(
-    checkpoint: Checkpoint, planned: Planned, settings: Settings
-) -> Calibrated | None:
-    """Draw the rows that a planned run needs; None if it needs none.
+def calibrated_for(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> Calibrated:
+    """Draw the rows that a planned run needs.
 
     Raises:
         InputError: as `calibrate`.
         RefusedError: more events than the policy allows.
     """
-    if not planned.plan.needs and planned.recipe.prune_experts is None:
-        return None
     options = planned.recipe.calibration
     check_towers(named_image(options, settings.calibration), checkpoint.config)
     found = calibrate(

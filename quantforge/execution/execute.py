@@ -40,6 +40,7 @@ from quantforge.execution.tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
+from quantforge.numerics.threads import reproducible
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,12 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
         RefusedError: more events than the policy allows, or the files cannot hold a value.
     """
     first, learns = runs[0], any(run.inputs.planned.plan.tune for run in runs)
-    with torch.inference_mode(mode=not learns), torch.no_grad():
+    with (
+        reproducible(),
+        phase("rounding", 0.95),
+        torch.inference_mode(mode=not learns),
+        torch.no_grad(),
+    ):
         for run in runs:
             run.resume(together=len(runs))
             for unit in run.missing([*run.units] if sample is None else [OUTER]):
@@ -324,8 +330,14 @@ class Run:
         self.inputs.settings.progress(progress_of(name, record, done, total, start))
 
     def events(self) -> list[Event]:
-        """Return every event so far, in the order of the units."""
+        """Return every event of the units so far, in their order."""
         return events_of(self._records())
+
+    def all_events(self) -> tuple[Event, ...]:
+        """Return the events of planning, of the calibration rows and of the units."""
+        calibrated = self.inputs.calibrated
+        rows = calibrated.events if calibrated else ()
+        return (*self.inputs.planned.plan.substitutions, *rows, *self.events())
 
     def figures(self) -> dict[str, dict[str, float]]:
         """Return the figures of every rounded tensor, by name."""

@@ -21,38 +21,30 @@ if TYPE_CHECKING:
 
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
-    from quantforge.recipe import CalibrationOptions
+    from quantforge.recipe import CalibrationOptions, Recipe
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
 
 def removed_experts(
-    source: Checkpoint,
-    share: str | None,
-    options: CalibrationOptions,
-    calibrated: Calibrated | None,
-    settings: Settings,
-    directory: Path,
-) -> Removed | None:
-    """Return the experts that are removed, None where none are.
+    source: Checkpoint, recipe: Recipe, calibrated: Calibrated, settings: Settings, directory: Path
+) -> Removed:
+    """Return the experts that ``--prune-experts`` removes.
 
     Args:
         source: with all of them.
-        share: of the experts of every layer that is removed, ``25%``; None for none.
-        options: how the rows pass.
-        calibrated: the rows; needed where experts are removed.
+        recipe: the share of every layer that is removed, and how the rows pass.
+        calibrated: the rows.
         settings: how to run.
         directory: for hidden states on disk.
 
     Raises:
         InputError: as `expert_saliency`; else as `pruning_of`.
     """
-    if not share:
-        return None
-    assert calibrated is not None
-    pruning = pruning_of(source, share)
+    assert recipe.prune_experts is not None
+    pruning = pruning_of(source, recipe.prune_experts)
     place = directory if settings.activations == "disk" else None
-    rows = calibrated.sample
+    rows, options = calibrated.sample, recipe.calibration
     return pruning.choose(expert_saliency(source, rows, options, settings.device, place))
 
 

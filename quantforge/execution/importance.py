@@ -18,7 +18,6 @@ from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.known_importance import places, values_of
 from quantforge.planning.planner import Planned
 from quantforge.results import manifest
-from quantforge.settings import Settings
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
@@ -78,19 +77,17 @@ def observe_importance(
     return Imatrix(entries, options.source, len(sample.ids), options.length)
 
 
-def known_importance(planned: Planned, settings: Settings) -> dict[str, Tensor]:
-    """Return importance from a file, where one is named: from the bytes that the fingerprint is of.
+def known_importance(planned: Planned, path: Path) -> dict[str, Tensor]:
+    """Return importance from a file: from the bytes that the fingerprint is of.
 
     Raises:
         InputError: as `read_importance`.
         IntegrityError: the file changes meanwhile.
     """
-    if settings.imatrix is None:
-        return {}
-    before = manifest.sha256(settings.imatrix, None)
-    known = read_importance(settings.imatrix, planned)
-    if manifest.sha256(settings.imatrix, None) != before:
-        raise changed(settings.imatrix)
+    before = manifest.sha256(path, None)
+    known = read_importance(path, planned)
+    if manifest.sha256(path, None) != before:
+        raise changed(path)
     return known
 
 

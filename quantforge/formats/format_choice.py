@@ -24,7 +24,7 @@ _WHOLE = 4096  # a dimension that every tile and block divides
 Shape = tuple[int, int]
 
 
-def settled(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str, ...]]:
+def chosen_format(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tuple[str, ...]]:
     """Return a recipe that names its format, and notes on the choice.
 
     Args:

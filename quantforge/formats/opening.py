@@ -33,16 +33,11 @@ def open_model(path: Path) -> Checkpoint:
 
 
 def open_plain_source(path: Path, adapter: Path | None = None) -> Checkpoint:
-    """Open a model as a run reads it; errors as `open_model` and `as_read`."""
-    return as_read(open_model(path), adapter)
+    """Open a model as a run reads it: decoded where it is published in low precision, with its adapter merged.
 
-
-def as_read(checkpoint: Checkpoint, adapter: Path | None = None) -> Checkpoint:
-    """Return a model as a run reads it: decoded where it is published in low precision, with its adapter merged.
-
-    Errors as `plain_source`, and with an adapter as `open_adapter` and `merged`.
+    Errors as `open_model` and `plain_source`, and with an adapter as `open_adapter` and `merged`.
     """
-    checkpoint = plain_source(checkpoint)
+    checkpoint = plain_source(open_model(path))
     return checkpoint if adapter is None else merged(checkpoint, open_adapter(adapter))
 
 

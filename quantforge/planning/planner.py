@@ -24,7 +24,7 @@ from quantforge.events import Event
 from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales, targets
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.engines import TRANSFORMERS
-from quantforge.formats.format_choice import settled
+from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming
@@ -97,7 +97,7 @@ def make_plan(
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
     settings = settings or Settings(threads=1)
-    recipe, chosen = settled(recipe, out)
+    recipe, chosen = chosen_format(recipe, out)
     matched = _matched(checkpoint, recipe)
     form = format_of(recipe.format)
     tower = tower_beside(checkpoint, form, wanted=settings.mmproj)

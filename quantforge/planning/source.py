@@ -1,11 +1,13 @@
 """The model that is planned: three views of it follow one another.
 
-    opened     as its files hold it
-    source_of  with its adapter merged, in the form that a named engine loads, with experts one by one or stacked as the
-               files of the result hold them
-    changed    as the recipe changes all of it: without heads or experts that it drops, with transforms of the whole
+    opened           as its files hold it
+    source_as_read   decoded where it is published in low precision, with its adapter merged, in the form that a named
+                     engine loads, with experts one by one or stacked as the files of the result hold them
+    planned_source   as the recipe changes all of it: without heads or experts that it drops, with transforms of the
+                     whole
 
-The last is planned, quantized and compared with.
+The last is planned, quantized and compared with. Of a dense model in 16 bits all three are the same, unless an adapter
+or ``rotate`` is asked for.
 """
 
 from __future__ import annotations
@@ -22,20 +24,24 @@ from quantforge.checkpoint.unstacked import unstacked
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
 from quantforge.formats.engines import TRANSFORMERS, converts
-from quantforge.formats.format_choice import base_scheme, settled
-from quantforge.formats.opening import as_read
+from quantforge.formats.format_choice import base_scheme, chosen_format
+from quantforge.formats.sources.adapter import open_adapter
+from quantforge.formats.sources.low_precision import plain_source
+from quantforge.formats.sources.merged import merged
 from quantforge.planning.choice import Rules
 from quantforge.quantizers import prepared, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 from quantforge.settings import Settings
 
 
-def source_of(
+def source_as_read(
     opened: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
 ) -> Checkpoint:
-    """Return a model with its adapter merged, in the form that the engine loads, with experts as files hold them."""
-    key = settled(recipe, out)[0].format
-    source = as_read(opened, settings.adapter)
+    """Return a model as a run reads it, before the recipe changes it; errors as `open_plain_source`."""
+    key = chosen_format(recipe, out)[0].format
+    source = plain_source(opened)
+    if settings.adapter is not None:
+        source = merged(source, open_adapter(settings.adapter))
     if recipe.engine == TRANSFORMERS and key != GGUF and converts(source.config):
         from quantforge.model.running_form import running_form  # torch, which planning does without
 
@@ -48,7 +54,7 @@ def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
 
     Args:
         source: the model.
-        key: of the format, as `settled` found it.
+        key: of the format, as `chosen_format` found it.
         recipe: what is asked for.
 
     Raises:
@@ -100,24 +106,29 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
 
 
 def planned_source(source: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """Return a source (`source_of`) as the recipe changes all of it; errors as `changed` and `fewer_heads`."""
-    return changed(heads_as_asked(source, recipe), recipe)
+    """Return a source (`source_as_read`) as the recipe changes all of it, from headers alone.
+
+    Errors as `fewer_heads` and `transformed_source`.
+    """
+    return transformed_source(without_dropped_heads(source, recipe), recipe)
 
 
-def heads_as_asked(source: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """Return the source, without its heads for several tokens where the recipe drops them; errors as `fewer_heads`."""
-    if recipe.mtp == "drop" and not _is_quantized(source):
+def without_dropped_heads(source: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """Return the source without its heads for several tokens where the recipe drops them; errors as `fewer_heads`."""
+    if recipe.mtp == "drop" and "quantization_config" not in source.config:
         return fewer_heads(source)
     return source
 
 
-def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) -> Checkpoint:
+def transformed_source(
+    source: Checkpoint, recipe: Recipe, removed: Removed | None = None
+) -> Checkpoint:
     """Return the source with experts removed and transforms of the whole applied.
 
     A quantized source is returned as it is: planning refuses it.
 
     Args:
-        source: with its experts as files are to hold them, and its heads as asked.
+        source: with its experts as files are to hold them, and without heads that the recipe drops.
         recipe: what is removed and transformed, and what experts are judged by.
         removed: the experts that go; None where they are not chosen yet, so that nothing they change may be read.
 
@@ -126,7 +137,9 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         RefusedError: as `pruning_of`.
         InputError: as `SourceTransform.prepare`.
     """
-    if recipe.prune_experts and not _is_quantized(source):
+    if "quantization_config" in source.config:
+        return source
+    if recipe.prune_experts:
         text = recipe.calibration
         if text.importance_file is not None or text.source == NO_DATA:
             raise UsageError(
@@ -136,8 +149,5 @@ def changed(source: Checkpoint, recipe: Recipe, removed: Removed | None = None) 
         pruning = pruning_of(source, recipe.prune_experts)
         gone = pruning.undecided() if removed is None else removed
         source = fewer_experts(source, gone, decided=removed is not None)
-    return prepared(source, source_transforms(recipe.method))
-
-
-def _is_quantized(source: Checkpoint) -> bool:
-    return "quantization_config" in source.config
+    transforms = source_transforms(recipe.method)
+    return prepared(source, transforms) if transforms else source

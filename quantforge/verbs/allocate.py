@@ -31,7 +31,7 @@ from quantforge.errors import UsageError
 from quantforge.execution.journal import Journal
 from quantforge.execution.progress import followed, phase
 from quantforge.formats import GGUF, format_of, targets
-from quantforge.formats.format_choice import settled
+from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.opening import open_model
 from quantforge.planning import naming
 from quantforge.planning.allocation import (
@@ -55,7 +55,7 @@ from quantforge.planning.size_target import (
     scale_of,
     size_like,
 )
-from quantforge.planning.source import heads_as_asked, source_of
+from quantforge.planning.source import source_as_read, without_dropped_heads
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.quantizers import ERROR_FEEDBACK
 from quantforge.recipe import Recipe, Rule
@@ -125,12 +125,12 @@ def allocate(
             are not computed.
     """
     settings = settings or Settings()
-    asked = asked_size(target, like, candidates if target or like else (), recipe, options)
-    if asked is None:
+    if target is None and like is None:
         raise UsageError(
             "no size is asked for: --target and --like",
             "give one: --target 3.5bpw, or --like FILE.gguf",
         )
+    asked = asked_size(target, like, candidates, recipe, options)
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
@@ -173,7 +173,8 @@ def sized_recipe(
         if not job.stage.begun:
             with job.stage:  # refuses what lies there, before anything is measured
                 pass
-        job.announce()
+        job.check_text()
+        settings.announce(job.planned.plan, job.stage.named)
     with measured(search, out.absolute().parent, 0.7) as nats:
         found = search.found(nats, asked.text)
         settings.note(
@@ -185,16 +186,14 @@ def sized_recipe(
 def asked_size(
     target: str | None, like: str | Path | None, candidates: str | Sequence[str], recipe: RecipeSource,
     options: RecipeOptions,
-) -> AskedSize | None:  # fmt: skip
-    """Return the size that is asked for beside a recipe, None where none is.
+) -> AskedSize:  # fmt: skip
+    """Return the size that is asked for beside a recipe.
 
     Raises:
         UsageError: candidates without a size, two sizes, or a width, a method or an effort beside one.
     """
     if target is None and like is None:
-        if candidates:
-            raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
-        return None
+        raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
     if target is not None and like is not None:
         raise UsageError(
             "two sizes are asked for: --target and --like",
@@ -346,10 +345,10 @@ def search_of(
     target = None
     if asked.target is not None:
         target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
-    read, own = strip_local_paths(settled(recipe, out)[0], settings)
+    read, own = strip_local_paths(chosen_format(recipe, out)[0], settings)
     key = read.format
     opened = open_model(resolve(str(model), settings.offline))
-    source = heads_as_asked(source_of(opened, read, None, own), read)
+    source = without_dropped_heads(source_as_read(opened, read, None, own), read)
     size = naming.word_for(asked.target, asked.like)
     name = naming.sized(source, read.method, key, size)
 
@@ -414,7 +413,6 @@ def measured(
         with phase("reading", 0.05 * share, "calibration text"):
             source, files = digest_source(search.source, search.before, settings)
             calibrated = calibrated_for(source, plans[0], settings)
-            assert calibrated is not None
             settings.policy.check(calibrated.events)
             for event in calibrated.events:
                 settings.note(f"{event.kind}: {event.detail}")

@@ -27,7 +27,7 @@ from quantforge.events import Event
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import Settled, lossless_type, settle_values, write_all
 from quantforge.formats import FORMATS, GGUF, Verdict, detect, targets
-from quantforge.formats.format_choice import format_of_name, settled
+from quantforge.formats.format_choice import chosen_format, format_of_name
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
@@ -131,7 +131,7 @@ def export(
         if imatrix is not None:
             wanted, settings = with_importance(model, wanted, settings, imatrix)
         wanted, settings = strip_local_paths(wanted, settings)
-        chosen, notes = settled(wanted, place)
+        chosen, notes = chosen_format(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         mixture = chosen.type is not None and source is None
         if _begins_a_run(checkpoint, chosen.format, mixture=mixture):
@@ -231,7 +231,7 @@ def export_recipe(
     if form is None and engine is not None and kind is None:
         form = loaded_format(model, engine, options.get("tensor_parallel") or 1, offline=offline)
     recipe = build_recipe(None, **{**options, "method": PLAIN, "format": form})
-    if settled(recipe, out)[0].format == GGUF and options.get("calibration") is None:
+    if chosen_format(recipe, out)[0].format == GGUF and options.get("calibration") is None:
         return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
     return recipe
 

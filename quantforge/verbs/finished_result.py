@@ -1,7 +1,7 @@
 """A result that lies at the place of a job already, made by this very command before it was killed, or earlier.
 
-`finished` finds the result of a run that was killed after its publication, or that another process has published.
-`kept` decides for each of several results whether the one that is there is what would be made now.
+`earlier_outcome` finds the result of a run that was killed after it had published, or that another process published.
+`is_made` decides for each of several results whether the one that is there is what would be made now.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.job import Job, Outcome
 
 
-def finished(job: Job) -> Outcome | None:
+def earlier_outcome(job: Job) -> Outcome | None:
     """Return the outcome of a job that this very command has done, and forget its journal; None if there is work left.
 
     Raises:
@@ -66,7 +66,7 @@ def finished(job: Job) -> Outcome | None:
     return Outcome(stage.out, job.planned.plan, events, resumed=not settings.join)
 
 
-def kept(job: Job, files: Mapping[str, Any]) -> bool:
+def is_made(job: Job, files: Mapping[str, Any]) -> bool:
     """Return whether the result of a job is there, whole, and by this recipe from this source.
 
     Args:

@@ -9,7 +9,7 @@ from quantforge.arguments import check_arguments
 from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import followed, phase
-from quantforge.formats.format_choice import settled
+from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.matching import settle_tied
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.local_paths import strip_local_paths
@@ -58,12 +58,11 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     recipe, settings = strip_local_paths(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
     wanted = replace(recipe, method=PLAIN, scales="search")
-    checkpoint = single_experts(checkpoint, settled(wanted)[0].format, wanted)
+    checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
     with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
-        assert calibrated is not None
         place = Path(out).absolute().parent if settings.activations == "disk" else None
         found = observe_importance(checkpoint, planned, calibrated.sample, settings.device, place)
     write_imatrix(Path(out), found)

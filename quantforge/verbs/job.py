@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantforge.checkpoint.fewer_parts import fewer_heads
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.stage import Stage
 from quantforge.events import Event
@@ -22,7 +23,7 @@ from quantforge.formats.matching import settle_tied
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned, check_text, make_plan
-from quantforge.planning.source import changed, heads_as_asked, planned_source, source_of
+from quantforge.planning.source import planned_source, source_as_read, transformed_source
 from quantforge.plans import Plan
 from quantforge.recipe import Recipe
 from quantforge.results.manifest import small_files
@@ -87,10 +88,9 @@ class Job:
         """Return whether the result is a file, not a directory."""
         return format_of(self.planned.plan.format).ABOUT.one_file
 
-    def announce(self) -> None:
-        """Tell the plan before the work; errors as `check_text`."""
+    def check_text(self) -> None:
+        """Refuse a calibration text that the run would refuse at its start; errors as `planner.check_text`."""
         check_text(self.planned, self.checkpoint, self.settings)
-        self.settings.announce(self.planned.plan, self.stage.named)
 
     def read(self) -> RunInputs:
         """Check the space, and read what decides the bytes. The caller holds the lock of the output."""
@@ -101,7 +101,7 @@ class Job:
 
     def read_inputs(self) -> RunInputs:
         """Read what decides the bytes of the run; of the weights, their digests."""
-        planned, settings = self.planned, self.settings
+        planned, settings, recipe = self.planned, self.settings, self.planned.recipe
         check_device(settings.device)
         tell("libraries")
         import torch
@@ -121,23 +121,26 @@ class Job:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         tell("digests of the source")
-        opened, source = digest_source(self.source, self.before, settings)
-        opened = heads_as_asked(opened, planned.recipe)
-        share, options = planned.recipe.prune_experts, planned.recipe.calibration
-        if planned.plan.needs or share is not None:
-            tell("calibration text", share=0.5)
+        checkpoint, source = digest_source(self.source, self.before, settings)
+        if recipe.mtp == "drop":
+            checkpoint = fewer_heads(checkpoint)
+        calibrated = removed = None
         with reproducible():
-            calibrated = calibrated_for(opened, planned, settings)
-            scratch = self.stage.out.parent
-            removed = removed_experts(opened, share, options, calibrated, settings, scratch)
-        checkpoint = changed(opened, planned.recipe, removed)
+            if planned.plan.needs or recipe.prune_experts is not None:
+                tell("calibration text", share=0.5)
+                calibrated = calibrated_for(checkpoint, planned, settings)
+            if calibrated is not None and recipe.prune_experts is not None:
+                scratch = self.stage.out.parent
+                removed = removed_experts(checkpoint, recipe, calibrated, settings, scratch)
+        checkpoint = transformed_source(checkpoint, recipe, removed)
         source = {**source, **checkpoint.facts, "files": source["files"]}
-        planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
-        recipe = planned.recipe.to_toml()
-        return RunInputs(
-            planned, settings, checkpoint, source, calibrated, known_importance(planned, settings),
-            fingerprint_of(recipe, source, calibrated, settings.device, settings.imatrix),
-        )  # fmt: skip
+        if planned.matched.tied_twice:
+            planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+        importance = known_importance(planned, settings.imatrix) if settings.imatrix else {}
+        fingerprint = fingerprint_of(
+            recipe.to_toml(), source, calibrated, settings.device, settings.imatrix
+        )
+        return RunInputs(planned, settings, checkpoint, source, calibrated, importance, fingerprint)
 
 
 def plan_job(
@@ -152,7 +155,7 @@ def plan_job(
         settings: how it is made, as `strip_local_paths` returns them.
         events: that are known already.
     """
-    source = source_of(opened, recipe, out, settings)
+    source = source_as_read(opened, recipe, out, settings)
     checkpoint = planned_source(source, recipe)
     before = small_files(checkpoint)
     planned = make_plan(recipe, checkpoint, out, settings, events=events)

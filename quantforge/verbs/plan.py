@@ -20,7 +20,7 @@ from quantforge.planning.conversion import plan_export
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.source import planned_source, source_of
+from quantforge.planning.source import planned_source, source_as_read
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
@@ -47,9 +47,9 @@ def plan(
     Errors as `make_plan`, with a size those of `allocate` that headers tell.
     """
     settings = settings or Settings()
-    asked = asked_size(target, like, candidates, recipe, options)
-    if asked is None:
+    if target is None and like is None and not candidates:
         return planned_for(model, recipe, settings, out, options).plan
+    asked = asked_size(target, like, candidates, recipe, options)
     return likely_plan(search_of(model, asked, settings, Path(out) if out else None)).plan
 
 
@@ -85,8 +85,8 @@ def capacity(
         QuantForgeError: as `plan` and `quantforge.planning.capacity.capacity`.
     """
     settings = settings or Settings()
-    size = asked_size(target, like, candidates, recipe, options)
-    if size is not None:
+    if target is not None or like is not None or candidates:
+        size = asked_size(target, like, candidates, recipe, options)
         planned = likely_plan(search_of(model, size, settings, Path(out) if out else None))
         return planned.plan, of_plan(planned.plan, planned.matched, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVED)
@@ -114,7 +114,7 @@ def planned_for(
     wanted, settings = strip_local_paths(build_recipe(recipe, **options), settings)
     place = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
-    source = planned_source(source_of(opened, wanted, place, settings), wanted)
+    source = planned_source(source_as_read(opened, wanted, place, settings), wanted)
     return make_plan(wanted, source, place, settings)
 
 

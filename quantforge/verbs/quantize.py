@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -32,9 +32,9 @@ from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
 from quantforge.settings import Settings, under_torchrun
-from quantforge.verbs.allocate import asked_size, sized_recipe
+from quantforge.verbs.allocate import AskedSize, asked_size, sized_recipe
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.finished_result import finished, forget
+from quantforge.verbs.finished_result import earlier_outcome, forget
 from quantforge.verbs.imatrix import with_importance
 from quantforge.verbs.job import Job, Outcome, plan_job
 from quantforge.verbs.output import placed_in, space
@@ -75,43 +75,48 @@ def quantize(
     Raises:
         QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
     """
-    settings = settings or Settings()
-    asked = asked_size(target, like, candidates, recipe, options)
-    if asked is not None:
-        if imatrix is not None or settings.join or requantize:
-            given = (
-                "--join"
-                if settings.join
-                else "--requantize"
-                if requantize
-                else f"--imatrix {imatrix}"
-            )
-            raise UsageError(
-                f"{given}: not while a mixture is looked for",
-                "quantforge allocate first, then quantize --recipe with what it writes",
-            )
-        given_place = Path(out) if out else None
-        with (
-            followed(settings.progress),
-            sized_recipe(model, asked, given_place, settings) as found,
-        ):
-            checkpoint = open_model(resolve(str(model), settings.offline))
-            return quantize_opened(checkpoint, *found, settings)
+    settings, place = settings or Settings(), Path(out) if out else None
+    if target is not None or like is not None or candidates:
+        asked = asked_size(target, like, candidates, recipe, options)
+        return _quantize_to_size(model, asked, place, settings, imatrix, requantize=requantize)
     wanted = build_recipe(recipe, **options)
     with followed(settings.progress):
-        wanted, settings = with_importance(model, wanted, settings, imatrix)
+        if imatrix is not None:
+            wanted, settings = with_importance(model, wanted, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
             checkpoint = open_model(resolve(str(model), settings.offline))
-        again = is_quantized(checkpoint)
-        if again and not requantize:
-            place = shlex.quote(str(checkpoint.path))
+        if not is_quantized(checkpoint):
+            return quantize_opened(checkpoint, wanted, place, settings)
+        if not requantize:
+            typed = shlex.quote(str(checkpoint.path))
             raise InputError(
                 f"{checkpoint.path}: already quantized; quantizing it again rounds rounded weights",
-                f"`quantforge quantize {place} --requantize`, with your other options, accepts the loss;"
+                f"`quantforge quantize {typed} --requantize`, with your other options, accepts the loss;"
                 " the model that it was made from has none, and `quantforge export` moves it as it is",
             )
-        checkpoint, *events = decoded_source(checkpoint) if again else (checkpoint,)
-        return quantize_opened(checkpoint, wanted, Path(out) if out else None, settings, *events)
+        checkpoint, event = decoded_source(checkpoint)
+        return quantize_opened(checkpoint, wanted, place, settings, event)
+
+
+def _quantize_to_size(
+    model: str | Path,
+    asked: AskedSize,
+    out: Path | None,
+    settings: Settings,
+    imatrix: str | Path | None,
+    *,
+    requantize: bool,
+) -> Outcome:
+    """Find the scheme of every linear with which the result has a given size, as `allocate`; quantize by these."""
+    if imatrix is not None or settings.join or requantize:
+        given = "--requantize" if requantize else f"--imatrix {imatrix}"
+        raise UsageError(
+            f"{'--join' if settings.join else given}: not while a mixture is looked for",
+            "quantforge allocate first, then quantize --recipe with what it writes",
+        )
+    with followed(settings.progress), sized_recipe(model, asked, out, settings) as (recipe, place):
+        checkpoint = open_model(resolve(str(model), settings.offline))
+        return quantize_opened(checkpoint, recipe, place, settings)
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
@@ -129,56 +134,46 @@ def decoded_source(checkpoint: Checkpoint) -> tuple[Checkpoint, Event]:
 def quantize_opened(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
-    """Quantize an opened model; ``events`` are known already."""
-    recipe, settings = strip_local_paths(recipe, settings)
+    """Plan, check, round and publish an opened model; ``events`` are known already."""
+    recipe, settings = strip_local_paths(recipe, settings)  # unchanged unless they name files
     job = plan_job(checkpoint, recipe, out, settings, *events)
     if settings.join:
-        architecture = job.planned.matched.architecture
-        check_shareable(
-            job.planned.plan, overwrite=settings.overwrite, prunes=recipe.prune_experts is not None,
-            torchrun=under_torchrun(), replayed=architecture is not None and bool(architecture.replayed),
-        )  # fmt: skip
-    outcome = finished(job)
+        _check_shareable(job)
+    outcome = earlier_outcome(job)
     if outcome is None:
         try:
             job.stage.check()
-            job.announce()
+            job.check_text()
+            settings.announce(job.planned.plan, job.stage.named)
             if settings.join:
                 outcome = _join(job)
             else:
                 with job.stage:
-                    (outcome,) = carry_out([(job.stage, job.read())])
+                    inputs = job.read()  # imports torch
+                    from quantforge.execution.execute import execute
+
+                    with published_run(job.stage, inputs) as run:
+                        execute([run], inputs.sample)
+                    outcome = _outcome(job.stage, run)
         except RefusedError:  # the output exists: another process may have published meanwhile
-            outcome = finished(job)
+            outcome = earlier_outcome(job)
             if outcome is None:
                 raise
     return replace(outcome, adapter=settings.adapter)
 
 
-def carry_out(work: Sequence[tuple[Stage, RunInputs]]) -> list[Outcome]:
-    """Make results whose rows pass the blocks together, or what is left of them, and publish each in its stage.
-
-    The caller holds the locks of the stages.
-    """
-    from quantforge.execution.execute import execute
-    from quantforge.numerics.threads import reproducible
-
-    outcomes: list[Outcome] = []
-    with ExitStack() as files:
-        runs = [files.enter_context(_opened(*one, outcomes)) for one in work]
-        with reproducible(), phase("rounding", 0.95):
-            execute(runs, work[0][1].sample)
-    return outcomes[::-1]  # the last that was opened is published first
-
-
 @contextmanager
-def _opened(stage: Stage, inputs: RunInputs, outcomes: list[Outcome]) -> Iterator[Run]:
-    """Open the files and the journal of a run, which the body executes; then publish, and add the outcome."""
+def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
+    """Open the files and the journal of a run, which the body executes; then publish its result.
+
+    The caller holds the lock of the stage. After an error the journal stays, so that the same command resumes the run,
+    unless the error is one of the input.
+    """
     from quantforge.execution.execute import Run
     from quantforge.execution.shared_run import finished_units
 
     checkpoint, planned, settings = inputs.checkpoint, inputs.planned, inputs.settings
-    plan, source, calibrated = planned.plan, inputs.source, inputs.calibrated
+    plan, source = planned.plan, inputs.source
     units = units_of(plan, planned.matched.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
     journal = open_journal(stage, claims, inputs.fingerprint, settings)
@@ -188,9 +183,9 @@ def _opened(stage: Stage, inputs: RunInputs, outcomes: list[Outcome]) -> Iterato
         with WeightsWriter(stage.path, files, done=done_tensors(plan, journal.done)) as writer:
             run = Run(inputs, writer, journal, finished_units(claims, units))
             yield run
-        events = (*plan.substitutions, *(calibrated.events if calibrated else ()), *run.events())
+        events = run.all_events()
         settings.policy.check(events)
-        described = calibrated.describe() if calibrated else None
+        described = inputs.calibrated.describe() if inputs.calibrated else None
         recipe = planned.recipe.to_toml()
         document = manifest.manifest(plan, recipe, source, described, events, run.figures())
         with phase("publishing", 1.0):
@@ -208,11 +203,29 @@ def _opened(stage: Stage, inputs: RunInputs, outcomes: list[Outcome]) -> Iterato
         raise
     claims.remove()
     journal.remove()  # the last: by the journal the next command knows that this one had ended
-    outcomes.append(Outcome(stage.out, plan, events, journal.resumed, run.scaled()))
+
+
+def _outcome(stage: Stage, run: Run) -> Outcome:
+    """Return the outcome of a run that was published."""
+    plan, resumed = run.inputs.planned.plan, run.journal.resumed
+    return Outcome(stage.out, plan, run.all_events(), resumed, run.scaled())
+
+
+def _check_shareable(job: Job) -> None:
+    """Refuse a run that several processes cannot share; errors as `check_shareable`."""
+    planned, family = job.planned, job.planned.matched.architecture
+    check_shareable(
+        planned.plan,
+        overwrite=job.settings.overwrite,
+        prunes=planned.recipe.prune_experts is not None,
+        torchrun=under_torchrun(),
+        replayed=family is not None and bool(family.replayed),
+    )
 
 
 def _join(job: Job) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
+    from quantforge.execution.execute import execute
     from quantforge.execution.shared_run import Worker, finished_alone, locked
     from quantforge.numerics.threads import reproducible
 
@@ -243,14 +256,16 @@ def _join(job: Job) -> Outcome:
             Worker(claims, units, inputs, kept).work_off()
     except DeniedError:
         raise
-    except InputError:  # as in `_opened`
+    except InputError:  # as in `published_run`
         forget(stage)
         raise
 
     def finish() -> Outcome:
         claims.check_there()
         claims.check(inputs.fingerprint)
-        return carry_out([(stage, inputs)])[0]
+        with published_run(stage, inputs) as run:
+            execute([run], inputs.sample)
+        return _outcome(stage, run)
 
     outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
     assert outcome is not None

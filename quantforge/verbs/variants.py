@@ -16,7 +16,7 @@ too. One process at a time looks (`turn`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.journal import check_versions
 from quantforge.execution.progress import phase, tell
 from quantforge.formats import format_of
-from quantforge.formats.format_choice import settled
+from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.opening import open_model
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import check_text
@@ -39,9 +39,9 @@ from quantforge.plans import decisions_of
 from quantforge.recipe import Recipe
 from quantforge.results.manifest import files_of_source
 from quantforge.settings import Settings
-from quantforge.verbs.finished_result import clear_run, kept
+from quantforge.verbs.finished_result import clear_run, is_made
 from quantforge.verbs.job import Job, plan_job
-from quantforge.verbs.quantize import carry_out
+from quantforge.verbs.quantize import published_run
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import RunInputs
@@ -129,7 +129,7 @@ def plan_variants(
             errors[name] = error
     for job in jobs.values():
         check_apart(job.out, source.path)
-    missing = tuple(name for name, job in jobs.items() if not kept(job, files))
+    missing = tuple(name for name, job in jobs.items() if not is_made(job, files))
     return Variants(settings, source, files, jobs, missing), errors
 
 
@@ -141,7 +141,7 @@ def _planned(
     settings: Settings,
 ) -> Job:
     recipe, settings = strip_local_paths(recipe, settings)
-    key = settled(recipe)[0].format
+    key = chosen_format(recipe)[0].format
     about = format_of(key).ABOUT
     job = plan_job(source, recipe, place_of(f"{name}{about.suffix}", key), settings)
     if job.one_file and len(job.planned.files) > 1:
@@ -173,6 +173,18 @@ def _make_all(
             tell(f"made by other processes: {left}", waits=True)
             time.sleep(POLL_SECONDS)
     return made
+
+
+def carry_out(group: Sequence[tuple[Stage, RunInputs]]) -> None:
+    """Make results whose rows pass the blocks together, or what is left of them, and publish each in its stage.
+
+    The caller holds the locks of the stages.
+    """
+    from quantforge.execution.execute import execute
+
+    with ExitStack() as files:  # the last that was opened is published first
+        runs = [files.enter_context(published_run(*one)) for one in group]
+        execute(runs, group[0][1].sample)
 
 
 class _Queue:
@@ -221,7 +233,7 @@ class _Queue:
 
     def _enter(self, name: str, job: Job, stage: ExitStack) -> bool:
         """Enter the stage of a job, unless its result is there or another process makes it."""
-        if not kept(job, self._files):
+        if not is_made(job, self._files):
             try:
                 stage.enter_context(job.stage)
             except BusyError as error:
@@ -230,7 +242,7 @@ class _Queue:
                 self._monitor.meet(error)
                 return False
             except RefusedError:
-                if not kept(job, self._files):  # else it was published just now
+                if not is_made(job, self._files):  # else it was published just now
                     raise
             else:
                 return True

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.format_choice import holders, settled
+from quantforge.formats.format_choice import chosen_format, holders
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer, parse_sparsity
 from quantforge.planning.naming import derived, place
@@ -176,10 +176,10 @@ def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path
     ],
 )
 def test_the_format_follows_from_what_is_said(recipe, out, key):
-    chosen, said = settled(recipe, out and Path(out))
+    chosen, said = chosen_format(recipe, out and Path(out))
     assert chosen.format == key
     assert bool(said) == (not recipe.format and key != "compressed-tensors")
-    assert settled(chosen, out and Path(out)) == (chosen, ())
+    assert chosen_format(chosen, out and Path(out)) == (chosen, ())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_the_format_follows_from_what_is_said(recipe, out, key):
 )
 def test_a_name_that_contradicts_the_format_is_refused(recipe, out, hint):
     with pytest.raises(UsageError) as refused:
-        settled(recipe, Path(out))
+        chosen_format(recipe, Path(out))
     assert hint in refused.value.hint
 
 
@@ -204,4 +204,4 @@ def test_what_no_format_holds_has_no_holder():
     assert "compressed-tensors" in holders(parse_layer("int4"))
     assert holders(parse_layer("int7:g32:min")) == []
     with pytest.raises(InputError):
-        settled(Recipe(scheme="nf5"))
+        chosen_format(Recipe(scheme="nf5"))
